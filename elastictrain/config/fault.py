@@ -1,0 +1,32 @@
+"""The group `fault`: how long anything may take before it counts as hung."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from elastictrain.config.constraints import Range
+
+
+@dataclass(frozen=True, slots=True)
+class FaultGroup:
+    """How long anything may take before it counts as hung. The values form a ladder, checked when the config is composed."""
+
+    rendezvous_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 300.0
+    """Until all ranks have agreed on a new incarnation."""
+
+    init_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 600.0
+    """For any collective, and for any phase, until the first step is through: start-up, restore, compilation."""
+
+    step_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 120.0
+    """For any collective, and for a whole step, from then on."""
+
+    save_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 900.0
+    """For one checkpoint to be durable."""
+
+    shutdown_grace_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
+    """For the end of a run to be orderly; after that the process ends itself."""
+
+    heartbeat_s: Annotated[float, Range(0.0, exclusive=True)] = 1.0
+    """Interval at which each rank tells the others where it is."""
+
+    flight_recorder_entries: Annotated[int, Range(0)] = 2000
+    """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""

@@ -1,0 +1,155 @@
+"""The exception tree; each leaf has an exit code and says what to do.
+
+    ElasticTrainError                    70  a bug, or a crash loop without progress
+    ├── UsageError                       64  the command line is wrong
+    ├── ConfigError                      78  config is wrong on every host alike
+    │   └── DataError                    78  the training data is missing or not what the config says
+    ├── HostUnfitError                   69  this host cannot take part: replace it
+    ├── StorageError                     74  the store failed
+    │   ├── TransientStorageError        74  trying again may help (503, time-out, dropped connection)
+    │   └── PermanentStorageError        74  trying again cannot help
+    │       ├── ObjectNotFoundError      74
+    │       ├── ObjectExistsError        74  lost a create-if-absent
+    │       ├── AccessDeniedError        74
+    │       └── StorageFullError         74  no space, or over quota
+    ├── CheckpointError                  74
+    │   ├── InvalidCheckpointError       74  one checkpoint is not what its manifest says
+    │   ├── NoValidCheckpointError       74  remnants exist and none is valid
+    │   └── SavesFailingError            74  too many failed saves in a row
+    ├── TransportError                   71  a peer is gone, or a collective failed or hung
+    ├── NonFiniteError                   70  too many non-finite steps in a row
+    └── StopRequested                    75  stopped on request, state saved: run me again
+
+Exit codes follow sysexits.h.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+EXIT_OK = 0
+EXIT_USAGE = 64
+EXIT_UNFIT = 69
+EXIT_BUG = 70
+EXIT_TRANSPORT = 71
+EXIT_STORAGE = 74
+EXIT_STOPPED = 75
+EXIT_CONFIG = 78
+
+
+class ElasticTrainError(Exception):
+    """Something a person can act on: the message says what must be, what is, and what to do."""
+
+    exit_code = EXIT_BUG
+
+
+class UsageError(ElasticTrainError):
+    """The command line is wrong."""
+
+    exit_code = EXIT_USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with the configuration.
+
+    `key` is the dotted path (`checkpoint.every_steps`); `message` completes the sentence that starts with it
+    ("must be >= 1, but is 0; set ...").
+    """
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"`{self.key}` {self.message}"
+
+
+class ConfigError(ElasticTrainError):
+    """The configuration is wrong on every host alike; never retried."""
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, problems: Sequence[Problem] | str) -> None:
+        self.problems: tuple[Problem, ...] = () if isinstance(problems, str) else tuple(problems)
+        if isinstance(problems, str):
+            message = problems
+        elif len(self.problems) == 1:
+            message = str(self.problems[0])
+        else:
+            message = f"{len(self.problems)} problems in the configuration:\n" + "\n".join(
+                f"  - {problem}" for problem in self.problems
+            )
+        super().__init__(message)
+
+
+class DataError(ConfigError):
+    """The training data is missing, damaged or not what the configuration says."""
+
+
+class HostUnfitError(ElasticTrainError):
+    """This host cannot take part; another may."""
+
+    exit_code = EXIT_UNFIT
+
+
+class StorageError(ElasticTrainError):
+    """A store failed; the message names the URL."""
+
+    exit_code = EXIT_STORAGE
+
+
+class TransientStorageError(StorageError):
+    """The store failed in a way that may pass: throttled, timed out, connection dropped."""
+
+
+class PermanentStorageError(StorageError):
+    """The store refused in a way that trying again cannot mend."""
+
+
+class ObjectNotFoundError(PermanentStorageError):
+    """No object of that name exists."""
+
+
+class ObjectExistsError(PermanentStorageError):
+    """A create-if-absent found the object there already."""
+
+
+class AccessDeniedError(PermanentStorageError):
+    """Credentials are missing, wrong, or do not permit the operation."""
+
+
+class StorageFullError(PermanentStorageError):
+    """No space or no inode is left, or a quota is reached."""
+
+
+class CheckpointError(ElasticTrainError):
+    """A checkpoint could not be written or read."""
+
+    exit_code = EXIT_STORAGE
+
+
+class InvalidCheckpointError(CheckpointError):
+    """One checkpoint is not what its manifest says; the message names the file."""
+
+
+class NoValidCheckpointError(CheckpointError):
+    """Checkpoint remnants exist and none is valid."""
+
+
+class SavesFailingError(CheckpointError):
+    """Too many saves failed in a row."""
+
+
+class TransportError(ElasticTrainError):
+    """A peer is gone, or a collective failed or hung."""
+
+    exit_code = EXIT_TRANSPORT
+
+
+class NonFiniteError(ElasticTrainError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class StopRequested(ElasticTrainError):
+    """The run was asked to stop; its state is saved."""
+
+    exit_code = EXIT_STOPPED

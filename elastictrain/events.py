@@ -1,0 +1,184 @@
+"""Records of everything that happens to a run, and the journal (JSONL) they are appended to."""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from threading import Lock
+from typing import ClassVar, Protocol
+
+
+class AppendLog(Protocol):
+    """A file that only grows."""
+
+    def append(self, data: bytes) -> None:
+        """Add `data` at the end; when this returns, the death of the process alone no longer loses it on a local disk."""
+
+    def close(self) -> None:
+        """Make everything durable; nothing may be appended afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Base of all records; its name in the journal is the class attribute `event`."""
+
+    event: ClassVar[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Event):
+    """A group of ranks has come up."""
+
+    event: ClassVar[str] = "start"
+    world_size: int
+    hosts: tuple[str, ...]
+    backend: str
+    device: str
+    config_digest: str
+    versions: Mapping[str, str]
+    seconds: Mapping[str, float]
+    """Duration of each phase of the start, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume(Event):
+    """State was restored, or begun (`step` 0, `tier` "none")."""
+
+    event: ClassVar[str] = "resume"
+    step: int
+    tier: str
+    checkpoint: str | None
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Event):
+    """One optimizer step was committed. Values are null where they were not finite."""
+
+    event: ClassVar[str] = "step"
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    positions: tuple[int, int]
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip(Event):
+    """A step's update was left out because its loss or gradient was not finite."""
+
+    event: ClassVar[str] = "skip"
+    step: int
+    loss: float
+    grad_norm: float
+    positions: tuple[int, int]
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated(Event):
+    """The loss on held-out samples."""
+
+    event: ClassVar[str] = "eval"
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved(Event):
+    """A checkpoint is committed: durable, and found by the next start."""
+
+    event: ClassVar[str] = "checkpoint_saved"
+    step: int
+    checkpoint: str
+    reason: str
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A save failed; the run goes on."""
+
+    event: ClassVar[str] = "checkpoint_failed"
+    step: int
+    error: str
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointRejected(Event):
+    """A checkpoint was not taken, and why."""
+
+    event: ClassVar[str] = "checkpoint_rejected"
+    checkpoint: str
+    file: str | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointsPruned(Event):
+    """Checkpoints that newer valid ones supersede were deleted."""
+
+    event: ClassVar[str] = "checkpoints_pruned"
+    checkpoints: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure(Event):
+    """This rank ends because of an error."""
+
+    event: ClassVar[str] = "failure"
+    exit_code: int
+    error: str
+    phase: str
+    step: int
+    last_heard: Mapping[str, str]
+    """For each other rank: where it was when it was last heard, and how long ago."""
+    flight_recorder: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Event):
+    """The run ends on purpose: finished, or asked to."""
+
+    event: ClassVar[str] = "stop"
+    step: int
+    reason: str
+    exit_code: int
+    seconds: float
+
+
+def encode(event: Event, *, now: float, incarnation: str, rank: int) -> bytes:
+    """One line of JSON (with its newline); floats in full precision, non-finite ones as null."""
+    record: dict[str, object] = {"time": now, "event": event.event, "incarnation": incarnation, "rank": rank}
+    for field in fields(event):
+        value = getattr(event, field.name)
+        record[field.name] = None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(record, allow_nan=False, default=dict).encode() + b"\n"
+
+
+class Journal:
+    """Appends events of one rank to its log; safe to use from several threads."""
+
+    def __init__(self, log: AppendLog, *, incarnation: str, rank: int, clock: Callable[[], float] = time.time) -> None:
+        self._log = log
+        self._incarnation = incarnation
+        self._rank = rank
+        self._clock = clock
+        self._lock = Lock()
+
+    def record(self, event: Event) -> None:
+        """Append one event."""
+        with self._lock:
+            self._log.append(encode(event, now=self._clock(), incarnation=self._incarnation, rank=self._rank))
+
+    def close(self) -> None:
+        """Make all events durable."""
+        with self._lock:
+            self._log.close()

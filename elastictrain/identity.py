@@ -1,0 +1,67 @@
+"""Who am I: rank, local rank, world and node, read once from an environment mapping."""
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastictrain.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """This process's place in the group that torchrun (or nobody) started. It is fixed for the life of the process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    host: str
+    launched: bool
+    """Whether torchrun started us; without it we are a world of one and need no rendezvous."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for the group (terminal, TensorBoard, shared files)."""
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts in the group, if they all run the same number of processes; else an upper bound."""
+        return -(-self.world_size // self.local_world_size)
+
+
+def read_identity(environment: Mapping[str, str]) -> Identity:
+    """Reads torchrun's variables; without them, a world of one.
+
+    Raises: ConfigError if only some of them are set or one is not a number.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    present = [name for name in names if name in environment]
+    host = socket.gethostname()
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return Identity(0, 1, 0, 1, 0, host, launched=False)
+    problems = []
+    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
+    for name in (*names, "GROUP_RANK"):
+        text = environment.get(name)
+        if text is None:
+            if name in ("RANK", "WORLD_SIZE"):
+                problems.append(Problem(name, f"must be set in the environment when {present[0]} is; start with torchrun"))
+        elif not text.isdecimal():
+            problems.append(Problem(name, f"must be a whole number in the environment, but is {text!r}"))
+        else:
+            values[name] = int(text)
+    if problems:
+        raise ConfigError(problems)
+    if values["RANK"] >= values["WORLD_SIZE"]:
+        raise ConfigError([Problem("RANK", f"must be < WORLD_SIZE={values['WORLD_SIZE']}, but is {values['RANK']}")])
+    return Identity(
+        rank=values["RANK"],
+        world_size=values["WORLD_SIZE"],
+        local_rank=values["LOCAL_RANK"],
+        local_world_size=values["LOCAL_WORLD_SIZE"],
+        node_rank=values["GROUP_RANK"],
+        host=host,
+        launched=True,
+    )

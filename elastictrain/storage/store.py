@@ -1,0 +1,64 @@
+"""The narrow protocol through which every durable byte of a run goes.
+
+Narrow on purpose: what is not here (rename, append, lock, modification in place) does not exist on every backend, so nothing
+above may rely on it. URLs are `str`; a `Path` would mangle `s3://`.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object: its key relative to the store's root, its size, and when it was last written (unix seconds)."""
+
+    key: str
+    size_bytes: int
+    modified: float
+
+
+class ObjectWriter(Protocol):
+    """An object under construction; it becomes visible, whole, when its context ends without an exception."""
+
+    def write(self, data: Bytes) -> None:
+        """Append `data`; the buffer may be reused after the call."""
+
+
+class Store(Protocol):
+    """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
+
+    Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the message
+    names the full URL. Implementations are safe to use from several threads.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as the user wrote it, without a trailing '/'."""
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end) of the object; short only where the object ends. Raises: ObjectNotFoundError."""
+
+    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        """Fill `buffer` from offset `start`; returns the bytes read, fewer only where the object ends."""
+
+    def write(self, key: str, data: Bytes) -> None:
+        """Create or replace the object atomically and durably: after a crash it is the old one or the new one, whole."""
+
+    def create(self, key: str, data: Bytes) -> None:
+        """Like `write`, but only one of several concurrent creators succeeds. Raises: ObjectExistsError."""
+
+    def open_writer(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        """Write a large object in pieces with bounded memory; durable and visible when the context ends, gone if it raises."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and time of one object. Raises: ObjectNotFoundError."""
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object below the folder `prefix` ('' for all), recursively, in key order; empty if there is none."""
+
+    def delete(self, key: str) -> None:
+        """Remove the object; an object that is not there is no error."""

@@ -1,0 +1,1 @@
+"""State, schedules, the step, the loop, and the one place where parts are put together."""
