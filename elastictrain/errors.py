@@ -18,7 +18,7 @@
     │   └── SavesFailingError            74  too many failed saves in a row
     ├── TransportError                   71  a peer is gone, or a collective failed or hung
     ├── NonFiniteError                   70  too many non-finite steps in a row
-    └── StopRequested                    75  stopped on request, state saved: run me again
+    └── StopRequestedError                    75  stopped on request, state saved: run me again
 
 Exit codes follow sysexits.h.
 """
@@ -149,7 +149,7 @@ class NonFiniteError(ElasticTrainError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
-class StopRequested(ElasticTrainError):
+class StopRequestedError(ElasticTrainError):
     """The run was asked to stop; its state is saved."""
 
     exit_code = EXIT_STOPPED

@@ -17,7 +17,8 @@ class ParallelGroup:
     """Collective library; `auto` is nccl where there are CUDA devices and gloo elsewhere."""
 
     shard_size: Annotated[int, Range(0)] = 0
-    """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide is sharded whole."""
+    """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide is sharded
+    whole."""
 
     reshard_after_forward: bool = True
     """fsdp, hsdp: free a block's gathered parameters after its forward pass and gather them again for the backward pass; false

@@ -17,7 +17,8 @@ class RunGroup:
     """Everything random derives from it together with step and position."""
 
     on_change: Literal["stop", "continue"] = "stop"
-    """What to do on resume when a key that changes the answer (seed, data, global batch, model) differs from the stored config."""
+    """What to do on resume when a key that changes the answer (seed, data, global batch, model) is not what the stored config
+    says."""
 
     deterministic: bool = False
     """Ask torch for deterministic algorithms: a CUDA run is then repeatable bit for bit, at some cost in speed."""

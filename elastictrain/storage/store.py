@@ -31,8 +31,8 @@ class ObjectWriter(Protocol):
 class Store(Protocol):
     """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
 
-    Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the message
-    names the full URL. Implementations are safe to use from several threads.
+    Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the
+    message names the full URL. Implementations are safe to use from several threads.
     """
 
     @property

@@ -1,18 +1,18 @@
 """What a recipe trains: the seam between the trainer and a user's model.
 
-A task is any class with the methods of `Task`; it inherits from nothing. Its constructor's annotated keyword parameters are the
-schema of the config keys `task.*`; a parameter named `model` takes the group `model.*` (annotate it with a frozen dataclass, and its
-fields are checked like any other key). Further abilities are separate protocols: a task has one by defining its methods.
+A task is any class with the methods of `Task`; it inherits from nothing. Its constructor's annotated keyword parameters are
+the schema of the config keys `task.*`; a parameter named `model` takes the group `model.*` (annotate it with a frozen dataclass,
+and its fields are checked like any other key). Further abilities are separate protocols: a task has one by defining its methods.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-Batch = Mapping[str, Tensor]
+from elastictrain.data.dataset import Batch, Dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,6 @@ class LossOutput:
 
     loss_sum: Tensor
     weight: Tensor
-
-
-class Dataset(Protocol):
-    """Samples by index; any index in [0, len) at any time, on any rank, always the same sample."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Batch:
-        """One sample: name -> tensor without a batch dimension. Samples of one batch are stacked."""
 
 
 class Task(Protocol):
@@ -49,7 +40,7 @@ class Task(Protocol):
 
 @runtime_checkable
 class InitializesParameters(Protocol):
-    """The model is built on the meta device and filled one tensor at a time, so that no rank ever holds all of a large model."""
+    """The model is built on the meta device and filled one tensor at a time: no rank ever holds all of a large model."""
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """Fill the full, unsharded `tensor` in place; `generator` is on its device and seeded from (run.seed, name)."""

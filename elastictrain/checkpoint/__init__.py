@@ -1,0 +1,1 @@
+"""Snapshots of a run: written, committed, chosen, verified and restored."""

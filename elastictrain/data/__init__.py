@@ -1,0 +1,1 @@
+"""Sample order, assignment to ranks, token files and the loader."""

@@ -1,0 +1,1 @@
+"""Stop requests, the watchdog, and what an error means."""

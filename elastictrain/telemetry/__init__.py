@@ -1,0 +1,1 @@
+"""What a person sees: TensorBoard, progress on the terminal, utilisation."""
