@@ -1,8 +1,9 @@
 """What a recipe trains: the seam between the trainer and a user's model.
 
 A task is any class with the methods of `Task`; it inherits from nothing. Its constructor's annotated keyword parameters are
-the schema of the config keys `task.*`; a parameter named `model` takes the group `model.*` (annotate it with a frozen dataclass,
-and its fields are checked like any other key). Further abilities are separate protocols: a task has one by defining its methods.
+the schema of the config keys `task.*`; a parameter named `model` takes the group `model.*` (annotate it with a frozen
+dataclass, and its fields are checked like any other key). Further abilities are separate protocols: a task has one by
+defining its methods.
 """
 
 from collections.abc import Sequence
