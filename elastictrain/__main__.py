@@ -1,0 +1,71 @@
+"""The console script `elastictrain COMMAND ...`; `python -m elastictrain` is the same."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NoReturn
+
+from elastictrain import __version__
+from elastictrain.errors import EXIT_OK, EXIT_USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, and the module whose `main(argv) -> int` runs it."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (
+    Command("run", "elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
+    Command("data", "elastictrain.data.__main__", "prepare text into token files, and inspect them"),
+)
+
+
+def usage() -> str:
+    """The text of `elastictrain --help`."""
+    lines = [f"  {command.name:<6} {command.summary}" for command in COMMANDS]
+    return "\n".join(
+        [
+            "usage: elastictrain COMMAND ...",
+            "       elastictrain --help | --version",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`elastictrain COMMAND --help` tells more; `python -m elastictrain.COMMAND` is the same, for torchrun.",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command that `argv` (default: this process's arguments) names, and returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    first = arguments[0] if arguments else None
+    if first in ("-h", "--help"):
+        sys.stdout.write(usage() + "\n")
+        return EXIT_OK
+    if first == "--version":
+        sys.stdout.write(f"elastictrain {__version__}\n")
+        return EXIT_OK
+    for command in COMMANDS:
+        if command.name == first:
+            # Imported only now: `elastictrain --help` must not wait for torch.
+            run: Callable[[Sequence[str]], int] = import_module(command.module).main
+            return run(arguments[1:])
+    problem = "a command is missing" if first is None else f"unknown command {first!r}"
+    sys.stderr.write(f"elastictrain: {problem}\n{usage()}\n")
+    return EXIT_USAGE
+
+
+def script() -> NoReturn:
+    """The console script: like `main`, but ends the process as a worker must end."""
+    leave: Callable[[int], NoReturn] = import_module("elastictrain.run").leave_process
+    leave(main())
+
+
+if __name__ == "__main__":
+    script()

@@ -1,0 +1,249 @@
+"""Saves and restores the state of a run: what the training loop talks to."""
+
+import json
+import logging
+import platform
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+
+from elastictrain import __version__
+from elastictrain.checkpoint.choose import Reject
+from elastictrain.checkpoint.commit import SaveFacts
+from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
+from elastictrain.checkpoint.exchange import from_first, revive
+from elastictrain.checkpoint.folders import BEGUN_KEY, ROOT, choose_target, key_of, read_listing
+from elastictrain.checkpoint.manifest import JsonValue, Manifest, parse_manifest
+from elastictrain.checkpoint.prune import Pruner
+from elastictrain.checkpoint.restore import Loader
+from elastictrain.checkpoint.save_errors import save_error
+from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
+from elastictrain.checkpoint.walk import Walk, offer_from_bytes
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.errors import NoValidCheckpointError, StorageError
+from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveResult:
+    """A committed checkpoint. `bytes` counts all shard files; `skipped`: it was committed before, nothing was written."""
+
+    step: int
+    checkpoint: str
+    bytes: int
+    seconds: Mapping[str, float]
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreResult:
+    """What was loaded. `bytes` counts what all ranks read."""
+
+    step: int
+    checkpoint: str
+    state: Mapping[str, JsonValue]
+    config_digest: str
+    world_size: int
+    bytes: int
+    seconds: Mapping[str, float]
+
+
+class Checkpointer:
+    """Saves to and restores from one store; every method is collective over `group` (None: a world of one)."""
+
+    def __init__(  # noqa: PLR0913 -- what a run is, said once
+        self,
+        store: Store,
+        *,
+        options: CheckpointGroup,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        world_size: int,
+        incarnation: str,
+        config_digest: str,
+        record: Callable[[Event], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._options = options
+        self._group = group
+        self._rank = rank
+        self._world_size = world_size
+        self._incarnation = incarnation
+        self._config_digest = config_digest
+        self._record = record
+        self._clock = clock
+        self._saved: SaveResult | None = None
+        self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every)
+
+    def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
+        """Writes and commits a checkpoint; synchronous. Collective: yes.
+
+        `tensors` may be shards (DTensor), the same on all ranks (written once), or of one rank only (a name of its own).
+        `state` is taken from rank 0. A failure leaves earlier checkpoints as they are, and is raised on all ranks alike.
+
+        Raises: StorageError, CheckpointError; the save may be tried again. What a broken group raises is passed on.
+        """
+        begin = time.monotonic()
+        folder = from_first(lambda: self._prepare(step), group=self._group).decode()
+        if self._saved is not None and not folder:
+            return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
+        prepared = time.monotonic()
+        facts = SaveFacts(
+            step=step,
+            world_size=self._world_size,
+            incarnation=self._incarnation,
+            created=self._clock(),
+            config_digest=self._config_digest,
+            versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            state=state,
+        )
+        options = WriterOptions(rank=self._rank, shard_bytes=int(self._options.shard_mb * 2**20))
+        writer = ManifestWriter(self._store, folder=folder, facts=facts, options=options)
+        try:
+            self._write(writer, tensors)
+        except CheckpointException as exception:
+            if self._rank == 0 and not writer.committing:
+                self._discard(folder)
+            raise self._error_of(exception, folder) from None
+        phases = {"prepare": prepared - begin, **writer.seconds}
+        total_bytes = writer.manifest.size_bytes if writer.manifest is not None else 0
+        outcome = from_first(lambda: json.dumps([total_bytes, phases]).encode(), group=self._group)
+        size_bytes, seconds = json.loads(outcome)
+        self._saved = SaveResult(step, folder, size_bytes, seconds)
+        if writer.manifest is not None:
+            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
+            self._prune(folder, writer.manifest)
+        return self._saved
+
+    def restore(self, *, tensors: Mapping[str, Tensor], optional: Collection[str] = ()) -> RestoreResult | None:
+        """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start, with nothing changed.
+
+        Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
+        Collective: yes.
+
+        Raises: NoValidCheckpointError; ConfigError if the checkpoint is of another model; StorageError.
+        After an error tensors may hold parts of a checkpoint.
+        """
+        begin = time.monotonic()
+        walk = self._walk(act=True)
+        loader = Loader(tensors=tensors, optional=optional, group=self._group)
+        while True:
+            offer = offer_from_bytes(from_first(lambda: walk.offer().to_bytes(), group=self._group))
+            if not offer.folder:
+                return None
+            chosen = time.monotonic()
+            folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
+            manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"))
+            verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder)
+            if isinstance(verdict, Failed):
+                raise revive({"type": verdict.error, "message": verdict.message})
+            if isinstance(verdict, Reject):
+                if self._rank == 0:
+                    walk.reject(verdict)
+                continue
+            if self._rank == 0:
+                walk.accepted(offer.folder)
+            return RestoreResult(
+                step=manifest.step,
+                checkpoint=offer.folder,
+                state=manifest.state,
+                config_digest=manifest.config_digest,
+                world_size=manifest.world_size,
+                bytes=verdict.bytes_read,
+                seconds={"choose": chosen - begin, "read": time.monotonic() - chosen},
+            )
+
+    def peek(self) -> Manifest | None:
+        """The manifest that `restore` would try first, or None if there is none; changes nothing. Collective: yes.
+
+        Raises: StorageError.
+        """
+        walk = self._walk(act=False)
+
+        def look() -> bytes:
+            try:
+                return walk.offer().to_bytes()
+            except NoValidCheckpointError:
+                return b"\n"
+
+        offer = offer_from_bytes(from_first(look, group=self._group))
+        return parse_manifest(offer.manifest, where=f"{self._store.url}/{ROOT}/{offer.folder}") if offer.folder else None
+
+    def _walk(self, *, act: bool) -> Walk:
+        return Walk(
+            self._store,
+            on_invalid=self._options.on_invalid,
+            incarnation=self._incarnation,
+            record=self._record,
+            clock=self._clock,
+            act=act,
+        )
+
+    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> Accepted | Reject | Failed:
+        def verdict_of(votes: list[Vote]) -> Accepted | Reject | Failed:
+            return judge(votes, folder=name)
+
+        verdict = verdict_of(loader.fit_votes(folder, manifest))
+        if isinstance(verdict, Accepted) and self._options.on_invalid == "fresh":
+            # A fresh start may follow, and needs tensors that no half-read checkpoint has touched.
+            verdict = verdict_of(loader.verify_votes(folder, manifest))
+        if isinstance(verdict, Accepted):
+            verdict = verdict_of(loader.load_votes(folder, manifest))
+        return verdict
+
+    def _prepare(self, step: int) -> bytes:
+        """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
+        listing = read_listing(self._store.list(ROOT))
+        if self._saved is not None and self._saved.step == step:
+            folder = listing.folder(self._saved.checkpoint)
+            if folder is not None and folder.has_manifest and not folder.quarantined:
+                return b""
+        target = choose_target(listing.folders, step=step)
+        for file in target.stale_files:
+            self._store.delete(key_of(target.folder, file))
+        return target.folder.encode()
+
+    def _write(self, writer: ManifestWriter, tensors: Mapping[str, Tensor]) -> None:
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.save(
+                dict(tensors), storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._group is None
+            )
+
+    def _error_of(self, exception: CheckpointException, folder: str) -> BaseException:
+        failures = {rank: wrapped[0] for rank, wrapped in exception.failures.items()}
+        own = failures.get(self._rank)
+        if own is not None and not isinstance(own, Exception):
+            return own
+        return save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
+
+    def _discard(self, folder: str) -> None:
+        """What a failed save wrote; all ranks have stopped writing, and no manifest can exist."""
+        try:
+            for info in list(self._store.list(f"{ROOT}/{folder}")):
+                self._store.delete(info.key)
+        except StorageError as error:
+            logger.warning("the remnants of a failed save in %s could not be deleted yet: %s", folder, error)
+
+    def _prune(self, newest: str, manifest: Manifest) -> None:
+        try:
+            self._store.delete(BEGUN_KEY)
+            pruned = self._pruner.prune(newest, manifest=manifest)
+        except StorageError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return
+        if pruned:
+            self._record(CheckpointsPruned(checkpoints=pruned))

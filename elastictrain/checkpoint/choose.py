@@ -1,0 +1,97 @@
+"""Which checkpoint a start takes. Pure: from what is listed and what was rejected so far to a decision."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from elastictrain.checkpoint.folders import FolderFacts, Listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A folder that is not taken, and why; `file` names the culprit if there is one."""
+
+    folder: str
+    file: str | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Try this folder."""
+
+    folder: FolderFacts
+
+
+@dataclass(frozen=True, slots=True)
+class FreshStart:
+    """Begin at step 0; `rejects` is what is passed over."""
+
+    rejects: tuple[Reject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Do not start: there were checkpoints, and none is valid."""
+
+    rejects: tuple[Reject, ...]
+
+
+def decide(
+    listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
+) -> Resume | FreshStart | Refuse:
+    """The newest committed folder that was not rejected, in this walk or by an earlier quarantine.
+
+    Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there, or nothing but
+    remnants of a first save (`Listing.begun`), or the person said so.
+    """
+    known = {reject.folder: reject for reject in rejected}
+    rejects: list[Reject] = []
+    for folder in listing.folders:
+        if folder.name in known:
+            rejects.append(known[folder.name])
+        elif folder.quarantined:
+            rejects.append(Reject(folder.name, None, "quarantined by an earlier start"))
+        elif not folder.has_manifest:
+            rejects.append(_uncommitted(folder))
+        else:
+            return Resume(folder)
+    only_remnants = not rejected and all(not folder.quarantined for folder in listing.folders)
+    if not rejects or on_invalid == "fresh" or (listing.begun and only_remnants):
+        return FreshStart(tuple(rejects))
+    return Refuse(tuple(rejects))
+
+
+def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:
+    """Folders newer than the chosen one that were never committed (or lost their manifest)."""
+    newer = takewhile(lambda folder: folder.name != chosen, listing.folders)
+    return tuple(_uncommitted(folder) for folder in newer if not folder.has_manifest and not folder.quarantined)
+
+
+def missing_files(manifest: Manifest, folder: FolderFacts) -> Reject | None:
+    """The first file of the manifest that the listing does not show, or shows in another size."""
+    for file in manifest.files:
+        size_bytes = folder.files.get(file.name)
+        if size_bytes is None:
+            return Reject(folder.name, file.name, f"{file.name} is gone")
+        if size_bytes != file.size_bytes:
+            return Reject(folder.name, file.name, f"{file.name} must have {file.size_bytes} bytes, but has {size_bytes}")
+    return None
+
+
+def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
+    """What a person reads when a run refuses to start."""
+    lines = "\n".join(f"  - {reject}" for reject in rejects)
+    return (
+        f"{url} has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\n"
+        "Nothing was deleted. Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
+    )
+
+
+def _uncommitted(folder: FolderFacts) -> Reject:
+    return Reject(folder.name, MANIFEST_NAME, f"{MANIFEST_NAME} is not there: the save was cut short, or the file was lost")

@@ -1,0 +1,87 @@
+"""Makes the files of all ranks a checkpoint, by creating its manifest. Free of torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue, Manifest, TensorRecord, encode_manifest
+from elastictrain.checkpoint.writer import WrittenItem
+from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
+from elastictrain.storage.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFacts:
+    """What a manifest says besides tensors and files."""
+
+    step: int
+    world_size: int
+    incarnation: str
+    created: float
+    config_digest: str
+    versions: Mapping[str, str]
+    state: Mapping[str, JsonValue]
+
+
+def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manifest:
+    """Puts together what all ranks wrote.
+
+    Raises: CheckpointError if ranks disagree on a tensor's shape or element type.
+    """
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, TensorRecord] = {}
+    for one in written:
+        files[one.file.name] = one.file
+        item = one.item
+        known = tensors.get(item.name)
+        if known is not None and (known.dtype, known.shape) != (item.dtype, item.shape):
+            raise CheckpointError(
+                f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
+            )
+        chunks = (*known.chunks, *one.chunks) if known is not None else one.chunks
+        tensors[item.name] = TensorRecord(item.dtype, item.shape, chunks)
+    return Manifest(
+        step=facts.step,
+        world_size=facts.world_size,
+        incarnation=facts.incarnation,
+        created=facts.created,
+        config_digest=facts.config_digest,
+        versions=facts.versions,
+        state=facts.state,
+        files=tuple(files[name] for name in sorted(files)),
+        tensors={name: tensors[name] for name in sorted(tensors)},
+    )
+
+
+def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
+    """Creates the manifest, once every file is seen in the store with its size.
+
+    Raises: CheckpointError if a file is not there (another incarnation took the folder), or the manifest is another's;
+    StorageError.
+    """
+    listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
+    present = listed.files if listed is not None else {}
+    for file in manifest.files:
+        if present.get(file.name) != file.size_bytes:
+            raise CheckpointError(
+                f"{store.url}/{key_of(folder, file.name)} must have {file.size_bytes} bytes before the commit, but has "
+                f"{present.get(file.name, 'been removed')}; is another run using this folder?"
+            )
+    raw = encode_manifest(manifest)
+    key = key_of(folder, MANIFEST_NAME)
+    try:
+        store.create(key, raw)
+    except (ObjectExistsError, TransientStorageError):
+        # The answer to a create that succeeded can be lost; its repetition then finds the object there. Only its bytes tell
+        # whether it is ours.
+        if not _holds(store, key, raw):
+            raise
+    if store.read(key) != raw:
+        raise CheckpointError(f"{store.url}/{key} does not read back as it was written")
+
+
+def _holds(store: Store, key: str, raw: bytes) -> bool:
+    try:
+        return store.read(key) == raw
+    except StorageError:
+        return False

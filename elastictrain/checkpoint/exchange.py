@@ -1,0 +1,84 @@
+"""What ranks tell each other about a checkpoint: bytes and JSON over a gloo group, never pickles."""
+
+import json
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from elastictrain import errors
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.errors import CheckpointError, ElasticTrainError
+
+
+def broadcast_bytes(data: bytes, *, group: dist.ProcessGroup | None) -> bytes:
+    """What rank 0 of the group passed. Collective: yes."""
+    if group is None:
+        return data
+    first = dist.get_rank(group) == 0
+    size = torch.tensor([len(data)], dtype=torch.int64)
+    dist.broadcast(size, group=group, group_src=0)
+    content = _tensor_of(data) if first else torch.empty(int(size), dtype=torch.uint8)
+    if content.numel():
+        dist.broadcast(content, group=group, group_src=0)
+    return content.numpy().tobytes()
+
+
+def gather_json(value: JsonValue, *, group: dist.ProcessGroup | None) -> list[JsonValue]:
+    """The values of all ranks, in rank order, on all ranks. Collective: yes."""
+    if group is None:
+        return [value]
+    data = json.dumps(value).encode()
+    world_size = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=group)
+    longest = max(int(size) for size in sizes)
+    padded = _tensor_of(data + bytes(longest - len(data)))
+    contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(world_size)]
+    dist.all_gather(contents, padded, group=group)
+    return [json.loads(content.numpy().tobytes()[: int(size)]) for content, size in zip(contents, sizes, strict=True)]
+
+
+def from_first(act: Callable[[], bytes], *, group: dist.ProcessGroup | None) -> bytes:
+    """Rank 0 of the group acts and all get its result, or raise what it raised. Collective: yes."""
+    if group is None:
+        return act()
+    if dist.get_rank(group) != 0:
+        answer = broadcast_bytes(b"", group=group)
+        if answer[:1] == b"!":
+            raise revive(json.loads(answer[1:]))
+        return answer[1:]
+    try:
+        answer = act()
+    except Exception as error:
+        # Whatever it is, the others wait for an answer.
+        broadcast_bytes(b"!" + json.dumps(describe(error)).encode(), group=group)
+        raise
+    broadcast_bytes(b"=" + answer, group=group)
+    return answer
+
+
+def describe(error: BaseException) -> dict[str, JsonValue]:
+    """An error in JSON, to be raised again by `revive` on another rank."""
+    known = isinstance(error, ElasticTrainError)
+    return {"type": _public_type(error), "message": str(error) if known else f"{type(error).__name__}: {error}"}
+
+
+def revive(described: dict[str, JsonValue]) -> ElasticTrainError:
+    """The error that was described; a CheckpointError if it is not one of the tree in `errors`."""
+    kind = getattr(errors, str(described["type"]), None)
+    if not isinstance(kind, type) or not issubclass(kind, ElasticTrainError):
+        kind = CheckpointError
+    return kind(str(described["message"]))
+
+
+def _public_type(error: BaseException) -> str:
+    for kind in type(error).__mro__:
+        name: str = kind.__name__
+        if issubclass(kind, ElasticTrainError) and getattr(errors, name, None) is kind:
+            return name
+    return CheckpointError.__name__
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)

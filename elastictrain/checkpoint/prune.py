@@ -1,0 +1,63 @@
+"""Carries out what `retention` plans, and knows which checkpoints are intact."""
+
+import logging
+
+from elastictrain.checkpoint.choose import missing_files
+from elastictrain.checkpoint.folders import ROOT, FolderFacts, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from elastictrain.checkpoint.retention import Deletion, plan_retention
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Pruner:
+    """Deletes superseded checkpoints; reads each manifest once."""
+
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int) -> None:
+        self._store = store
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._manifests: dict[str, Manifest | None] = {}
+
+    def prune(self, newest: str, *, manifest: Manifest) -> tuple[str, ...]:
+        """Deletes what `newest`, just committed with `manifest`, supersedes; the names of the checkpoints deleted.
+
+        Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
+        """
+        self._manifests[newest] = manifest
+        folders = read_listing(self._store.list(ROOT)).folders
+        self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
+        deletions = plan_retention(
+            folders,
+            newest=newest,
+            intact={folder.name for folder in folders if self._intact(folder)},
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+        )
+        for deletion in deletions:
+            self._delete(deletion)
+        return tuple(deletion.folder for deletion in deletions if deletion.committed)
+
+    def _intact(self, folder: FolderFacts) -> bool:
+        if not folder.has_manifest or folder.quarantined:
+            return False
+        if folder.name not in self._manifests:
+            self._manifests[folder.name] = read_manifest(self._store, folder.name)
+        manifest = self._manifests[folder.name]
+        return manifest is not None and missing_files(manifest, folder) is None
+
+    def _delete(self, deletion: Deletion) -> None:
+        for file in deletion.files:
+            self._store.delete(key_of(deletion.folder, file))
+        logger.info("deleted %s %s", "checkpoint" if deletion.committed else "remnant", deletion.folder)
+
+
+def read_manifest(store: Store, folder: str) -> Manifest | None:
+    """The manifest of a folder, or None if it is not a valid one. Raises: StorageError."""
+    key = key_of(folder, MANIFEST_NAME)
+    try:
+        return parse_manifest(store.read(key), where=f"{store.url}/{key}")
+    except (InvalidCheckpointError, ObjectNotFoundError):
+        return None

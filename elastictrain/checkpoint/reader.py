@@ -1,0 +1,99 @@
+"""DCP's StorageReader over a checkpoint: `dcp.load(state, storage_reader=ManifestReader.at(url))` from any script."""
+
+import os
+from collections import defaultdict
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from elastictrain.checkpoint.dcp_metadata import metadata_of
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest, parse_manifest
+from elastictrain.checkpoint.tensor_bytes import tensor_over
+from elastictrain.checkpoint.verified_read import Folder, read_chunks
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.storage.opening import open_store
+
+
+class ManifestReader(StorageReader):
+    """Reads the tensors of one checkpoint, each byte verified before it reaches a tensor."""
+
+    def __init__(self, folder: Folder, *, manifest: Manifest | None = None) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self.bytes_read = 0
+
+    @classmethod
+    def at(cls, url: str) -> "ManifestReader":
+        """The checkpoint in the folder `url`, such as `s3://bucket/run/checkpoints/step-000000400`."""
+        return cls(Folder(open_store(url), ""))
+
+    @property
+    def manifest(self) -> Manifest:
+        """Read at first use.
+
+        Raises: InvalidCheckpointError, StorageError.
+        """
+        if self._manifest is None:
+            url = self._folder.url(MANIFEST_NAME)
+            try:
+                raw = self._folder.store.read(f"{self._folder.prefix}{MANIFEST_NAME}")
+            except ObjectNotFoundError as error:
+                raise InvalidCheckpointError(f"{url} is not there: this is no checkpoint, or not a whole one") from error
+            self._manifest = parse_manifest(raw, where=url)
+        return self._manifest
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins another load."""
+        self.bytes_read = 0
+
+    def read_metadata(self) -> Metadata:
+        """The manifest, as DCP sees it."""
+        return metadata_of(self.manifest)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Ranks read independently of each other."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what this rank needs into its tensors."""
+        tensors = self.manifest.tensors
+        chunk_at = {
+            (name, chunk.offsets): chunk
+            for name in {item.storage_index.fqn for item in plan.items}
+            for chunk in tensors[name].chunks
+            if chunk.size_bytes
+        }
+        wanted: dict[ChunkRecord, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            chunk = chunk_at.get((item.storage_index.fqn, tuple(item.storage_index.offset or ())))
+            if chunk is not None:
+                wanted[chunk].append(item)
+
+        def take(chunk: ChunkRecord, data: memoryview) -> None:
+            for item in wanted[chunk]:
+                source = tensor_over(data, dtype=tensors[item.storage_index.fqn].dtype, sizes=chunk.sizes)
+                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    source = source.narrow(dim, offset, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(source)
+                planner.commit_tensor(item, target)
+
+        self.bytes_read += read_chunks(self._folder, wanted, take=take)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never chosen by URL: an instance knows its folder."""
+        return False

@@ -1,0 +1,94 @@
+"""Loads one checkpoint into the tensors of this rank, and casts this rank's vote."""
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner
+
+from elastictrain.checkpoint.dcp_metadata import metadata_of
+from elastictrain.checkpoint.exchange import describe, gather_json
+from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.match import TensorFacts, describe_mismatch
+from elastictrain.checkpoint.reader import ManifestReader
+from elastictrain.checkpoint.tensor_bytes import dtype_name
+from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_file, verify_headers
+from elastictrain.checkpoint.votes import Vote, vote_from_json
+from elastictrain.errors import ConfigError, ElasticTrainError
+
+logger = logging.getLogger(__name__)
+
+
+def load_tensors(folder: Folder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
+    """Reads this rank's part of `tensors` in place; returns the bytes read. Collective: no.
+
+    Raises: DamagedFileError, with some tensors loaded and others not; StorageError.
+    """
+    reader = ManifestReader(folder, manifest=manifest)
+    # The load planner of DCP needs no word from other ranks: we drive it ourselves, so errors keep their type.
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata_of(manifest), is_coordinator=False)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
+    return reader.bytes_read
+
+
+def check_fit(manifest: Manifest, *, tensors: Mapping[str, Tensor], optional: Collection[str], where: str) -> None:
+    """Raises: ConfigError naming the tensors if the checkpoint is of another model."""
+    facts = {name: TensorFacts(dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    mismatch = describe_mismatch(facts, manifest.tensors, optional=optional)
+    if mismatch is not None:
+        raise ConfigError(
+            f"{where} is a checkpoint of another model or optimizer:{mismatch}\n"
+            "Give the config that it was saved with, or another `run.dir` for a new run."
+        )
+
+
+class Loader:
+    """Loads candidates on one rank of a group."""
+
+    def __init__(self, *, tensors: Mapping[str, Tensor], optional: Collection[str], group: dist.ProcessGroup | None) -> None:
+        self._tensors = tensors
+        self._optional = optional
+        self._group = group
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._world_size = 1 if group is None else dist.get_world_size(group)
+
+    def fit_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
+        """Whether it fits the state, before anything is overwritten. Collective: yes."""
+        return self._vote(lambda: self._check_fit(folder, manifest))
+
+    def verify_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
+        """Reads and digests all files, shared out over the ranks; changes no tensor. Collective: yes."""
+        return self._vote(lambda: self._verify(folder, manifest))
+
+    def load_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
+        """Loads; ranks share the check of file headers. Collective: yes."""
+        return self._vote(lambda: self._load(folder, manifest))
+
+    def _vote(self, act: Callable[[], int]) -> list[Vote]:
+        try:
+            vote = Vote("loaded", bytes_read=act())
+        except DamagedFileError as error:
+            vote = Vote("damaged", file=error.file, message=str(error))
+        except Exception as error:
+            # The others wait for this rank's vote, whatever happened; all raise it then.
+            if not isinstance(error, ElasticTrainError):
+                logger.exception("a checkpoint could not be loaded")
+            described = describe(error)
+            vote = Vote("failed", error=str(described["type"]), message=str(described["message"]))
+        return [vote_from_json(value) for value in gather_json(vote.to_json(), group=self._group)]
+
+    def _check_fit(self, folder: Folder, manifest: Manifest) -> int:
+        check_fit(manifest, tensors=self._tensors, optional=self._optional, where=folder.url("").rstrip("/"))
+        return 0
+
+    def _verify(self, folder: Folder, manifest: Manifest) -> int:
+        for file in manifest.files[self._rank :: self._world_size]:
+            verify_file(folder, file)
+        return 0
+
+    def _load(self, folder: Folder, manifest: Manifest) -> int:
+        verify_headers(folder, manifest.files[self._rank :: self._world_size])
+        wanted = {name: tensor for name, tensor in self._tensors.items() if name in manifest.tensors}
+        return load_tensors(folder, manifest, tensors=wanted)

@@ -1,0 +1,150 @@
+"""Reads parts of a checkpoint from a store and verifies every byte before handing it on. Free of torch."""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Event, local
+
+import xxhash
+
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
+from elastictrain.checkpoint.safetensors_format import decode_header
+from elastictrain.checkpoint.spans import Span, plan_spans
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+READ_THREADS = 4
+READ_BYTES = 16 * 2**20
+
+
+class DamagedFileError(InvalidCheckpointError):
+    """A file is not what the manifest says; `file` is its name."""
+
+    def __init__(self, message: str, *, file: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """The files of one checkpoint: keys in the store begin with `prefix` (empty, or ending with '/')."""
+
+    store: Store
+    prefix: str
+
+    def url(self, file: str) -> str:
+        """For messages."""
+        return f"{self.store.url}/{self.prefix}{file}"
+
+
+def read_chunks(
+    folder: Folder,
+    chunks: Iterable[ChunkRecord],
+    *,
+    take: Callable[[ChunkRecord, memoryview], None],
+    threads: int = READ_THREADS,
+) -> int:
+    """Reads each chunk once and calls `take` with its verified bytes, valid during the call and from any of `threads` threads.
+
+    Memory is bounded by `threads` times the larger of a span and the largest chunk. Returns the bytes read.
+
+    Raises: DamagedFileError if bytes differ from their digest twice, or are gone; StorageError. Nothing unverified is taken.
+    """
+    spans = plan_spans(chunks)
+    buffers = local()
+    stopped = Event()
+
+    def read(span: Span) -> int:
+        if stopped.is_set():
+            return 0
+        size_bytes = span.end - span.start
+        buffer: bytearray | None = getattr(buffers, "buffer", None)
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = bytearray(size_bytes)
+            buffers.buffer = buffer
+        try:
+            data = memoryview(buffer)[:size_bytes]
+            _fill(folder, span, data)
+            for chunk in span.chunks:
+                take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
+        except BaseException:
+            stopped.set()
+            raise
+        return size_bytes
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="restore") as pool:
+        return sum(pool.map(read, spans))
+
+
+def _fill(folder: Folder, span: Span, data: memoryview) -> None:
+    _read_range(folder, span, data)
+    bad = _mismatch(span, data)
+    if bad is None:
+        return
+    # A transfer can garble what is whole in the store: only what reads wrong twice is damaged.
+    _read_range(folder, span, data)
+    again = _mismatch(span, data)
+    if again is not None:
+        url = folder.url(span.file)
+        raise DamagedFileError(
+            f"{url}: bytes [{again.start}, {again.start + again.size_bytes}) do not have their digest", file=span.file
+        )
+    logger.warning("%s: bytes [%d, %d) read wrong once, and right again", folder.url(span.file), span.start, span.end)
+
+
+def _read_range(folder: Folder, span: Span, data: memoryview) -> None:
+    try:
+        count = folder.store.read_into(f"{folder.prefix}{span.file}", data, start=span.start)
+    except ObjectNotFoundError as error:
+        raise DamagedFileError(f"{folder.url(span.file)} is gone", file=span.file) from error
+    if count != len(data):
+        raise DamagedFileError(f"{folder.url(span.file)} ends at byte {span.start + count}, too early", file=span.file)
+
+
+def _mismatch(span: Span, data: memoryview) -> ChunkRecord | None:
+    for chunk in span.chunks:
+        if digest_of(data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes]) != chunk.digest:
+            return chunk
+    return None
+
+
+def verify_headers(folder: Folder, files: Sequence[FileRecord]) -> None:
+    """Checks the headers of `files`.
+
+    Raises: DamagedFileError, StorageError.
+    """
+    for file in files:
+        head = _read(folder, file, 0, file.header_bytes)
+        if digest_of(head) != file.header_digest:
+            head = _read(folder, file, 0, file.header_bytes)
+        if digest_of(head) != file.header_digest:
+            raise DamagedFileError(f"{folder.url(file.name)}: its header does not have its digest", file=file.name)
+        decode_header(head, where=folder.url(file.name))
+
+
+def verify_file(folder: Folder, file: FileRecord, *, progress: Callable[[int], None] | None = None) -> None:
+    """Reads all of a file and checks its size and digest; `progress` is told the bytes of each read.
+
+    Raises: DamagedFileError, StorageError.
+    """
+    digest = xxhash.xxh3_128()
+    for start in range(0, file.size_bytes, READ_BYTES):
+        data = _read(folder, file, start, min(start + READ_BYTES, file.size_bytes))
+        digest.update(data)
+        if progress is not None:
+            progress(len(data))
+    if digest.hexdigest() != file.digest:
+        raise DamagedFileError(f"{folder.url(file.name)} does not have its digest", file=file.name)
+
+
+def _read(folder: Folder, file: FileRecord, start: int, end: int) -> bytes:
+    try:
+        data = folder.store.read(f"{folder.prefix}{file.name}", start=start, end=end)
+    except ObjectNotFoundError as error:
+        raise DamagedFileError(f"{folder.url(file.name)} is gone", file=file.name) from error
+    if len(data) != end - start:
+        raise DamagedFileError(f"{folder.url(file.name)} ends at byte {start + len(data)}, too early", file=file.name)
+    return data

@@ -1,0 +1,159 @@
+"""The walk from the newest checkpoint back, as one rank leads it: lists, reads manifests, quarantines, records."""
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from elastictrain.checkpoint.choose import (
+    FreshStart,
+    Refuse,
+    Reject,
+    Resume,
+    decide,
+    missing_files,
+    passed_over,
+    refusal_message,
+)
+from elastictrain.checkpoint.folders import BEGUN_KEY, QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from elastictrain.errors import InvalidCheckpointError, NoValidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.events import CheckpointRejected, Event
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A folder to try, with the bytes of its manifest; no folder means a fresh start."""
+
+    folder: str
+    manifest: bytes
+
+    def to_bytes(self) -> bytes:
+        """For `exchange.from_first`."""
+        return self.folder.encode() + b"\n" + self.manifest
+
+
+def offer_from_bytes(data: bytes) -> Offer:
+    """The inverse of `Offer.to_bytes`."""
+    folder, _, manifest = data.partition(b"\n")
+    return Offer(folder.decode(), manifest)
+
+
+class Walk:
+    """Proposes candidates, newest first. `act` is false for a look that must leave everything as it is."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        on_invalid: Literal["stop", "fresh"],
+        incarnation: str,
+        record: Callable[[Event], None],
+        clock: Callable[[], float],
+        act: bool = True,
+    ) -> None:
+        self._store = store
+        self._on_invalid = on_invalid
+        self._incarnation = incarnation
+        self._record = record
+        self._clock = clock
+        self._act = act
+        self._rejected: list[Reject] = []
+        self._listing = Listing((), begun=False)
+        self._listed = False
+
+    def offer(self) -> Offer:
+        """The next candidate whose manifest is valid and whose files are all there, in their sizes.
+
+        Raises: NoValidCheckpointError, StorageError.
+        """
+        if not self._listed:
+            self._listing = read_listing(self._store.list(ROOT))
+            self._listed = True
+        while True:
+            decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
+            if isinstance(decision, Refuse):
+                raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
+            if isinstance(decision, FreshStart):
+                self._begin(decision)
+                return Offer("", b"")
+            found = self._examine(decision)
+            if isinstance(found, bytes):
+                return Offer(decision.folder.name, found)
+            self.reject(found)
+
+    def reject(self, reject: Reject) -> None:
+        """Quarantines a folder: it is kept, and never considered again."""
+        self._rejected.append(reject)
+        if not self._act:
+            return
+        logger.warning("checkpoint rejected: %s", reject)
+        self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+        mark = {"reason": reject.reason, "file": reject.file, "time": self._clock(), "incarnation": self._incarnation}
+        try:
+            self._store.write(key_of(reject.folder, QUARANTINE_NAME), json.dumps(mark, indent=1).encode() + b"\n")
+        except StorageError as error:
+            # The mark saves the next start the trouble; this one goes on without.
+            logger.warning("%s could not be marked as damaged: %s", reject.folder, error)
+
+    def accepted(self, folder: str) -> None:
+        """Tells what newer remnants were passed over, once a candidate is loaded."""
+        self._tell(passed_over(self._listing, chosen=folder))
+        if self._listing.begun:
+            self._store.delete(BEGUN_KEY)
+
+    def _examine(self, decision: Resume) -> bytes | Reject:
+        folder: FolderFacts = decision.folder
+        key = key_of(folder.name, MANIFEST_NAME)
+        where = f"{self._store.url}/{key}"
+        try:
+            raw = self._store.read(key)
+            manifest = parse_manifest(raw, where=where)
+        except ObjectNotFoundError:
+            return Reject(folder.name, MANIFEST_NAME, f"{where} is gone")
+        except InvalidCheckpointError as error:
+            return Reject(folder.name, MANIFEST_NAME, str(error))
+        if manifest.step != folder.step:
+            reason = f"{where} is of step {manifest.step}: files were moved"
+            return Reject(folder.name, MANIFEST_NAME, reason)
+        return missing_files(manifest, folder) or raw
+
+    def _begin(self, decision: FreshStart) -> None:
+        if not self._act:
+            return
+        told = {reject.folder for reject in self._rejected}
+        self._tell(tuple(reject for reject in decision.rejects if reject.folder not in told))
+        if self._listing.begun:
+            return
+        mark = {"time": self._clock(), "incarnation": self._incarnation}
+        self._store.write(BEGUN_KEY, json.dumps(mark, indent=1).encode() + b"\n")
+
+    def _tell(self, rejects: tuple[Reject, ...]) -> None:
+        if not self._act:
+            return
+        for reject in rejects:
+            logger.warning("checkpoint passed over: %s", reject)
+            self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+
+    def _with_reasons(self, decision: Refuse) -> list[Reject]:
+        """Folders that an earlier start quarantined, with the reason it wrote down."""
+        told = {reject.folder for reject in self._rejected}
+        rejects = []
+        for reject in decision.rejects:
+            folder = self._listing.folder(reject.folder)
+            if reject.folder not in told and folder is not None and folder.quarantined:
+                rejects.append(Reject(reject.folder, reject.file, f"{reject.reason}: {self._noted(reject.folder)}"))
+            else:
+                rejects.append(reject)
+        return rejects
+
+    def _noted(self, folder: str) -> str:
+        try:
+            mark = json.loads(self._store.read(key_of(folder, QUARANTINE_NAME)))
+        except (ValueError, RecursionError, StorageError) as error:
+            return f"its mark cannot be read ({error})"
+        return str(mark.get("reason")) if isinstance(mark, dict) else "its mark says nothing"

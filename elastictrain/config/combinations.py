@@ -1,0 +1,69 @@
+"""Decides which combinations of otherwise good keys are impossible. A group that is None is not known to be good: no rule
+about it applies."""
+
+from elastictrain.config.data import DataGroup
+from elastictrain.config.describe import show
+from elastictrain.config.optim import OptimGroup
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.errors import Problem
+
+
+def check_batches(train: TrainGroup) -> list[Problem]:
+    """A micro-batch is a part of the global batch."""
+    if train.micro_batch <= train.global_batch:
+        return []
+    message = f"must be <= `train.global_batch` = {train.global_batch}, but is {train.micro_batch}"
+    return [Problem("train.micro_batch", message)]
+
+
+def check_warmup(train: TrainGroup, *, optim: OptimGroup) -> list[Problem]:
+    """Warm-up ends within the run."""
+    if optim.warmup_steps <= train.steps:
+        return []
+    message = f"must be <= `train.steps` = {train.steps}, but is {optim.warmup_steps}; a shorter run needs a shorter warm-up"
+    return [Problem("optim.warmup_steps", message)]
+
+
+def check_evaluation(train: TrainGroup, *, data: DataGroup) -> list[Problem]:
+    """Evaluation on token files needs samples that are not trained on. Does not apply to tasks with datasets of their own."""
+    if train.eval_every_steps == 0 or data.holdout_samples > 0:
+        return []
+    message = (
+        f"must be 0 when no samples are held out, but is {train.eval_every_steps}; "
+        f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
+    )
+    return [Problem("train.eval_every_steps", message)]
+
+
+def check_parallel(parallel: ParallelGroup) -> list[Problem]:
+    """A setting that the chosen kind would ignore is refused rather than dropped silently."""
+    scopes = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp"), True), ("bucket_mb", ("ddp",), 25.0))
+    problems = []
+    for name, kinds, default in scopes:
+        value = getattr(parallel, name)
+        if parallel.kind not in kinds and value != default:
+            message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
+            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
+    return problems
+
+
+def check_combinations(
+    *,
+    train: TrainGroup | None,
+    optim: OptimGroup | None,
+    data: DataGroup | None,
+    parallel: ParallelGroup | None,
+    uses_token_files: bool,
+) -> list[Problem]:
+    """Every impossible combination."""
+    problems: list[Problem] = []
+    if train:
+        problems += check_batches(train)
+    if train and optim:
+        problems += check_warmup(train, optim=optim)
+    if train and data and uses_token_files:
+        problems += check_evaluation(train, data=data)
+    if parallel:
+        problems += check_parallel(parallel)
+    return problems

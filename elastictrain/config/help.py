@@ -1,0 +1,105 @@
+"""What a command prints instead of training: its keys explained, or its configuration resolved."""
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+from elastictrain.config.command_line import read_command_line
+from elastictrain.config.compose import compose
+from elastictrain.config.conf_folders import ConfFolders, first_comment, read_conf_folders
+from elastictrain.config.digest import to_yaml
+from elastictrain.config.load import load
+from elastictrain.config.schema import DATACLASSES, GROUPS, Key, keys_of
+from elastictrain.config.suggest import suggest_choice
+from elastictrain.config.task_signature import task_keys
+from elastictrain.errors import UsageError
+
+_OPTIONS = """\
+  recipe=NAME           a whole run; everything else changes it
+  GROUP=CHOICE          another choice of one group, e.g. parallel=fsdp
+  KEY=VALUE             any key, e.g. train.steps=500; ~KEY takes the default of the program
+  --config-dir DIR      a folder of your own with recipe/*.yaml, model/*.yaml ...; may be given several times
+  --cfg job             print the resolved configuration and end
+  --help [TOPIC]        print this and end; TOPIC is a group or a key, e.g. --help train; with recipe=NAME also the keys
+                        of its task and model
+"""
+
+_TARGET = Key(
+    "task._target_",
+    "the dotted path of a class",
+    None,
+    "The task's class: any class with the methods build_model and loss. Other keys of `task` are its parameters.",
+)
+_MODEL = Key("model.*", "what the task declares; --help recipe=NAME lists it", "", "Fields of the task's parameter `model`.")
+
+
+def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> str | None:
+    """The text that `--help` or `--cfg job` asks for, or None if the program is to do its work.
+
+    Raises: UsageError; ConfigError from `--cfg job`.
+    """
+    line = read_command_line(arguments)
+    if line.action == "show":
+        return to_yaml(load(arguments)).rstrip()
+    if line.action == "run":
+        return None
+    folders = read_conf_folders(line.config_dirs)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    keys = _all_keys(arguments if line.overrides else ())
+    if line.topic:
+        return _explain_topic(line.topic, keys=keys, folders=folders, width=width)
+    recipes = _choices(folders, "recipe", width)
+    usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
+    groups = "\n".join(_group_line(folders, group, width) for group in (*GROUPS, *_added_groups(folders)))
+    explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
+    return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
+
+
+def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
+    """Every key; those of `task` and `model` only if the arguments choose a task."""
+    task = compose(arguments).tree.get("task") if arguments else None
+    target = task.get("_target_") if isinstance(task, dict) else None
+    declared = task_keys(target) if isinstance(target, str) else []
+    own = [key for group, cls in DATACLASSES.items() for key in keys_of(cls, path=group)]
+    return (*own, _TARGET, *(declared or [_MODEL]))
+
+
+def _added_groups(folders: ConfFolders) -> list[str]:
+    return sorted(set(folders.choices) - {*GROUPS, "recipe"})
+
+
+def _group_line(folders: ConfFolders, group: str, width: int) -> str:
+    names = ", ".join(sorted(folders.choices.get(group, {}))) or "(none)"
+    return textwrap.fill(names, width, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+
+
+def _choices(folders: ConfFolders, group: str, width: int) -> str:
+    lines = []
+    for name, file in sorted(folders.choices.get(group, {}).items()):
+        lines.append(textwrap.fill(first_comment(file), width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16))
+    return "\n".join(lines)
+
+
+def _explain_topic(topic: str, *, keys: Sequence[Key], folders: ConfFolders, width: int) -> str:
+    if topic == "recipe":
+        return f"Recipes:\n{_choices(folders, 'recipe', width)}"
+    if topic in GROUPS:
+        return f"{_explain_group(topic, keys=keys, width=width)}\n\nChoices of {topic}:\n{_choices(folders, topic, width)}"
+    found = [key for key in keys if key.path == topic]
+    if not found:
+        suggestion = suggest_choice(topic, choices=[*GROUPS, "recipe", *(key.path for key in keys)])
+        raise UsageError(f"--help must be followed by a group or a key, but {topic} is none{suggestion}")
+    return "\n".join(_explain_key(key, width) for key in found)
+
+
+def _explain_group(group: str, *, keys: Sequence[Key], width: int) -> str:
+    doc = " ".join((DATACLASSES[group].__doc__ or "").split()) if group in DATACLASSES else ""
+    heading = textwrap.fill(f"{group}: {doc}" if doc else f"{group}:", width)
+    return "\n".join([heading, *(_explain_key(key, width) for key in keys if key.path.startswith(f"{group}."))])
+
+
+def _explain_key(key: Key, width: int) -> str:
+    default = "must be given" if key.default is None else f"default {key.default}" if key.default else ""
+    first = f"  {key.path}  ({'; '.join(part for part in (key.must_be, default) if part)})"
+    doc = textwrap.fill(key.doc, width, initial_indent="      ", subsequent_indent="      ")
+    return f"{first}\n{doc}" if doc else first

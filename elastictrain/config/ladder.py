@@ -1,0 +1,27 @@
+"""Decides whether the timeouts form a ladder: what is waited for must end before what waits for it gives up."""
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.errors import Problem
+
+TORCHRUN_KILL_S = 30.0
+"""torchrun kills its workers this long after asking them to end, whatever its own option says, when it restarts a group."""
+
+
+def check_ladder(fault: FaultGroup) -> list[Problem]:
+    """Every rung that is out of order."""
+    problems = []
+    rungs = (
+        ("heartbeat_s", "<", "step_timeout_s", "a rank must be heard several times before it counts as hung"),
+        ("heartbeat_s", "<", "rendezvous_timeout_s", "a rank must be heard before the others stop waiting for it"),
+        ("step_timeout_s", "<=", "init_timeout_s", "the first step also starts up, restores and compiles"),
+        ("step_timeout_s", "<", "save_timeout_s", "a save writes all state to storage, a step does not"),
+    )
+    for lower, relation, upper, reason in rungs:
+        low, high = getattr(fault, lower), getattr(fault, upper)
+        if low > high or (low == high and relation == "<"):
+            message = f"must be {relation} `fault.{upper}` = {high:g}, but is {low:g}: {reason}"
+            problems.append(Problem(f"fault.{lower}", message))
+    if fault.shutdown_grace_s >= TORCHRUN_KILL_S:
+        message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
+        problems.append(Problem("fault.shutdown_grace_s", message))
+    return problems

@@ -1,0 +1,82 @@
+"""Every key there is, with its type, default and docstring, read from the dataclasses' own source."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import pairwise
+from typing import get_type_hints
+
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.data import DataGroup
+from elastictrain.config.describe import describe, show
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.optim import OptimGroup
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.run import RunGroup
+from elastictrain.config.telemetry import TelemetryGroup
+from elastictrain.config.train import TrainGroup
+
+DATACLASSES: Mapping[str, type] = {
+    "run": RunGroup,
+    "data": DataGroup,
+    "train": TrainGroup,
+    "optim": OptimGroup,
+    "parallel": ParallelGroup,
+    "checkpoint": CheckpointGroup,
+    "fault": FaultGroup,
+    "telemetry": TelemetryGroup,
+}
+"""Groups whose keys are a dataclass of the program's own; `task` and `model` are declared by the task's class."""
+
+GROUPS = ("run", "task", "model", *(name for name in DATACLASSES if name != "run"))
+"""Top-level names of a configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key, explained."""
+
+    path: str
+    must_be: str
+    default: str | None
+    """As one would write it; None if the key must be given."""
+    doc: str
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring below each field; empty for fields without, and where the source is not at hand."""
+    try:
+        source = textwrap.dedent(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return {}
+    body = ast.parse(source).body[0]
+    docs: dict[str, str] = {}
+    statements = body.body if isinstance(body, ast.ClassDef) else []
+    for field, below in pairwise(statements):
+        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr)):
+            continue
+        if isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
+            docs[field.target.id] = " ".join(below.value.value.split())
+    return docs
+
+
+def keys_of(cls: type, *, path: str) -> list[Key]:
+    """The keys that the dataclass `cls` declares, in its order."""
+    if not is_dataclass(cls):
+        return []
+    hints = get_type_hints(cls, include_extras=True)
+    docs = field_docs(cls)
+    keys = []
+    for field in fields(cls):
+        default = None if field.default is MISSING else show(field.default)
+        if field.default_factory is not MISSING:
+            default = show(field.default_factory())
+        keys.append(Key(f"{path}.{field.name}", describe(hints[field.name]), default, docs.get(field.name, "")))
+    return keys
+
+
+def all_keys() -> tuple[str, ...]:
+    """The dotted keys of all groups that are dataclasses, and `task._target_`."""
+    return (*(f"{name}.{field.name}" for name, cls in DATACLASSES.items() for field in fields(cls)), "task._target_")

@@ -1,0 +1,173 @@
+"""Finds the task's class and checks the keys `task.*` and `model.*` against the parameters of its constructor."""
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import cast, get_type_hints
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.describe import describe, show
+from elastictrain.config.schema import Key, field_docs, keys_of
+from elastictrain.config.suggest import suggest_choice
+from elastictrain.config.validate import NOT_GIVEN, check_value, construct, missing_key, unknown_key
+from elastictrain.errors import ConfigError, Problem
+
+TARGET = "task._target_"
+METHODS = ("build_model", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCall:
+    """A task's class, and good arguments for its constructor."""
+
+    cls: type
+    arguments: Mapping[str, object]
+
+    def options(self) -> dict[str, object]:
+        """Plain values of `task.*`, with defaults filled in where they are plain."""
+        return {name: _plain(value) for name, value in self._complete().items() if name != "model"}
+
+    def model(self) -> dict[str, object]:
+        """Plain values of `model.*`, with defaults filled in."""
+        model = _plain(self._complete().get("model", {}))
+        return dict(model) if isinstance(model, Mapping) else {}
+
+    def _complete(self) -> dict[str, object]:
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(self.cls).parameters.items()
+            if isinstance(parameter.default, bool | int | float | str | tuple | None) or is_dataclass(parameter.default)
+        }
+        return {**defaults, **self.arguments}
+
+
+def _plain(value: object) -> object:
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def find_task(target: str) -> tuple[type | None, list[Problem]]:
+    """Import the class at a dotted path. Whatever its module does on import, happens."""
+    module_name, _, class_name = target.rpartition(".")
+    if not module_name:
+        return None, [Problem(TARGET, f"must be package.module.Class, but is {target!r}")]
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # noqa: BLE001  a module of the user's own may raise anything when imported
+        return None, [Problem(TARGET, _import_failure(module_name, error))]
+    found = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, one in vars(module).items() if isinstance(one, type) and one.__module__ == module_name]
+        message = f"must name a class, but {module_name} has no {class_name}{suggest_choice(class_name, choices=classes)}"
+        return None, [Problem(TARGET, message)]
+    if not isinstance(found, type):
+        return None, [Problem(TARGET, f"must name a class, but {target} is a {type(found).__name__}")]
+    lacking = [name for name in METHODS if not callable(getattr(found, name, None))]
+    if lacking:
+        return None, [
+            Problem(TARGET, f"must name a class with the methods build_model and loss; {target} lacks {', '.join(lacking)}")
+        ]
+    return found, []
+
+
+def brings_datasets(cls: type) -> bool:
+    """Whether the task has samples of its own instead of token files."""
+    return callable(getattr(cls, "train_dataset", None))
+
+
+def _import_failure(module_name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
+        return (
+            f"must be in a module that can be imported, but there is no module {error.name}; "
+            "install it, or start in the folder that holds it"
+        )
+    # The frame where the module's own code failed; the import system's frames are of no use to anyone.
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"names a class in {module_name}, which cannot be imported: {type(error).__name__}: {error}{where}"
+
+
+def check_call(
+    cls: type, *, options: Mapping[str, object], model: Mapping[str, object], vocabulary: Sequence[str] = ()
+) -> tuple[TaskCall | None, list[Problem]]:
+    """Arguments for the task's class that the keys `task.*` and `model.*` give, and everything wrong with them."""
+    problems: list[Problem] = []
+    target = f"{cls.__module__}.{cls.__qualname__}"
+    parameters = inspect.signature(cls).parameters
+    try:
+        hints = _hints(cls)
+    except NameError as error:
+        return None, [Problem(TARGET, f"names {target}, whose constructor has an annotation that cannot be read: {error}")]
+    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    named = {
+        name: one
+        for name, one in parameters.items()
+        if one.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    }
+    words = [*(f"task.{name}" for name in named if name != "model"), *vocabulary]
+    if "model" in options:
+        problems.append(Problem("task.model", "is not a key: the model's keys are the group `model`"))
+    given = {name: (f"task.{name}", value) for name, value in options.items() if name != "model"}
+    if "model" in named:
+        given |= {"model": ("model", model)} if model or named["model"].default is inspect.Parameter.empty else {}
+    elif model:
+        problems += [Problem(f"model.{key}", f"is not a key: {target} takes no model") for key in model]
+    arguments: dict[str, object] = {}
+    for name, (key, value) in given.items():
+        if name not in named and not open_ended:
+            problems.append(unknown_key(key, vocabulary=words))
+        elif value != NOT_GIVEN:
+            arguments[name], found = check_value(value, hint=hints.get(name, object), path=key)
+            problems += found
+    for name, parameter in named.items():
+        key = f"task.{name}"
+        missing = name not in given and parameter.default is inspect.Parameter.empty
+        if missing or given.get(name, ("", None))[1] == NOT_GIVEN:
+            problems.append(missing_key(key, hint=hints.get(name, object)))
+    return (None, problems) if problems else (TaskCall(cls, arguments), [])
+
+
+def _hints(cls: type) -> dict[str, object]:
+    """Annotations of the constructor's parameters, also of an inherited one."""
+    constructor: object = inspect.getattr_static(cls, "__init__")
+    return dict(get_type_hints(constructor, include_extras=True))
+
+
+def task_keys(target: str) -> list[Key]:
+    """The keys `task.*` and `model.*` that a task declares; none if it cannot be imported."""
+    cls, _ = find_task(target)
+    if cls is None:
+        return []
+    hints, docs, keys = _hints(cls), field_docs(cls), []
+    for name, parameter in inspect.signature(cls).parameters.items():
+        hint = hints.get(name, object)
+        if name == "model" and isinstance(hint, type):
+            keys += keys_of(hint, path="model")
+        elif parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            default = None if parameter.default is inspect.Parameter.empty else show(parameter.default)
+            keys.append(Key(f"task.{name}", describe(hint), default, docs.get(name, "")))
+    return keys
+
+
+def build_task(config: RunConfig) -> object:
+    """The task that `config` describes.
+
+    Raises: ConfigError with everything that is wrong with `task.*` and `model.*`.
+    """
+    cls, problems = find_task(config.task.target)
+    if cls is None:
+        raise ConfigError(problems)
+    call, problems = check_call(cls, options=config.task.options, model=config.model)
+    if call is None:
+        raise ConfigError(problems)
+    task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
+    if problems:
+        raise ConfigError(problems)
+    return task

@@ -1,0 +1,201 @@
+"""The index of a folder of token files: what it must hold, written last, so a folder with an index is complete.
+
+A folder of token files holds `index.json` and shards `tokens-00000.bin`, ...: little-endian unsigned integers and nothing
+else. The data set is the concatenation of its shards.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+import xxhash
+
+from elastictrain.errors import DataError, ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+INDEX_FILE = "index.json"
+FORMAT = "elastictrain.tokens"
+VERSION = 1
+
+TokenType = Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerDescription:
+    """How text became tokens, enough to load the same tokenizer again."""
+
+    kind: Literal["bytes", "huggingface"]
+    vocab_size: int
+    """One more than the largest token id."""
+
+    separator: int
+    """The token that ends every document."""
+
+    digest: str
+    """xxh3_128 of the tokenizer file, which lies beside the index as `tokenizer.json`; empty if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    num_tokens: int
+    size_bytes: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIndex:
+    """What a folder of token files holds."""
+
+    dtype: TokenType
+    tokenizer: TokenizerDescription
+    num_documents: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.num_tokens for shard in self.shards)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """Names the data: two folders with the same digest hold the same tokens."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(_body(self), sort_keys=True).encode())
+
+    def num_samples(self, seq_len: int) -> int:
+        """Samples of `seq_len` inputs; each also needs the token after its last input as a target."""
+        return max(0, (self.num_tokens - 1) // seq_len)
+
+
+def token_bytes(dtype: TokenType) -> int:
+    """Bytes per token."""
+    return 2 if dtype == "uint16" else 4
+
+
+def _body(index: TokenIndex) -> dict[str, object]:
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": index.dtype,
+        "tokenizer": asdict(index.tokenizer),
+        "num_documents": index.num_documents,
+        "num_tokens": index.num_tokens,
+        "size_bytes": index.size_bytes,
+        "shards": [asdict(shard) for shard in index.shards],
+    }
+
+
+def encode_index(index: TokenIndex) -> bytes:
+    """The content of `index.json`."""
+    return json.dumps({**_body(index), "digest": index.digest}, indent=1).encode() + b"\n"
+
+
+def decode_index(data: bytes, *, url: str) -> TokenIndex:
+    """Reads `index.json`; `url` is for messages.
+
+    Raises: DataError if it is not an index of this version, or was damaged.
+    """
+    try:
+        record = json.loads(data)
+    except ValueError as error:
+        raise DataError(f"{url} must be a JSON file, but is damaged ({error}); prepare the data again") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise DataError(
+            f"{url} must be an index of token files, but is something else; was `data.path` meant to be this folder?"
+        )
+    if record.get("version") != VERSION:
+        raise DataError(
+            f"{url} must have version {VERSION}, but has {record.get('version')!r}; prepare the data again with this "
+            "version of "
+            "elastictrain, or use the version that wrote it"
+        )
+    try:
+        index = TokenIndex(
+            dtype=_token_type(record["dtype"]),
+            tokenizer=_tokenizer(record["tokenizer"]),
+            num_documents=_count(record["num_documents"]),
+            shards=tuple(_shard(item) for item in record["shards"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{url} is damaged: {type(error).__name__}: {error}; prepare the data again") from None
+    if record.get("digest") != index.digest or any(record.get(name) != value for name, value in _body(index).items()):
+        raise DataError(
+            f"{url} is damaged: its digest must be {index.digest}, but is {record.get('digest')!r}; prepare the data again"
+        )
+    width = token_bytes(index.dtype)
+    for shard in index.shards:
+        if shard.size_bytes != shard.num_tokens * width:
+            raise DataError(
+                f"{url} contradicts itself: {shard.file} with {shard.num_tokens} tokens of {width} bytes has "
+                f"{shard.size_bytes} bytes"
+            )
+    return index
+
+
+def read_index(store: Store) -> TokenIndex:
+    """The index of the folder of token files at the store's root.
+
+    Raises: DataError if there is none or it is damaged; StorageError.
+    """
+    try:
+        data = store.read(INDEX_FILE)
+    except ObjectNotFoundError:
+        unfinished = any(True for _ in store.list())
+        raise DataError(
+            f"{store.url} must be a folder of token files, but has no {INDEX_FILE}; "
+            + (
+                "if its preparation was interrupted, run the same `prepare` command again"
+                if unfinished
+                else f"make it with: python -m elastictrain.data prepare TEXT... --out {store.url}"
+            )
+        ) from None
+    return decode_index(data, url=f"{store.url}/{INDEX_FILE}")
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"a count must be a whole number >= 0, but is {value!r}")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a name must be a string, but is {value!r}")
+    return value
+
+
+def _token_type(value: object) -> TokenType:
+    if value == "uint16":
+        return "uint16"
+    if value == "uint32":
+        return "uint32"
+    raise ValueError(f"dtype must be uint16 or uint32, but is {value!r}")
+
+
+def _tokenizer(record: Mapping[str, object]) -> TokenizerDescription:
+    kind = record["kind"]
+    if kind not in ("bytes", "huggingface"):
+        raise ValueError(f"tokenizer.kind must be bytes or huggingface, but is {kind!r}")
+    return TokenizerDescription(
+        kind="bytes" if kind == "bytes" else "huggingface",
+        vocab_size=_count(record["vocab_size"]),
+        separator=_count(record["separator"]),
+        digest=_text(record["digest"]),
+    )
+
+
+def _shard(record: Mapping[str, object]) -> Shard:
+    file = _text(record["file"])
+    # The name comes from outside and becomes a path below the cache folder: it must not lead out of it.
+    if PurePosixPath(file).name != file or file in ("", ".", ".."):
+        raise ValueError(f"a shard's file must be a plain name, but is {file!r}")
+    return Shard(file, _count(record["num_tokens"]), _count(record["size_bytes"]), _text(record["xxh3_128"]))

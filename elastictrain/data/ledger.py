@@ -1,0 +1,129 @@
+"""Which sample each rank consumed at each step, and whether each position was consumed exactly once.
+
+Each incarnation of the run writes a log per rank, `ledger/<incarnation>-r<rank>.jsonl`. Incarnation ids sort in time, and a
+later incarnation that does a step again supersedes the earlier ones, as its update does in the model.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from elastictrain.data.assignment import Portion
+from elastictrain.data.order import sample_at
+from elastictrain.events import AppendLog
+from elastictrain.storage.store import Store
+
+LEDGER_FOLDER = "ledger"
+_NAME = re.compile(r"(?P<incarnation>.+)-r(?P<rank>\d{5,})(\.part-\d+)?\.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank of one incarnation consumed at `step` (optimizer steps committed, from 1)."""
+
+    incarnation: str
+    rank: int
+    step: int
+    positions: tuple[tuple[int, int], ...]
+    """Half-open ranges, as [first, end)."""
+
+    samples: tuple[int, ...]
+    """The sample at each position, in the order of `positions`."""
+
+
+def ledger_key(*, incarnation: str, rank: int) -> str:
+    """The log of one rank of one incarnation."""
+    return f"{LEDGER_FOLDER}/{incarnation}-r{rank:05d}.jsonl"
+
+
+class Ledger:
+    """Appends one line per step of one rank."""
+
+    def __init__(self, log: AppendLog) -> None:
+        self._log = log
+
+    def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]]) -> None:
+        """Append what was consumed for `step` (from 1): each portion with its sample ids. Only those that count are written."""
+        counting = [(portion, sample_ids) for portion, sample_ids in consumed if portion.counts]
+        row = {
+            "step": step,
+            "positions": [[portion.first, portion.end] for portion, _ in counting],
+            "samples": [sample_id for _, sample_ids in counting for sample_id in sample_ids],
+        }
+        self._log.append(json.dumps(row).encode() + b"\n")
+
+    def close(self) -> None:
+        """Make all lines durable."""
+        self._log.close()
+
+
+def read_ledger(store: Store) -> Iterator[Row]:
+    """Every row below `ledger/` of a run folder; a line that its writer did not finish is left out."""
+    for info in store.list(LEDGER_FOLDER):
+        name = _NAME.fullmatch(info.key.rpartition("/")[2])
+        if name is None:
+            continue
+        for line in store.read(info.key).splitlines():
+            try:
+                record = json.loads(line)
+                yield Row(
+                    incarnation=name["incarnation"],
+                    rank=int(name["rank"]),
+                    step=int(record["step"]),
+                    positions=tuple((int(first), int(end)) for first, end in record["positions"]),
+                    samples=tuple(int(sample) for sample in record["samples"]),
+                )
+            except (ValueError, TypeError, KeyError):
+                continue
+
+
+def effective(rows: Sequence[Row]) -> dict[int, tuple[Row, ...]]:
+    """For each step the rows of the newest incarnation that did it."""
+    newest: dict[int, str] = {}
+    for row in rows:
+        newest[row.step] = max(newest.get(row.step, ""), row.incarnation)
+    kept: dict[int, list[Row]] = {step: [] for step in sorted(newest)}
+    for row in rows:
+        if row.incarnation == newest[row.step]:
+            kept[row.step].append(row)
+    return {step: tuple(found) for step, found in kept.items()}
+
+
+def fold(rows: Sequence[Row]) -> dict[int, dict[int, int]]:
+    """For each step, in order: position -> sample, in order of positions."""
+    return {
+        step: dict(sorted(pair for row in found for pair in zip(_positions(row), row.samples, strict=False)))
+        for step, found in effective(rows).items()
+    }
+
+
+def check_exactly_once(
+    rows: Sequence[Row], *, steps: int, global_batch: int, num_samples: int, seed: int, shuffle: bool
+) -> tuple[str, ...]:
+    """What is wrong, a sentence each; nothing if steps 1 to `steps` consumed every position once, in order, with the right
+    sample."""
+    problems = []
+    kept: Mapping[int, tuple[Row, ...]] = effective(rows)
+    for step in range(1, steps + 1):
+        consumed = [position for row in kept.get(step, ()) for position in _positions(row)]
+        wanted = range((step - 1) * global_batch, step * global_batch)
+        if sorted(consumed) != list(wanted):
+            missing = sorted(set(wanted) - set(consumed))
+            foreign = sorted(set(consumed) - set(wanted))
+            twice = sorted({position for position in consumed if consumed.count(position) > 1})
+            problems.append(
+                f"step {step} must consume positions [{wanted.start}, {wanted.stop}) once each, "
+                f"but misses {missing}, repeats {twice}, and has {foreign} besides"
+            )
+        for row in kept.get(step, ()):
+            right = [sample_at(position, num_samples=num_samples, seed=seed, shuffle=shuffle) for position in _positions(row)]
+            if list(row.samples) != right:
+                problems.append(f"step {step}, rank {row.rank} must consume samples {right}, but consumed {list(row.samples)}")
+    if later := [step for step in kept if step > steps]:
+        problems.append(f"the run must have {steps} steps, but the ledger goes on to step {max(later)}")
+    return tuple(problems)
+
+
+def _positions(row: Row) -> list[int]:
+    return [position for first, end in row.positions for position in range(first, end)]

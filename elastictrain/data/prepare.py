@@ -1,0 +1,249 @@
+"""Text files to token files: streaming, resumable, complete only when the index is there."""
+
+import glob
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastictrain.data.index import INDEX_FILE, Shard, TokenIndex, TokenType, decode_index, encode_index
+from elastictrain.data.plan import (
+    PROGRESS_FILE,
+    Document,
+    Position,
+    Progress,
+    choose_start,
+    cut,
+    decode_progress,
+    encode_progress,
+    shard_name,
+)
+from elastictrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
+from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+_logger = logging.getLogger(__name__)
+_PIECE_BYTES = 2**22
+_BATCH_DOCUMENTS = 64
+_WRITE_TOKENS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The outcome: what the folder holds, and whether anything had to be done."""
+
+    index: TokenIndex
+    resumed_shards: int
+    already_complete: bool
+
+
+def discover(inputs: Sequence[str], *, patterns: Sequence[str]) -> tuple[Document, ...]:
+    """The documents that files, folders and globs name: in the order given, each folder's and glob's in name order; empty
+    files and repetitions are left out.
+
+    Raises: DataError naming the input that is missing or matches nothing.
+    """
+    found: dict[Path, Document] = {}
+    for given in inputs:
+        if "://" in given:
+            raise DataError(f"input {given} must be on a local disk, but is a URL; copy it to this host first")
+        for path, name in _expand(given, patterns=patterns):
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise DataError(f"input {path} must be a readable file, but is not: {error.strerror}") from None
+            if status.st_size and path.resolve() not in found:
+                found[path.resolve()] = Document(path, name, status.st_size, status.st_mtime_ns)
+    if not found:
+        raise DataError(f"the inputs must hold at least one byte of text, but {', '.join(inputs)} hold none")
+    return tuple(found.values())
+
+
+def _expand(given: str, *, patterns: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    path = Path(given).expanduser()
+    if path.is_file():
+        yield path, path.name
+    elif path.is_dir():
+        names = sorted(
+            {file.relative_to(path).as_posix() for pattern in patterns for file in path.rglob(pattern) if file.is_file()}
+        )
+        if not names:
+            raise DataError(f"input {given} must hold files that match {' or '.join(patterns)}, but holds none; pass --pattern")
+        for name in names:
+            yield path / name, name
+    else:
+        # Path.glob takes no absolute pattern.
+        matches = sorted(match for match in glob.glob(str(path), recursive=True) if Path(match).is_file())  # noqa: PTH207
+        if not matches:
+            raise DataError(
+                f"input {given} must be a file, a folder or a pattern that matches files, but there is nothing of that name"
+            )
+        for match in matches:
+            yield Path(match), match
+
+
+def prepare(
+    documents: Sequence[Document],
+    *,
+    plan: str,
+    store: Store,
+    tokenizer: Tokenizer,
+    tokenizer_file: bytes | None,
+    shard_tokens: int,
+    on_bytes: Callable[[int], None],
+) -> Prepared:
+    """Write token files of `documents` to `store`; a call that was interrupted continues when it is made again.
+
+    `plan` names the work (see `plan_digest`): what was begun under another name is not continued. `on_bytes` is told how much
+    text was read, what a resumed call skips included.
+    """
+    description = tokenizer.description
+    start = _claim(store, plan=plan)
+    if start is None:
+        return Prepared(decode_index(store.read(INDEX_FILE), url=f"{store.url}/{INDEX_FILE}"), 0, already_complete=True)
+    if start.shards:
+        _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
+    if tokenizer_file is not None:
+        store.write(TOKENIZER_FILE, tokenizer_file)
+    dtype: TokenType = "uint16" if description.vocab_size <= 2**16 else "uint32"
+    on_bytes(sum(document.size_bytes for document in documents[: start.position.document]) + start.position.offset_bytes)
+    stream = _TokenStream(documents, tokenizer=tokenizer, start=start.position, on_bytes=on_bytes)
+    shards = list(start.shards)
+    while not stream.exhausted():
+        shards.append(_write_shard(store, shard_name(len(shards)), stream=stream, limit=shard_tokens, dtype=dtype))
+        store.write(PROGRESS_FILE, encode_progress(Progress(plan, tuple(shards), stream.position)))
+    index = TokenIndex(dtype=dtype, tokenizer=description, num_documents=len(documents), shards=tuple(shards))
+    store.write(INDEX_FILE, encode_index(index))
+    return Prepared(index, len(start.shards), already_complete=False)
+
+
+def _claim(store: Store, *, plan: str) -> Progress | None:
+    """From where to go on, with the folder marked as ours; None if all is done."""
+    start = _look(store, plan=plan)
+    if start is not None and not start.shards:
+        try:
+            # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
+            store.create(PROGRESS_FILE, encode_progress(start))
+        except ObjectExistsError:
+            start = _look(store, plan=plan)
+    return start
+
+
+def _look(store: Store, *, plan: str) -> Progress | None:
+    def read(key: str) -> bytes | None:
+        try:
+            return store.read(key)
+        except ObjectNotFoundError:
+            return None
+
+    progress, index = read(PROGRESS_FILE), read(INDEX_FILE)
+    return choose_start(
+        plan=plan,
+        progress=None if progress is None else decode_progress(progress, url=f"{store.url}/{PROGRESS_FILE}"),
+        index=None if index is None else decode_index(index, url=f"{store.url}/{INDEX_FILE}"),
+        url=store.url,
+    )
+
+
+def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:
+    digest = xxhash.xxh3_128()
+    count = size_bytes = 0
+    little_endian = "<u2" if dtype == "uint16" else "<u4"
+    with store.open_writer(file) as writer:
+        while count < limit and not stream.exhausted():
+            tokens = stream.take(min(limit - count, _WRITE_TOKENS))
+            data = tokens.astype(little_endian).tobytes()
+            digest.update(data)
+            writer.write(data)
+            count += len(tokens)
+            size_bytes += len(data)
+    return Shard(file, count, size_bytes, digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    document: int
+    offset_bytes: int
+    text: bytes
+    ends_document: bool
+
+
+class _TokenStream:
+    """The tokens of all documents in a row, from a position on."""
+
+    def __init__(
+        self, documents: Sequence[Document], *, tokenizer: Tokenizer, start: Position, on_bytes: Callable[[int], None]
+    ) -> None:
+        self.position = start
+        self._tokens: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
+        self._encoded = _encode(_pieces(documents, start=start), tokenizer=tokenizer)
+        self._on_bytes = on_bytes
+        self._first = True
+
+    def exhausted(self) -> bool:
+        """Whether no token is left."""
+        while self.position.token >= len(self._tokens):
+            piece, tokens = next(self._encoded, (None, self._tokens))
+            if piece is None:
+                return True
+            # The first piece is the one that the position points into.
+            self.position = Position(piece.document, piece.offset_bytes, self.position.token if self._first else 0)
+            self._first = False
+            self._tokens = tokens
+            self._on_bytes(len(piece.text))
+        return False
+
+    def take(self, count: int) -> npt.NDArray[np.uint32]:
+        """The next tokens, `count` at most."""
+        taken = self._tokens[self.position.token : self.position.token + count]
+        self.position = Position(self.position.document, self.position.offset_bytes, self.position.token + len(taken))
+        return taken
+
+
+def _encode(pieces: Iterator[_Piece], *, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, npt.NDArray[np.uint32]]]:
+    separator = np.array([tokenizer.description.separator], dtype=np.uint32)
+    for batch in iter(lambda: _next_batch(pieces), []):
+        for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
+            yield piece, np.concatenate((tokens, separator)) if piece.ends_document else tokens
+
+
+def _next_batch(pieces: Iterator[_Piece]) -> list[_Piece]:
+    """Several small documents, or one large piece: what a tokenizer encodes in parallel, bounded in memory."""
+    batch: list[_Piece] = []
+    size = 0
+    for piece in islice(pieces, _BATCH_DOCUMENTS):
+        batch.append(piece)
+        size += len(piece.text)
+        if size >= _PIECE_BYTES:
+            break
+    return batch
+
+
+def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_Piece]:
+    offset = start.offset_bytes
+    for number in range(start.document, len(documents)):
+        document = documents[number]
+        while offset < document.size_bytes:
+            data = _read(document, offset=offset)
+            text = data[: cut(data, final=offset + len(data) >= document.size_bytes)]
+            yield _Piece(number, offset, text, ends_document=offset + len(text) == document.size_bytes)
+            offset += len(text)
+        offset = 0
+
+
+def _read(document: Document, *, offset: int) -> bytes:
+    try:
+        with document.path.open("rb") as file:
+            file.seek(offset)
+            data = file.read(_PIECE_BYTES)
+            status = document.path.stat()
+    except OSError as error:
+        raise DataError(f"input {document.path} must be a readable file, but is not: {error.strerror}") from None
+    if (status.st_size, status.st_mtime_ns) != (document.size_bytes, document.modified_ns):
+        raise DataError(f"input {document.path} changed while it was being read; prepare the data again when it stays as it is")
+    return data

@@ -1,0 +1,145 @@
+"""Text to tokens and back."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from elastictrain.data.index import TokenIndex, TokenizerDescription
+from elastictrain.errors import DataError, ObjectNotFoundError, UsageError
+from elastictrain.storage.store import Store
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HuggingFaceModel
+
+TOKENIZER_FILE = "tokenizer.json"
+_SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_BAR = "\n\N{BOX DRAWINGS LIGHT HORIZONTAL}\n".encode()
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. The separator token belongs to no text: it stands between documents."""
+
+    @property
+    def description(self) -> TokenizerDescription:
+        """What is written to the index."""
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
+        """The tokens of each text (UTF-8), without separators; each text on its own."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of `tokens`; what is no valid text is shown by replacement characters."""
+
+
+class ByteTokenizer:
+    """Every byte is a token, and 256 separates documents: no training, no file, every text in every language."""
+
+    @property
+    def description(self) -> TokenizerDescription:
+        """257 tokens."""
+        return TokenizerDescription(kind="bytes", vocab_size=257, separator=256, digest="")
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
+        """The bytes."""
+        return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text; a separator is shown as a line with a bar."""
+        return b"".join(bytes((token,)) if token < 256 else _BAR for token in tokens).decode(errors="replace")
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
+
+    def __init__(self, model: "HuggingFaceModel", *, description: TokenizerDescription) -> None:
+        self._model = model
+        self._description = description
+
+    @property
+    def description(self) -> TokenizerDescription:
+        """As computed from the file."""
+        return self._description
+
+    def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
+        """Token ids without special tokens; bytes that are not UTF-8 become replacement characters."""
+        encodings = self._model.encode_batch([text.decode(errors="replace") for text in texts], add_special_tokens=False)
+        return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text, special tokens included."""
+        text: str = self._model.decode(list(tokens), skip_special_tokens=False)
+        return text
+
+
+def load_huggingface(data: bytes, *, source: str, separator: str | None = None) -> HuggingFaceTokenizer:
+    """A tokenizer from the content of a `tokenizer.json`; `source` is for messages.
+
+    Args:
+        separator: the token that ends documents; None for the first of the usual end-of-text tokens that the vocabulary has.
+
+    Raises: UsageError without the extra `hf` or without a separator; DataError if the file is no tokenizer.
+    """
+    model = _load_model(data, source=source)
+    vocabulary = model.get_vocab(with_added_tokens=True)
+    candidates = (separator,) if separator is not None else _SEPARATORS
+    found = next((vocabulary[name] for name in candidates if name in vocabulary), None)
+    if found is None:
+        raise UsageError(
+            f"--separator must name a token of {source}; it has none of: {', '.join(candidates)}. Pass the one that ends a text"
+        )
+    return HuggingFaceTokenizer(
+        model,
+        description=TokenizerDescription(
+            kind="huggingface",
+            vocab_size=max(vocabulary.values()) + 1,
+            separator=found,
+            digest=xxhash.xxh3_128_hexdigest(data),
+        ),
+    )
+
+
+def _load_model(data: bytes, *, source: str) -> "HuggingFaceModel":
+    try:
+        from tokenizers import Tokenizer as HuggingFaceModel
+    except ImportError:
+        raise UsageError(
+            f'reading {source} needs the package tokenizers, which is not installed; run: pip install "elastictrain[hf]"'
+        ) from None
+    try:
+        model = HuggingFaceModel.from_buffer(data)
+    # The library raises bare `Exception` for every kind of damage.
+    except Exception as error:  # noqa: BLE001
+        raise DataError(
+            f"{source} must be a tokenizer.json of the Hugging Face tokenizers library, but is not: {error}"
+        ) from None
+    model.no_truncation()
+    model.no_padding()
+    return model
+
+
+def tokenizer_of(store: Store, index: TokenIndex) -> Tokenizer:
+    """The tokenizer that made a folder of token files.
+
+    Raises: DataError if its file is gone or another one; UsageError if it needs an extra that is not installed.
+    """
+    if index.tokenizer.kind == "bytes":
+        return ByteTokenizer()
+    url = f"{store.url}/{TOKENIZER_FILE}"
+    try:
+        data = store.read(TOKENIZER_FILE)
+    except ObjectNotFoundError:
+        raise DataError(f"{url} must be the tokenizer of these token files, but does not exist; copy it there") from None
+    if xxhash.xxh3_128_hexdigest(data) != index.tokenizer.digest:
+        raise DataError(f"{url} must be the tokenizer of these token files, but is another one; copy the right one there")
+    return HuggingFaceTokenizer(_load_model(data, source=url), description=index.tokenizer)
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """The content of a `tokenizer.json`. Raises: DataError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"--tokenizer {path} must be a readable tokenizer.json, but is not: {error.strerror}") from None

@@ -1,0 +1,76 @@
+"""Token files as a map-style data set of fixed-length samples."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from elastictrain.data.dataset import Batch
+from elastictrain.data.index import TokenIndex
+
+
+class TokenDataset:
+    """Samples [first_sample, first_sample + num_samples) of token files on a local disk.
+
+    Sample i is {"tokens": int64 [seq_len + 1]}, the tokens [i * seq_len, (i + 1) * seq_len] of all shards in a row: the last
+    token of one sample is the first of the next, so every token is a target once. Files are mapped when first read, and again
+    in every process that the data set is sent to.
+    """
+
+    def __init__(
+        self,
+        index: TokenIndex,
+        *,
+        paths: Sequence[Path],
+        seq_len: int,
+        first_sample: int,
+        num_samples: int,
+        lease: object = None,
+    ) -> None:
+        """`lease` is kept alive as long as the data set, so that the files are not removed from a cache meanwhile."""
+        self._dtype = "<u2" if index.dtype == "uint16" else "<u4"
+        self._paths = tuple(str(path) for path in paths)
+        self._ends = tuple(accumulate(shard.num_tokens for shard in index.shards))
+        self._seq_len = seq_len
+        self._first_sample = first_sample
+        self._num_samples = num_samples
+        self._lease = lease
+        self._maps: list[npt.NDArray[np.uint16 | np.uint32] | None] = [None] * len(paths)
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int, /) -> Batch:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} is not in [0, {self._num_samples})")
+        start = (self._first_sample + index) * self._seq_len
+        end = start + self._seq_len + 1
+        number = bisect_right(self._ends, start)
+        tokens = np.empty(self._seq_len + 1, dtype=np.int64)
+        filled = 0
+        while filled < len(tokens):
+            begin = self._ends[number - 1] if number else 0
+            piece = self._map(number)[start + filled - begin : end - begin]
+            tokens[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            number += 1
+        return {"tokens": torch.from_numpy(tokens)}
+
+    def _map(self, number: int) -> npt.NDArray[np.uint16 | np.uint32]:
+        tokens = self._maps[number]
+        if tokens is None:
+            size = self._ends[number] - (self._ends[number - 1] if number else 0)
+            # An empty file cannot be mapped. The view is a plain array: slicing a memmap costs several times as much.
+            if size:
+                tokens = np.memmap(self._paths[number], dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
+            else:
+                tokens = np.empty(0, dtype=self._dtype)
+            self._maps[number] = tokens
+        return tokens
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_maps": [None] * len(self._maps), "_lease": None}

@@ -1,0 +1,64 @@
+"""The environment that torch and NCCL read when a process group is made; decided here, set before the group exists."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.errors import ConfigError, Problem
+
+Backend = Literal["nccl", "gloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """One environment variable, and why it has this value."""
+
+    name: str
+    value: str
+    reason: str
+
+
+def choose_backend(wanted: Literal["auto", "nccl", "gloo"], *, num_cuda_devices: int, local_world_size: int) -> Backend:
+    """The collective library. Raises: ConfigError if the wanted one cannot work on this host."""
+    if wanted == "gloo" or (wanted == "auto" and num_cuda_devices == 0):
+        return "gloo"
+    if num_cuda_devices == 0:
+        raise ConfigError(
+            [
+                Problem(
+                    "parallel.backend", "is nccl, which needs CUDA devices, but this host shows none; set parallel.backend=auto"
+                )
+            ]
+        )
+    if num_cuda_devices < local_world_size:
+        raise ConfigError(
+            [
+                Problem(
+                    "--nproc-per-node",
+                    f"must be <= {num_cuda_devices}, the CUDA devices that this host shows, but is {local_world_size}",
+                )
+            ]
+        )
+    return "nccl"
+
+
+def plan_environment(
+    options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]
+) -> tuple[Variable, ...]:
+    """What to set; what the user has set already is kept. `dump_prefix` is a local path, to which the rank is appended."""
+    entries = str(options.flight_recorder_entries)
+    wanted = [
+        Variable("TORCH_FR_BUFFER_SIZE", entries, "remember the last collectives for the report after a failure"),
+        Variable("TORCH_FR_DUMP_TEMP_FILE", dump_prefix, "where the flight recorder goes when a collective fails"),
+    ]
+    if backend == "nccl":
+        wanted += [
+            # Names that torch before 2.12 reads for the two above.
+            Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", entries, "remember the last collectives for the report after a failure"),
+            Variable("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", dump_prefix, "where the flight recorder goes when a collective fails"),
+            Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dump the flight recorder before the communicator is torn down"),
+            Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "abort on a failed or timed-out collective instead of hanging"),
+            Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "the end of a failed group is reported once, by us"),
+        ]
+    return tuple(variable for variable in wanted if variable.name not in present)

@@ -1,0 +1,90 @@
+"""The process group of one incarnation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
+
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from elastictrain.distributed.environment import Backend
+from elastictrain.errors import TransportError
+from elastictrain.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """What ranks meet through.
+
+    `control` is a gloo group of its own for everything that is not the training step: collectives from elsewhere on the
+    training's group would be paired with the wrong ones.
+    """
+
+    store: dist.Store
+    """The shared store under this incarnation's prefix."""
+
+    control: dist.ProcessGroup
+    backend: Backend
+    device: torch.device
+
+
+def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
+    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address."""
+    if not identity.launched:
+        return dist.HashStore()
+    try:
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0]
+    except (RuntimeError, ValueError) as error:
+        raise TransportError(
+            f"cannot reach the rendezvous store that torchrun named (MASTER_ADDR, MASTER_PORT): {error}"
+        ) from error
+    return store
+
+
+def make_group(store: dist.Store, identity: Identity, *, incarnation: str, backend: Backend, init_timeout_s: float) -> Group:
+    """Make the training group and its control group. Collective: yes."""
+    device = torch.device("cuda", identity.local_rank) if backend == "nccl" else torch.device("cpu")
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+    fresh = dist.PrefixStore(f"elastictrain/{incarnation}", store)
+    dist.init_process_group(
+        backend,
+        store=fresh,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        timeout=timedelta(seconds=init_timeout_s),
+        # Binding the device makes NCCL connect now, while the generous timeout holds, and not inside the first step.
+        device_id=device if backend == "nccl" else None,
+    )
+    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=init_timeout_s))
+    return Group(fresh, control, backend, device)
+
+
+def tighten(*, step_timeout_s: float) -> None:
+    """The first step is through: from now on a training collective that takes longer than a step may take has failed.
+
+    Start-up, restore and compilation take minutes and differ between ranks, so the group is made with a generous timeout.
+    """
+    # The one way torch has to change the timeout of a group that exists; TorchTitan relies on it too.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_timeout_s))
+
+
+def flight_recorder() -> str | None:
+    """The last collectives of this rank as JSON, if the flight recorder is on and has any."""
+    c10d = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return None
+    trace = dump()
+    text = trace.decode() if isinstance(trace, bytes) else str(trace)
+    return text if '"entries"' in text else None
+
+
+def leave(group: Group) -> None:
+    """Meet once more, so that no rank leaves while another still needs it, then end the group. Collective: yes."""
+    dist.barrier(group=group.control)
+    if group.backend == "nccl":
+        torch.cuda.synchronize()
+    dist.destroy_process_group()

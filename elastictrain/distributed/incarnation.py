@@ -1,0 +1,191 @@
+"""Agreement on a fresh incarnation: the first thing that a group of ranks does.
+
+torchrun's shared store outlives a restart and is handed to the next attempt as it is, so its keys name dead addresses. Nothing
+in the environment tells attempts apart reliably either: each agent counts restarts on its own. So the ranks agree through the
+store itself, in a way that a predecessor's leftovers cannot disturb:
+
+    every rank      writes hello/RANK = a nonce of its own
+    rank 0          reads all hellos, publishes proposal = (incarnation, all nonces); again whenever a hello changes
+    every rank      that finds its own nonce in the proposal writes ack/INCARNATION/RANK
+    rank 0          when all have acknowledged, writes go/INCARNATION
+    every rank      leaves when it sees go/INCARNATION of the proposal it acknowledged
+
+A stale hello has a nonce that no living rank acknowledges; it is replaced as soon as its successor speaks.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastictrain.errors import TransportError
+from elastictrain.identity import Identity
+
+_ROOT = "elastictrain"
+_FIRST_PAUSE_S = 0.002
+_LONGEST_PAUSE_S = 0.1
+
+
+class SharedStore(Protocol):
+    """What is needed of torch's c10d stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """One rank's word that it is there."""
+
+    nonce: str
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One life of the group. `name` sorts in the order of lives within a run folder."""
+
+    name: str
+    hosts: tuple[str, ...]
+    """Host of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Rank 0 cannot go on yet: these ranks are missing, at this stage."""
+
+    ranks: tuple[int, ...]
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Rank 0 must publish a new proposal with these nonces."""
+
+    nonces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """All ranks have acknowledged."""
+
+
+def coordinate(
+    hellos: Mapping[int, str], *, world_size: int, proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
+) -> Wait | Publish | Go:
+    """What rank 0 does next. `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal `proposed`."""
+    silent = tuple(rank for rank in range(world_size) if rank not in hellos)
+    if silent:
+        return Wait(silent, "say hello")
+    nonces = tuple(hellos[rank] for rank in range(world_size))
+    if nonces != proposed:
+        return Publish(nonces)
+    pending = tuple(rank for rank in range(world_size) if rank not in acknowledged)
+    return Wait(pending, "acknowledge") if pending else Go()
+
+
+def agree(
+    store: SharedStore,
+    identity: Identity,
+    *,
+    number: int,
+    timeout_s: float,
+    poll: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Incarnation:
+    """Agree with all other ranks. `number` counts the run's incarnations; rank 0's is taken. `poll` may raise to leave early.
+
+    Collective: yes. Raises: TransportError that names the ranks that are missing.
+    """
+    nonce = uuid.uuid4().hex
+    store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "host": identity.host}))
+    seat = _Seat(store, identity, nonce, number)
+    deadline = clock() + timeout_s
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        if identity.rank == 0:
+            seat.lead()
+        agreed = seat.follow()
+        if agreed is not None:
+            return agreed
+        poll()
+        if clock() > deadline:
+            raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {seat.missing()}")
+        sleep(pause_s)
+        pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+class _Seat:
+    """One rank's side of the exchange."""
+
+    def __init__(self, store: SharedStore, identity: Identity, nonce: str, number: int) -> None:
+        self._store = store
+        self._identity = identity
+        self._nonce = nonce
+        self._number = number
+        self._proposed: tuple[str, ...] | None = None
+        self._name = ""
+        self._acknowledged: set[int] = set()
+        self._waiting: Wait | None = None
+        self._joined = ""
+
+    def lead(self) -> None:
+        hellos = self._hellos()
+        for rank in range(self._identity.world_size):
+            if self._name and rank not in self._acknowledged and self._has(f"ack/{self._name}/{rank}"):
+                self._acknowledged.add(rank)
+        decision = coordinate(
+            {rank: hello.nonce for rank, hello in hellos.items()},
+            world_size=self._identity.world_size,
+            proposed=self._proposed,
+            acknowledged=frozenset(self._acknowledged),
+        )
+        self._waiting = decision if isinstance(decision, Wait) else None
+        if isinstance(decision, Publish):
+            self._proposed = decision.nonces
+            self._acknowledged = set()
+            self._name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
+            hosts = [hellos[rank].host for rank in range(self._identity.world_size)]
+            self._set("proposal", json.dumps({"name": self._name, "nonces": decision.nonces, "hosts": hosts}))
+        elif isinstance(decision, Go):
+            self._set(f"go/{self._name}", "")
+
+    def follow(self) -> Incarnation | None:
+        if not self._has("proposal"):
+            return None
+        proposal = json.loads(self._store.get(f"{_ROOT}/proposal"))
+        nonces, rank = proposal["nonces"], self._identity.rank
+        if len(nonces) != self._identity.world_size or nonces[rank] != self._nonce:
+            return None
+        name = proposal["name"]
+        if self._joined != name:
+            self._set(f"ack/{name}/{rank}", "")
+            self._joined = name
+        return Incarnation(name, tuple(proposal["hosts"])) if self._has(f"go/{name}") else None
+
+    def missing(self) -> str:
+        if self._identity.rank != 0:
+            heard = "heard nothing of rank 0" if not self._joined else "rank 0 still waits for others; its message names them"
+            return f"rank {self._identity.rank} on {self._identity.host} {heard}"
+        if self._waiting is None:
+            return "a rank was replaced again and again"
+        ranks = ", ".join(map(str, self._waiting.ranks[:16])) + (", ..." if len(self._waiting.ranks) > 16 else "")
+        return f"rank(s) {ranks} did not {self._waiting.stage}"
+
+    def _hellos(self) -> dict[int, Hello]:
+        hellos = {}
+        for rank in range(self._identity.world_size):
+            if self._has(f"hello/{rank}"):
+                hello = json.loads(self._store.get(f"{_ROOT}/hello/{rank}"))
+                hellos[rank] = Hello(hello["nonce"], hello["host"])
+        return hellos
+
+    def _set(self, key: str, value: str) -> None:
+        self._store.set(f"{_ROOT}/{key}", value)
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([f"{_ROOT}/{key}"])

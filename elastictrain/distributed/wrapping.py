@@ -1,0 +1,158 @@
+"""Activation checkpointing, compilation and DDP / FSDP2 / HSDP, applied to a model without changing a parameter's name."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.distributed.mesh import MeshShape, make_mesh
+
+_MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
+_ATTENTION = frozenset(
+    op
+    for op in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)
+
+_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A model ready to train. `module` is what the forward pass goes through, `bare` the model with its own parameter names."""
+
+    module: nn.Module
+    bare: nn.Module
+    shape: MeshShape
+    gradient_divisor: int
+    """Gradients after the backward pass are sums over ranks divided by this."""
+
+    precision_context: Callable[[], AbstractContextManager[object]]
+    """Entered around each forward pass and loss."""
+
+
+def wrap(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    *,
+    shape: MeshShape,
+    parallel: ParallelGroup,
+    train: TrainGroup,
+    device: torch.device,
+) -> nn.Module:
+    """Prepare and shard a model whose parameters may still be on the meta device; DDP comes later, once they are filled.
+
+    Order matters: checkpointing inside the compiled region, both inside the sharded unit. Collective: yes.
+    """
+    for block in blocks:
+        if train.activation_checkpointing != "none":
+            _checkpoint(block, selective=train.activation_checkpointing == "selective")
+        if train.compile:
+            block.compile()
+    if train.compile and not blocks:
+        model.compile()
+    if parallel.kind != "ddp":
+        # reduce_dtype is always explicit: the meaning of None differs between torch versions.
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if train.precision == "bf16" else None, reduce_dtype=torch.float32
+        )
+        mesh = make_mesh(shape, device_type=device.type)
+        for block in blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=parallel.reshard_after_forward)
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model
+
+
+def finish(
+    model: nn.Module,
+    *,
+    shape: MeshShape,
+    parallel: ParallelGroup,
+    train: TrainGroup,
+    device: torch.device,
+    world_size: int,
+) -> Wrapped:
+    """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
+    if parallel.kind != "ddp":
+        return Wrapped(model, model, shape, world_size, nullcontext)
+    module = model
+    if world_size > 1:
+        module = DistributedDataParallel(
+            model,
+            device_ids=[device.index] if device.type == "cuda" else None,
+            bucket_cap_mb=parallel.bucket_mb,
+            gradient_as_bucket_view=True,
+            # Positional tables and the like are the same everywhere; only state that training changes has to be kept equal.
+            broadcast_buffers=_has_persistent_buffers(model),
+        )
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    if train.precision == "bf16":
+        context = partial(torch.autocast, device.type, dtype=torch.bfloat16)
+    return Wrapped(module, model, shape, world_size, context)
+
+
+@contextmanager
+def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
+    """Around one micro-batch's forward and backward: only the `last` of a step communicates gradients and frees parameters."""
+    if isinstance(module, DistributedDataParallel):
+        with nullcontext() if last else module.no_sync():
+            yield
+        return
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        module.set_is_last_backward(last)
+        module.set_reshard_after_backward(last)
+    yield
+
+
+def _checkpoint(block: nn.Module, *, selective: bool) -> None:
+    """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
+    change the names of parameters, and with them every checkpoint."""
+    contexts = _selective_contexts if selective else _no_contexts
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+
+
+def _has_persistent_buffers(model: nn.Module) -> bool:
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return any(name not in names for name in model.state_dict())
+
+
+def _no_contexts() -> _Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _selective_contexts() -> _Contexts:
+    # The policy counts products, in the forward and in the recomputation, so each pass through a block needs a new one.
+    contexts: _Contexts = create_selective_checkpoint_contexts(_make_policy())  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def _make_policy() -> Callable[..., CheckpointPolicy]:
+    """Keep attention and every other matrix product; recompute the rest.
+
+    Source: the per-operator policy of Korthikanti et al. 2022, as used widely for Llama; a product costs far more time per byte
+    of its result than an elementwise operation.
+    """
+    counts = {False: 0, True: 0}
+
+    def policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        recomputing = bool(getattr(context, "is_recompute", False))
+        if op in _MATRIX_PRODUCTS:
+            counts[recomputing] += 1
+            return CheckpointPolicy.MUST_SAVE if counts[recomputing] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+        name = getattr(op, "__name__", "").split(".")[0]
+        return CheckpointPolicy.MUST_SAVE if name in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

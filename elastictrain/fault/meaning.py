@@ -1,0 +1,84 @@
+"""What an exception means for the run: an exit code, a sentence for a person, and whether the stack helps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, TransportError
+from elastictrain.fault.whereabouts import Mark, Phase
+
+_TRANSPORT_CLASSES = frozenset(
+    ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError", "BrokenPipeError")
+)
+_TRANSPORT_WORDS = (
+    "gloo",
+    "nccl",
+    "rccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "heartbeat monitor",
+    "application timeout caused pair closure",
+    "tcpstore",
+)
+_COLLECTIVE_PHASES = frozenset(
+    (
+        Phase.RENDEZVOUS,
+        Phase.GROUP,
+        Phase.BUILD,
+        Phase.RESTORE,
+        Phase.FORWARD,
+        Phase.BACKWARD,
+        Phase.REDUCE,
+        Phase.UPDATE,
+        Phase.SAVE,
+        Phase.EVAL,
+        Phase.END,
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """How a process ends because of an exception."""
+
+    exit_code: int
+    sentence: str
+    show_stack: bool
+
+
+def meaning(error: BaseException, *, mark: Mark, last_heard: Mapping[str, str]) -> Meaning:
+    """Judge an exception that ends a worker. `last_heard` says for each other rank where it was, and how long ago."""
+    if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
+        return Meaning(error.exit_code, str(error), show_stack=False)
+    if isinstance(error, TransportError) or _is_transport(error, mark.phase):
+        sentence = f"a collective failed in {mark}: {_first_line(error)}{describe_heard(last_heard)}"
+        return Meaning(EXIT_TRANSPORT, sentence, show_stack=False)
+    return Meaning(EXIT_BUG, f"{type(error).__name__} in {mark}: {_first_line(error)}", show_stack=True)
+
+
+def describe_heard(last_heard: Mapping[str, str]) -> str:
+    """The last words of the other ranks, as lines that continue a sentence; empty if there are none."""
+    lines = "".join(f"\n  {name}: {where}" for name, where in last_heard.items())
+    return f"\nlast heard of the other ranks:{lines}" if lines else ""
+
+
+def _is_transport(error: BaseException, phase: Phase) -> bool:
+    if phase not in _COLLECTIVE_PHASES:
+        return False
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if type(seen).__name__ in _TRANSPORT_CLASSES:
+            return True
+        if isinstance(seen, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

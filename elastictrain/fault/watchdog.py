@@ -1,0 +1,96 @@
+"""Ends a process that no longer makes progress, after it has said where it is stuck."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Mark, Phase
+
+_STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL))
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A process has to end: the exit code and the sentence that says why."""
+
+    exit_code: int
+    reason: str
+
+
+def bound_s(mark: Mark, options: FaultGroup) -> float:
+    """How long the phase of `mark` may last."""
+    if mark.phase is Phase.RENDEZVOUS:
+        return options.rendezvous_timeout_s
+    if mark.phase is Phase.SAVE:
+        return options.save_timeout_s
+    if mark.phase is Phase.END:
+        return options.save_timeout_s + options.shutdown_grace_s
+    if mark.phase in _STEP_PHASES and mark.first_step_done:
+        return options.step_timeout_s
+    return options.init_timeout_s
+
+
+def judge(mark: Mark, *, now_s: float, stop: StopRequest | None, options: FaultGroup) -> Overdue | None:
+    """Whether this process must end now. `now_s` is on the clock of `mark.since_s`."""
+    silent_s = now_s - mark.since_s
+    limit_s = bound_s(mark, options)
+    if silent_s > limit_s:
+        return Overdue(EXIT_TRANSPORT, f"no progress for {silent_s:.1f} s in {mark} (limit {limit_s:g} s)")
+    if stop is None or mark.phase in (Phase.SAVE, Phase.END):
+        return None
+    # A survivor of a dead group hangs in a collective that nobody will join, and torchrun waits half a minute for it.
+    waited_s = now_s - max(stop.since_s, mark.since_s)
+    if waited_s > options.shutdown_grace_s:
+        reason = f"asked to stop ({stop.reason}), but {mark} did not end within {options.shutdown_grace_s:g} s"
+        saved = mark.step == 0
+        return Overdue(EXIT_STOPPED if saved else EXIT_TRANSPORT, reason)
+    return None
+
+
+class Watchdog:
+    """A thread that judges this process at short intervals and calls `end` once when it must end.
+
+    `end` does not return in a real process (it dumps what it knows and calls os._exit): an exception raised in a thread would
+    end nothing.
+    """
+
+    def __init__(
+        self,
+        options: FaultGroup,
+        *,
+        mark: Callable[[], Mark],
+        stop: Callable[[], StopRequest | None],
+        end: Callable[[Overdue], None],
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = 0.2,
+    ) -> None:
+        self._options = options
+        self._mark = mark
+        self._stop = stop
+        self._end = end
+        self._clock = clock
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._interval_s):
+            # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
+            mark = self._mark()
+            overdue = judge(mark, now_s=self._clock(), stop=self._stop(), options=self._options)
+            if overdue is not None:
+                self._end(overdue)
+                return

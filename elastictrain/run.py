@@ -1,0 +1,57 @@
+"""Entry point of a worker: `python -m elastictrain.run recipe=...`, under torchrun or alone."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from elastictrain.errors import EXIT_OK, ElasticTrainError
+from elastictrain.identity import Identity, read_identity
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run to the end; returns the exit code. A process that trained should end with `leave_process`."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        identity = read_identity(os.environ)
+    except ElasticTrainError as error:
+        return complain(error)
+    try:
+        from elastictrain.config.help import text_asked_for
+        from elastictrain.config.load import load
+
+        text = text_asked_for(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
+        if text is not None:
+            if identity.speaks:
+                sys.stdout.write(text)
+            return EXIT_OK
+        config = load(arguments)
+    except ElasticTrainError as error:
+        return complain(error, identity)
+    from elastictrain.train.worker import Worker
+
+    return Worker(config, identity).run()
+
+
+def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
+    """Say once per host what is wrong; returns the exit code."""
+    if identity is None or identity.local_rank == 0:
+        sys.stderr.write(f"elastictrain: {error}\n")
+    return error.exit_code
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this process now.
+
+    Gloo's threads abort the interpreter in its own shutdown now and then, even after the group was destroyed, and torchrun
+    would count that as a failure. Everything that matters is durable by now.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    leave_process(main())

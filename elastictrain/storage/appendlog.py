@@ -1,0 +1,202 @@
+"""Logs that grow: a file locally; numbered objects remotely, where nothing grows.
+
+A log never disturbs the trainer: what cannot be written is kept, said once, and written with the next attempt.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from threading import Condition, Thread
+
+from elastictrain.errors import StorageError
+from elastictrain.events import AppendLog
+from elastictrain.storage.failures import fault_of, reason_of, storage_error
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.posix import DurableFolders
+from elastictrain.storage.store import Store
+
+SEGMENT_BYTES = 1 << 20
+"""The newest segment is sent whole each time: it is small, so that little is sent twice."""
+
+KEPT_BYTES = 64 << 20
+"""Records that wait for a store that fails; more are lost, and counted."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_append_log(
+    store: Store, key: str, *, flush_s: float, close_s: float = 30.0, clock: Callable[[], float] = time.monotonic
+) -> AppendLog:
+    """A log under `key`.
+
+    Locally each record is in the file when `append` returns. Remotely records are sent every `flush_s` seconds, as objects
+    `STEM.part-00001.jsonl`, ..., and `close` takes `close_s` at most.
+    """
+    if isinstance(store, LocalStore):
+        return _FileLog(store.path(key), root=store.root)
+    return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s, clock=clock)
+
+
+def read_appended(store: Store, prefix: str) -> Iterator[bytes]:
+    """Whole records (without newline) of all logs below a folder, in the order of their names.
+
+    A record that its writer did not finish is left out.
+    """
+    for info in store.list(prefix):
+        if info.key.endswith(".jsonl"):
+            for line in store.read(info.key).splitlines(keepends=True):
+                if line.endswith(b"\n") and line != b"\n":
+                    yield line[:-1]
+
+
+class _FileLog:
+    """One write per record: the kernel has it when the call returns, whatever then happens to the process."""
+
+    def __init__(self, path: str, *, root: str) -> None:
+        self._path = path
+        self._waiting = bytearray()
+        self._failing = False
+        self._lost = 0
+        try:
+            DurableFolders(root).make(os.path.dirname(path))  # noqa: PTH120
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise storage_error(fault_of(error), action="append to", url=path, reason=reason_of(error)) from error
+        size_bytes = os.fstat(self._descriptor).st_size
+        if size_bytes and os.pread(self._descriptor, 1, size_bytes - 1) != b"\n":
+            # A full disk or a lost host can cut a record short; what follows must not become part of it.
+            self._waiting += b"\n"
+
+    def append(self, data: bytes) -> None:
+        if len(self._waiting) + len(data) > KEPT_BYTES:
+            self._lost += 1
+        else:
+            self._waiting += data
+        self._write()
+
+    def close(self) -> None:
+        self._write()
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            logger.warning("cannot make %s durable: %s", self._path, error.strerror)
+        if self._waiting or self._lost:
+            logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:
+                count = os.write(self._descriptor, self._waiting)
+                del self._waiting[:count]
+        except OSError as error:
+            if not self._failing:
+                logger.warning("cannot append to %s: %s; its records are kept and tried again", self._path, error.strerror)
+            self._failing = True
+            return
+        self._failing = False
+
+
+class _SegmentLog:
+    """A thread sends the newest segment again and again while it grows, and then begins another one."""
+
+    def __init__(self, store: Store, key: str, *, flush_s: float, close_s: float, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._stem = key.removesuffix(".jsonl")
+        self._flush_s = flush_s
+        self._close_s = close_s
+        self._clock = clock
+        self._changed = Condition()
+        # All guarded by the condition. `_full` are segments that no longer grow and are not sent yet, oldest first.
+        self._full: list[bytes] = []
+        self._newest = bytearray()
+        self._sent_bytes = 0
+        self._lost = 0
+        self._closing = False
+        # Used by the thread alone.
+        self._number: int | None = None
+        self._failing = False
+        self._thread = Thread(target=self._run, name="append-log", daemon=True)
+        self._thread.start()
+
+    def append(self, data: bytes) -> None:
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"{self._stem} is closed")
+            if self._waiting_bytes() + len(data) > KEPT_BYTES:
+                self._lost += 1
+                return
+            self._newest += data
+            if len(self._newest) >= SEGMENT_BYTES:
+                self._full.append(bytes(self._newest))
+                self._newest.clear()
+                self._sent_bytes = 0
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(self._close_s)
+        with self._changed:
+            waiting_bytes = self._waiting_bytes() - self._sent_bytes
+            if waiting_bytes or self._lost:
+                url = f"{self._store.url}/{self._stem}"
+                logger.warning("%s lacks its last %d bytes, and %d records before them", url, waiting_bytes, self._lost)
+
+    def _waiting_bytes(self) -> int:
+        return sum(map(len, self._full)) + len(self._newest)
+
+    def _run(self) -> None:
+        flushed = self._clock()
+        while True:
+            with self._changed:
+                while not self._closing and (pause_s := flushed + self._flush_s - self._clock()) > 0:
+                    self._changed.wait(pause_s)
+                closing = self._closing
+            flushed = self._clock()
+            try:
+                self._send_all()
+            except StorageError as error:
+                if not self._failing:
+                    logger.warning("%s; records are kept and sent later", error)
+                self._failing = True
+            except Exception as error:  # noqa: BLE001  the edge of the thread
+                logger.warning("%s/%s ends here: %s", self._store.url, self._stem, reason_of(error))
+                return
+            else:
+                self._failing = False
+            if closing:
+                return
+
+    def _send_all(self) -> None:
+        if self._number is None:
+            self._number = self._first_free_number()
+        while True:
+            with self._changed:
+                full = bool(self._full)
+                segment = self._full[0] if full else bytes(self._newest)
+                if not full and len(segment) == self._sent_bytes:
+                    return
+            self._store.write(f"{self._stem}.part-{self._number:05d}.jsonl", segment)
+            with self._changed:
+                if full:
+                    self._full.pop(0)
+                    self._number += 1
+                elif self._full:
+                    # It has grown full meanwhile, and is sent again as such.
+                    continue
+                else:
+                    self._sent_bytes = len(segment)
+
+    def _first_free_number(self) -> int:
+        """Segments of an earlier log under the same key stay."""
+        stem = f"{self._stem}.part-"
+        folder = self._stem.rpartition("/")[0]
+        numbers = [
+            int(number)
+            for info in self._store.list(folder)
+            if info.key.startswith(stem) and (number := info.key[len(stem) :].removesuffix(".jsonl")).isdecimal()
+        ]
+        return max(numbers, default=0) + 1

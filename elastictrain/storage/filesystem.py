@@ -1,0 +1,149 @@
+"""Requests to any service that fsspec knows (gs://, az://, memory://, ...).
+
+Whether a write is atomic is up to the service: object stores are, file servers (sftp, smb, hdfs) show a file while it grows.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from threading import Lock
+from typing import IO, Protocol
+
+from elastictrain.storage.s3 import request_timeout_s
+from elastictrain.storage.store import ObjectInfo
+
+_BLOCK_BYTES = 16 << 20
+
+
+class _FileSystem(Protocol):
+    """The part of fsspec.AbstractFileSystem that is used here."""
+
+    async_impl: bool
+
+    def cat_file(self, path: str, **kwargs: object) -> bytes: ...
+    def pipe_file(self, path: str, value: bytes, **kwargs: object) -> object: ...
+    def info(self, path: str, **kwargs: object) -> Mapping[str, object]: ...
+    def find(self, path: str, **kwargs: object) -> Mapping[str, Mapping[str, object]]: ...
+    def rm_file(self, path: str, **kwargs: object) -> None: ...
+    def open(self, path: str, mode: str, **kwargs: object) -> IO[bytes]: ...
+    def invalidate_cache(self) -> None: ...
+
+
+class FilesystemBackend:
+    """See `Backend`."""
+
+    def __init__(self, protocol: str, url: str, *, answer_timeout_s: float) -> None:
+        import fsspec
+
+        self._answer_timeout_s = answer_timeout_s
+        self._memory = protocol == "memory"
+        # Objects in memory belong to the one cached instance; all others are ours alone, without a cache of listings.
+        options = {} if self._memory else {"skip_instance_cache": True, "use_listings_cache": False}
+        self._files: _FileSystem = fsspec.core.url_to_fs(url, **options)[0]
+        # Python's dict is all that memory:// has: check and creation are one step only under a lock, which lives with the dict.
+        self._lock: Lock | None = self._files.__dict__.setdefault("_elastictrain_lock", Lock()) if self._memory else None
+
+    @property
+    def parallel(self) -> int:
+        return 1
+
+    def get(self, path: str, *, start: int, end: int | None) -> bytes:
+        where = {"start": start, "end": end} if (start, end) != (0, None) else {}
+        with self._request(1 << 30 if end is None else end - start) as bound:
+            return self._files.cat_file(path, **where, **bound)
+
+    def put(self, path: str, data: bytes, *, new: bool) -> None:
+        mode = {"mode": "create"} if new else {}
+        with self._request(len(data)) as bound:
+            self._files.pipe_file(path, data, **mode, **bound)
+
+    def begin(self, path: str) -> "_Upload":
+        return _MemoryUpload(self, path) if self._memory else _FileUpload(self._files.open(path, "wb", block_size=_BLOCK_BYTES))
+
+    def info(self, path: str) -> ObjectInfo:
+        with self._request(0) as bound:
+            found = self._files.info(path, **bound)
+        if found.get("type") == "directory":
+            raise FileNotFoundError(path)
+        return _info(path, found)
+
+    def find(self, folder: str) -> Iterable[ObjectInfo]:
+        with self._request(0) as bound:
+            self._files.invalidate_cache()
+            try:
+                found = self._files.find(folder.rstrip("/"), detail=True, **bound)
+            except FileNotFoundError:
+                return []
+        return [
+            _info(path, item) for path, item in found.items() if path.startswith(folder) and item.get("type") != "directory"
+        ]
+
+    def remove(self, path: str) -> None:
+        with self._request(0) as bound:
+            self._files.rm_file(path, **bound)
+
+    @contextmanager
+    def _request(self, num_bytes: int) -> Iterator[dict[str, object]]:
+        """Arguments that bound the time of one request, where the client can do that."""
+        if self._lock is not None:
+            with self._lock:
+                yield {}
+        else:
+            timeout_s = request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
+            yield {"timeout": timeout_s} if self._files.async_impl else {}
+
+
+class _MemoryUpload:
+    """Parts are kept until they are one object."""
+
+    def __init__(self, backend: FilesystemBackend, path: str) -> None:
+        self._backend = backend
+        self._path = path
+        self._parts: dict[int, bytes] = {}
+
+    def put_part(self, number: int, data: bytes) -> None:
+        self._parts[number] = data
+
+    def finish(self, total_bytes: int) -> None:
+        self._backend.put(self._path, b"".join(data for _, data in sorted(self._parts.items())), new=False)
+
+    def abort(self) -> None:
+        self._parts.clear()
+
+
+class _FileUpload:
+    """fsspec's file for writing: a resumable upload (gs) or staged blocks (az), completed by `close`."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def put_part(self, number: int, data: bytes) -> None:
+        self._file.write(data)
+
+    def finish(self, total_bytes: int) -> None:
+        self._file.close()
+
+    def abort(self) -> None:
+        self._file.discard()  # type: ignore[attr-defined]
+        # Without this the garbage collector would close the file, which completes the upload.
+        self._file.closed = True  # type: ignore[misc]
+
+
+_Upload = _MemoryUpload | _FileUpload
+
+
+def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:
+    return ObjectInfo(path, int(str(found["size"])), _unix_seconds(found))
+
+
+def _unix_seconds(found: Mapping[str, object]) -> float:
+    """Each client has its own name and type for the time of the last write; 0 where there is none."""
+    for field in ("LastModified", "last_modified", "updated", "mtime", "modified", "created"):
+        value = found.get(field)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, str):
+            return datetime.fromisoformat(value).timestamp()
+    return 0.0

@@ -1,0 +1,95 @@
+"""From a URL to a store."""
+
+import os
+import secrets
+from urllib.parse import unquote
+
+from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError
+from elastictrain.storage.backend import Backend
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.remote import RemoteStore
+from elastictrain.storage.retry import Retrying, RetryOptions
+from elastictrain.storage.store import Store
+
+_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_S3 = ("s3", "s3a")
+
+
+def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
+    """The store at a path or URL. Touches neither disk nor network: `check_writable` does.
+
+    Raises: ConfigError if the URL is malformed, its protocol unknown, or the package for it not installed.
+    """
+    options = retry or RetryOptions()
+    retrying = Retrying(options)
+    protocol, separator, rest = url.partition("://")
+    if not separator:
+        return LocalStore(os.path.abspath(os.path.expanduser(url)), url=_trimmed(url), retrying=retrying)  # noqa: PTH100, PTH111
+    if protocol in ("file", "local"):
+        if not rest.startswith("/"):
+            raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
+        return LocalStore(unquote(rest), url=_trimmed(url), retrying=retrying)
+    if not rest.strip("/"):
+        raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
+    root = _remote_root(url, protocol)
+
+    def connect() -> Backend:
+        if protocol in _S3:
+            from elastictrain.storage.s3 import S3Backend
+
+            return S3Backend(answer_timeout_s=options.answer_timeout_s)
+        from elastictrain.storage.filesystem import FilesystemBackend
+
+        return FilesystemBackend(protocol, url, answer_timeout_s=options.answer_timeout_s)
+
+    return RemoteStore(root, url=_trimmed(url), backend=connect, retrying=retrying)
+
+
+def _remote_root(url: str, protocol: str) -> str:
+    """What the client of the protocol calls the path of the URL."""
+    import fsspec
+
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        raise ConfigError(
+            f"{url!r} has the unknown protocol {protocol!r}; it must be a path, file://, s3://, gs://, az:// or another "
+            "protocol that fsspec knows"
+        ) from None
+    except ImportError as error:
+        extra = _EXTRA_OF_PROTOCOL.get(protocol)
+        remedy = f'pip install "elastictrain[{extra}]"' if extra else str(error)
+        raise ConfigError(f"{url!r} needs a package that is not installed; run: {remedy}") from error
+    return str(kind._strip_protocol(url)).rstrip("/")
+
+
+def _trimmed(url: str) -> str:
+    return url.rstrip("/") or "/"
+
+
+def check_writable(store: Store) -> None:
+    """Creates, reads, lists and deletes a small object, so that a run finds out at its start and not at its first checkpoint.
+
+    Raises: StorageError, whose message says what to do.
+    """
+    folder, data = f"probe-{secrets.token_hex(8)}", b"This object may be deleted.\n"
+    key = f"{folder}/object"
+    store.create(key, data)
+    try:
+        found = store.read(key)
+        listed = [info.key for info in store.list(folder)]
+        if found != data or listed != [key]:
+            raise PermanentStorageError(
+                f"{store.url}: an object just written must be listed and read back as it is, but was "
+                f"{'read back' if listed else 'not listed'} ({len(found)} of {len(data)} bytes); use another store"
+            )
+        try:
+            store.create(key, data)
+        except ObjectExistsError:
+            return
+        raise PermanentStorageError(
+            f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores If-None-Match, so a "
+            "checkpoint could be replaced unnoticed; use another service or a newer version of it"
+        )
+    finally:
+        store.delete(key)

@@ -1,0 +1,94 @@
+"""Making files and folders so that they outlast a loss of power."""
+
+import ctypes
+import errno
+import os
+from contextlib import suppress
+from threading import Lock
+
+_AT_FDCWD = -100
+_RENAME_NOREPLACE = 1
+
+
+def write_all(descriptor: int, view: memoryview) -> None:
+    """Writes every byte, in as many calls as it takes (Linux moves at most 2 GiB in one)."""
+    while len(view) > 0:
+        view = view[os.write(descriptor, view) :]
+
+
+def sync_folder(folder: str) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network and FUSE file systems know no fsync of folders: there the server answers for names.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def publish_new(finished: str, target: str) -> None:
+    """Gives a finished file a second or another name, unless that name is taken.
+
+    Raises: FileExistsError.
+    """
+    try:
+        os.link(finished, target)
+        return
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
+            raise
+    # No hard links here (FAT, some FUSE file systems): a rename that refuses to replace is as good.
+    _rename_new(finished, target)
+
+
+def _rename_new(finished: str, target: str) -> None:
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOTSUP, "the file system has no hard links and this system no renameat2", target)
+    if renameat2(_AT_FDCWD, os.fsencode(finished), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), target)
+
+
+class DurableFolders:
+    """Makes folders under a root, and each one's name durable the first time that this process uses it."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._durable: set[str] = set()
+        self._lock = Lock()
+
+    def make(self, folder: str) -> None:
+        """Makes `folder`, which is the root or below it, and what is missing above it."""
+        with self._lock:
+            if folder in self._durable:
+                return
+            chain = [folder]
+            while chain[-1] != "/" and (chain[-1].startswith(f"{self._root}/") or not os.path.lexists(chain[-1])):
+                chain.append(os.path.dirname(chain[-1]))  # noqa: PTH120
+            os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+            for parent in chain[1:]:
+                # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
+                sync_folder(parent)
+            self._durable.add(folder)
+
+    def forget(self, folder: str) -> None:
+        """`folder` turned out to be gone: somebody deleted the last object in it."""
+        with self._lock:
+            self._durable = {known for known in self._durable if known != folder and not known.startswith(f"{folder}/")}
+
+    def prune(self, folder: str) -> None:
+        """Removes `folder` and folders above it as long as they are empty and below the root."""
+        while folder.startswith(f"{self._root}/"):
+            self.forget(folder)
+            with suppress(FileNotFoundError):
+                try:
+                    os.rmdir(folder)  # noqa: PTH106
+                except OSError as error:
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                        return
+                    raise
+            folder = os.path.dirname(folder)  # noqa: PTH120

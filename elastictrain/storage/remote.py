@@ -1,0 +1,156 @@
+"""Store on an object store.
+
+A write is one request (or one completed upload in parts): the service makes it atomic and durable. Listings come from the
+service each time; nothing is cached.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from elastictrain.errors import TransientStorageError
+from elastictrain.storage.backend import Backend
+from elastictrain.storage.failures import Fault, fault_of
+from elastictrain.storage.keys import check_key, folder_of
+from elastictrain.storage.parts import PART_BYTES, PartWriter
+from elastictrain.storage.retry import Retrying
+from elastictrain.storage.store import Bytes, ObjectInfo
+
+T = TypeVar("T")
+
+
+class RemoteStore:
+    """Objects below a URL of a service. See `Store` for what each method promises.
+
+    Its connections do not survive a fork, so each process gets its own. `create` cannot tell two creators apart that write the
+    same bytes, if the answer to one of them was lost: who must know that it won writes something of its own.
+    """
+
+    def __init__(self, root: str, *, url: str, backend: Callable[[], Backend], retrying: Retrying) -> None:
+        """`root` is the path (bucket and folder) that `url` means; `backend` makes a connection."""
+        self._root = root
+        self._url = url
+        self._connect = backend
+        self._retrying = retrying
+        self._connected: tuple[int, Backend] | None = None
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        path = self._path(key)
+        if end is not None and end <= start:
+            self.stat(key)
+            return b""
+        return self._try("read", key, lambda: self._get(path, start, end))
+
+    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        path, view = self._path(key), buffer.cast("B")
+
+        def fetch(offset: int) -> int:
+            last = min(offset + PART_BYTES, len(view))
+            data = self._try("read", key, lambda: self._get(path, start + offset, start + last))
+            view[offset : offset + len(data)] = data
+            return len(data)
+
+        if len(view) <= PART_BYTES:
+            return fetch(0) if len(view) else 0
+        with ThreadPoolExecutor(4, thread_name_prefix="download") as pool:
+            counts = list(pool.map(fetch, range(0, len(view), PART_BYTES)))
+        done = sum(counts)
+        # Parts after a short one are empty, unless the object was replaced by a longer one meanwhile.
+        if any(counts[-(-done // PART_BYTES) :]):
+            raise TransientStorageError(f"{self._url}/{key} changed while it was read; read it again")
+        return done
+
+    def write(self, key: str, data: Bytes) -> None:
+        path = self._path(key)
+        if memoryview(data).nbytes >= 2 * PART_BYTES:
+            with self.open_writer(key) as writer:
+                writer.write(data)
+        else:
+            payload = _payload(data)
+            self._try("write", key, lambda: self._backend().put(path, payload, new=False))
+
+    def create(self, key: str, data: Bytes) -> None:
+        path, payload = self._path(key), _payload(data)
+
+        def request(attempt: int) -> None:
+            try:
+                self._backend().put(path, payload, new=True)
+            except Exception as error:
+                # A request whose answer is lost may have been carried out: then the object is ours.
+                if attempt == 1 or fault_of(error) is not Fault.EXISTS or self._get(path, 0, None) != payload:
+                    raise
+
+        self._retrying.call(request, action="create", url=f"{self._url}/{key}")
+
+    @contextmanager
+    def open_writer(self, key: str) -> Iterator[PartWriter]:
+        path, once = self._path(key), self._retrying.once()
+        writer = PartWriter(
+            self._backend(),
+            path,
+            attempt=lambda request: self._try("write", key, request),
+            attempt_once=lambda request: once.call(lambda _: request(), action="write", url=f"{self._url}/{key}"),
+        )
+        try:
+            yield writer
+            writer.finish()
+        except BaseException:
+            writer.abort()
+            raise
+
+    def stat(self, key: str) -> ObjectInfo:
+        path = self._path(key)
+        return self._relative(self._try("find", key, lambda: self._backend().info(path)))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        folder = folder_of(prefix)
+        if folder:
+            check_key(folder[:-1], url=self._url)
+        found = self._try("list", folder, lambda: list(self._backend().find(f"{self._root}/{folder}")))
+        yield from sorted(map(self._relative, found), key=lambda info: info.key)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+
+        def request() -> None:
+            try:
+                self._backend().remove(path)
+            except Exception as error:
+                if fault_of(error) is not Fault.NOT_FOUND:
+                    raise
+
+        self._try("delete", key, request)
+
+    def _get(self, path: str, start: int, end: int | None) -> bytes:
+        try:
+            return self._backend().get(path, start=start, end=end)
+        except Exception as error:
+            if fault_of(error) is Fault.RANGE:
+                return b""
+            raise
+
+    def _path(self, key: str) -> str:
+        check_key(key, url=self._url)
+        return f"{self._root}/{key}"
+
+    def _relative(self, info: ObjectInfo) -> ObjectInfo:
+        return ObjectInfo(info.key[len(self._root) + 1 :], info.size_bytes, info.modified)
+
+    def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
+        return self._retrying.call(lambda _: request(), action=action, url=f"{self._url}/{key}")
+
+    def _backend(self) -> Backend:
+        if self._connected is None or self._connected[0] != os.getpid():
+            self._connected = (os.getpid(), self._connect())
+        return self._connected[1]
+
+
+def _payload(data: Bytes) -> bytes:
+    """The bytes as a request body wants them, copied only where they could change under it."""
+    return data if isinstance(data, bytes) else bytes(data)

@@ -1,0 +1,73 @@
+"""Model FLOPs utilisation, and the dense peaks of devices that it is measured against.
+
+Source: the vendors' data sheets. Figures are dense (a data sheet's "with sparsity" halved), with accumulation in float32, at
+the boost clock of the stock board. fp32 is without TF32, which torch leaves off for matrix products. An MI250X shows itself to
+torch as two devices, so the figure is half a board's.
+
+- NVIDIA: data sheets of A100, H100, H200, L4, L40S, A10, T4, V100; HGX and GB200 brief for B200; the Ampere GA102 and Ada
+  architecture white papers for the GeForce boards.
+- AMD: data sheets of MI250X and MI300X (matrix cores).
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """Dense peaks of one device in 10^12 operations per second; None: the hardware has no such arithmetic."""
+
+    bf16: float | None
+    fp32: float
+
+
+# Keyed by words that must all be in the device's name. The entry with the most words wins: "H100 PCIe" before "H100".
+PEAKS: Mapping[tuple[str, ...], Peak] = {
+    ("A100",): Peak(312.0, 19.5),
+    ("H100",): Peak(989.4, 66.9),
+    ("H100", "PCIe"): Peak(756.0, 51.2),
+    ("H100", "NVL"): Peak(835.5, 60.0),
+    ("H200",): Peak(989.4, 66.9),
+    ("H200", "NVL"): Peak(835.5, 60.0),
+    ("GH200",): Peak(989.4, 66.9),
+    ("B200",): Peak(2250.0, 75.0),
+    ("GB200",): Peak(2500.0, 80.0),
+    ("L4",): Peak(121.0, 30.3),
+    ("L40S",): Peak(362.0, 91.6),
+    ("A10",): Peak(125.0, 31.2),
+    ("V100",): Peak(None, 15.7),
+    ("V100", "PCIE"): Peak(None, 14.0),
+    ("T4",): Peak(None, 8.1),
+    ("RTX", "4090"): Peak(165.2, 82.6),
+    ("RTX", "3090"): Peak(71.0, 35.6),
+    ("MI250X",): Peak(191.5, 47.9),
+    ("MI300X",): Peak(1307.4, 163.4),
+}
+
+
+def peak_flops(device_name: str, *, precision: Precision) -> float | None:
+    """Dense peak in operations per second of the device that calls itself `device_name`; None if it is not in the table.
+
+    A MIG slice is not in the table: it is a part of the device whose name it carries.
+    """
+    words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name)}
+    if "mig" in words:
+        return None
+    fitting = [key for key in PEAKS if all(word.lower() in words for word in key)]
+    if not fitting:
+        return None
+    peak = PEAKS[max(fitting, key=len)]
+    tera = peak.fp32 if precision == "fp32" else peak.bf16
+    return None if tera is None else tera * 1e12
+
+
+def mfu(flops_per_s: float, *, num_devices: int, peak_flops_per_s: float) -> float:
+    """Share of the devices' dense peak that the model's own arithmetic made use of, 0 to 1.
+
+    `flops_per_s` is the group's, without recomputation. Source: PaLM, appendix B.
+    """
+    return flops_per_s / (num_devices * peak_flops_per_s)

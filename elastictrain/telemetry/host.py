@@ -1,0 +1,53 @@
+"""Processor and memory of this host, this process and its device."""
+
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """One look at the host. Memory in 10^9 bytes."""
+
+    host_cpu_percent: float
+    """Of all cores together, 0 to 100, since the look before."""
+    host_memory_gb: float
+    """In use, without caches that the system would give back."""
+    process_cpu_percent: float
+    """Of one core; above 100 with several threads."""
+    process_memory_gb: float
+    """Resident."""
+    device_memory_gb: float | None
+    """Most memory that tensors took on the CUDA device since the look before; None on other devices."""
+
+
+class HostProbe:
+    """Looks at the host; one look costs well under a millisecond."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._process = psutil.Process()
+        # psutil measures between two calls and answers the first with a meaningless 0.
+        psutil.cpu_percent(interval=None)
+        self._process.cpu_percent(interval=None)
+
+    def look(self) -> HostFacts:
+        """The facts now."""
+        memory = psutil.virtual_memory()
+        return HostFacts(
+            host_cpu_percent=float(psutil.cpu_percent(interval=None)),
+            host_memory_gb=float(memory.total - memory.available) / GB,
+            process_cpu_percent=float(self._process.cpu_percent(interval=None)),
+            process_memory_gb=float(self._process.memory_info().rss) / GB,
+            device_memory_gb=self._device_memory_gb(),
+        )
+
+    def _device_memory_gb(self) -> float | None:
+        if self._device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak / GB

@@ -1,0 +1,322 @@
+"""The only place where parts are put together: from a configuration to a loop that is ready to run."""
+
+import logging
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from elastictrain import __version__
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import config_digest
+from elastictrain.config.task_signature import build_task
+from elastictrain.data.assignment import Share
+from elastictrain.data.ledger import Ledger, ledger_key
+from elastictrain.data.loader import Loader, ReadAhead
+from elastictrain.distributed.board import Board
+from elastictrain.distributed.environment import choose_backend, plan_environment
+from elastictrain.distributed.group import Group, connect, make_group, tighten
+from elastictrain.distributed.incarnation import Incarnation, agree
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.distributed.wrapping import Wrapped, finish, wrap
+from elastictrain.errors import DataError, Problem, StopRequestedError
+from elastictrain.events import Journal, Resume, Start
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.loop import LoopParts
+from elastictrain.train.observing import make_observer
+from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.parameters import build_model, fill
+from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
+from elastictrain.train.samples import Samples, open_samples
+from elastictrain.train.state import TrainState
+from elastictrain.train.step import Stepper
+from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
+
+logger = logging.getLogger(__name__)
+
+StopRequested = Callable[[], StopRequest | None]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of each phase of a start, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is inside."""
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A group of ranks that has come up, with everything that does not depend on the model."""
+
+    task: Task
+    samples: Samples
+    store: Store
+    group: Group
+    incarnation: Incarnation
+    journal: Journal
+    board: Board
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A loop that is ready to run, and what has to be closed after it."""
+
+    loop: LoopParts
+    loader: Loader
+    close_observer: Callable[[], None]
+    show_sample: Callable[[], None]
+
+    def close(self) -> None:
+        """End the loader's workers and everything that writes."""
+        self.loader.close()
+        if self.loop.ledger is not None:
+            self.loop.ledger.close()
+        self.close_observer()
+
+
+def bring_up(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts, stop_request: StopRequested) -> Started:
+    """Check everything that can be checked alone, then meet the other ranks. Collective: yes."""
+    timings = Timings()
+    with timings.phase("checks"):
+        backend = choose_backend(
+            config.parallel.backend,
+            num_cuda_devices=torch.cuda.device_count(),
+            local_world_size=identity.local_world_size,
+        )
+        task = cast(Task, build_task(config))
+        store = open_store(config.run.dir)
+        if identity.local_rank == 0:
+            check_run_folder(store, config)
+        samples = open_samples(task, config)
+    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
+    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
+        os.environ[variable.name] = variable.value
+
+    def leave_if_asked() -> None:
+        if (request := stop_request()) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
+
+    whereabouts.enter(Phase.RENDEZVOUS)
+    with timings.phase("rendezvous"):
+        number = next_incarnation_number(store) if identity.rank == 0 else 0
+        shared = connect(identity, timeout_s=config.fault.rendezvous_timeout_s)
+        incarnation = agree(shared, identity, number=number, timeout_s=config.fault.rendezvous_timeout_s, poll=leave_if_asked)
+    whereabouts.enter(Phase.GROUP)
+    with timings.phase("group"):
+        group = make_group(
+            shared,
+            identity,
+            incarnation=incarnation.name,
+            backend=backend,
+            init_timeout_s=config.fault.init_timeout_s,
+        )
+    board = Board(
+        group.store,
+        rank=identity.rank,
+        hosts=incarnation.hosts,
+        where=lambda: str(whereabouts.mark),
+        interval_s=config.fault.heartbeat_s,
+    )
+    board.start()
+    key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
+    log = open_append_log(store, key, flush_s=config.telemetry.flush_s)
+    journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
+    return Started(task, samples, store, group, incarnation, journal, board, timings)
+
+
+def build(
+    config: RunConfig, identity: Identity, started: Started, *, whereabouts: Whereabouts, stop_request: StopRequested
+) -> Built:
+    """Model, state, loader and loop; the state is restored. Collective: yes."""
+    record = started.journal.record
+    device = started.group.device
+    whereabouts.enter(Phase.BUILD)
+    with started.timings.phase("build"):
+        wrapped, state = _build_state(config, identity, started)
+    if identity.speaks:
+        store_config(started.store, config)
+        record(_start_event(config, identity, started))
+    checkpointer = Checkpointer(
+        started.store,
+        options=config.checkpoint,
+        group=started.group.control,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        incarnation=started.incarnation.name,
+        config_digest=config_digest(config),
+        record=record,
+    )
+    whereabouts.enter(Phase.RESTORE)
+    resume = _restore(checkpointer, state, config)
+    if identity.speaks:
+        record(resume)
+    loader = _make_loader(config, identity, started, first_step=state.step)
+    tokens, flops = _arithmetic(started, state.model)
+    observer = make_observer(
+        config,
+        identity,
+        started.store,
+        device=device,
+        resume=resume,
+        flops_per_token=None if flops is None else flops / tokens,
+    )
+    parts = LoopParts(
+        config=config,
+        identity=identity,
+        state=state,
+        stepper=Stepper(
+            started.task,
+            wrapped,
+            state.optimizer,
+            clip_norm=config.train.clip_norm,
+            seed=config.run.seed,
+            whereabouts=whereabouts,
+        ),
+        micro_batches=iter(loader),
+        checkpointer=checkpointer,
+        evaluator=_make_evaluator(config, identity, started, wrapped=wrapped, whereabouts=whereabouts),
+        ledger=_make_ledger(config, identity, started),
+        observer=observer,
+        record=record,
+        whereabouts=whereabouts,
+        stop_request=stop_request,
+        on_first_step=lambda: tighten(step_timeout_s=config.fault.step_timeout_s),
+        tokens_per_sample=tokens,
+    )
+
+    def show_sample() -> None:
+        if isinstance(started.task, ShowsSample):
+            with wrapped.precision_context():
+                text = started.task.show_sample(wrapped.module, device=device, seed=config.run.seed)
+            observer.say(text)
+
+    return Built(parts, loader, observer.close, show_sample)
+
+
+def _build_state(config: RunConfig, identity: Identity, started: Started) -> tuple[Wrapped, TrainState]:
+    task, device = started.task, started.group.device
+    model = build_model(task, seed=config.run.seed, device=device)
+    shape = mesh_shape(
+        config.parallel.kind,
+        world_size=identity.world_size,
+        local_world_size=identity.local_world_size,
+        shard_size=config.parallel.shard_size,
+    )
+    blocks = task.blocks(model) if isinstance(task, HasBlocks) else ()
+    wrap(model, blocks, shape=shape, parallel=config.parallel, train=config.train, device=device)
+    fill(model, task, seed=config.run.seed, device=device)
+    wrapped = finish(
+        model,
+        shape=shape,
+        parallel=config.parallel,
+        train=config.train,
+        device=device,
+        world_size=identity.world_size,
+    )
+    return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
+
+
+def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig) -> Resume:
+    began = time.monotonic()
+    result = checkpointer.restore(tensors=state.tensors())
+    if result is None:
+        seconds = {"total": round(time.monotonic() - began, 4)}
+        return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
+    state.adopt_scalars(result.state)
+    before = result.state.get("data_digest")
+    if before != state.data_digest and config.run.on_change == "stop":
+        message = (
+            f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it back, "
+            "or set run.on_change=continue"
+        )
+        raise DataError([Problem("data.path", message)])
+    return Resume(step=state.step, tier="storage", checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
+
+
+def _make_loader(config: RunConfig, identity: Identity, started: Started, *, first_step: int) -> Loader:
+    return Loader(
+        started.samples.train,
+        share=Share(
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            world_size=identity.world_size,
+            rank=identity.rank,
+        ),
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+        first_step=first_step,
+        last_step=config.train.steps,
+        read_ahead=ReadAhead(
+            workers=config.data.workers,
+            prefetch=config.data.prefetch,
+            pin_memory=started.group.device.type == "cuda",
+        ),
+    )
+
+
+def _make_evaluator(
+    config: RunConfig, identity: Identity, started: Started, *, wrapped: Wrapped, whereabouts: Whereabouts
+) -> Evaluator | None:
+    if started.samples.held_out is None or not config.train.eval_every_steps:
+        return None
+    return Evaluator(
+        started.task,
+        wrapped,
+        started.samples.held_out,
+        num_samples=config.train.eval_samples,
+        micro_batch=config.train.micro_batch,
+        identity=identity,
+        device=started.group.device,
+        whereabouts=whereabouts,
+    )
+
+
+def _make_ledger(config: RunConfig, identity: Identity, started: Started) -> Ledger | None:
+    if not config.data.ledger:
+        return None
+    key = ledger_key(incarnation=started.incarnation.name, rank=identity.rank)
+    return Ledger(open_append_log(started.store, key, flush_s=config.telemetry.flush_s))
+
+
+def _arithmetic(started: Started, model: nn.Module) -> tuple[int, float | None]:
+    """Tokens and floating-point operations per sample; a sample counts as one token if the task does not know."""
+    if not isinstance(started.task, CountsFlops):
+        return 1, None
+    sample = started.samples.train[0]
+    return started.task.tokens_per_sample(sample), started.task.flops_per_sample(model, sample)
+
+
+def _start_event(config: RunConfig, identity: Identity, started: Started) -> Start:
+    device = started.group.device
+    return Start(
+        world_size=identity.world_size,
+        hosts=tuple(dict.fromkeys(started.incarnation.hosts)),
+        backend=started.group.backend,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        config_digest=config_digest(config),
+        versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        seconds=started.timings.seconds,
+    )

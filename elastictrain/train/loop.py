@@ -1,0 +1,236 @@
+"""The loop: steps, and what follows each of them."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.failed_saves import FailedSaves
+from elastictrain.config.composed import RunConfig
+from elastictrain.data.assignment import passes_per_step
+from elastictrain.data.ledger import Ledger
+from elastictrain.data.loader import MicroBatch
+from elastictrain.errors import CheckpointError, StopRequestedError, StorageError
+from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
+from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.schedule import learning_rate
+from elastictrain.train.skipping import count_step
+from elastictrain.train.state import TrainState
+from elastictrain.train.step import Flags, PendingStep, Stepper
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One settled step, for people."""
+
+    step: int
+    loss: float
+    rate: float
+    grad_norm: float
+    step_s: float
+    tokens_per_s: float
+    skipped_total: int
+
+
+class Observer(Protocol):
+    """Shows a person what happens; only rank 0 has one that does anything."""
+
+    def on_step(self, report: StepReport) -> None:
+        """A step is settled."""
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """An evaluation is done."""
+
+    def say(self, text: str) -> None:
+        """Show a line of text."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """What the loop works with; put together in build.py."""
+
+    config: RunConfig
+    identity: Identity
+    state: TrainState
+    stepper: Stepper
+    micro_batches: Iterator[MicroBatch]
+    checkpointer: Checkpointer
+    evaluator: Evaluator | None
+    ledger: Ledger | None
+    observer: Observer
+    record: Callable[[Event], None]
+    whereabouts: Whereabouts
+    stop_request: Callable[[], StopRequest | None]
+    on_first_step: Callable[[], None]
+    tokens_per_sample: int
+    clock: Callable[[], float] = time.monotonic
+
+
+class Loop:
+    """Runs from the state's step to the last one, or to an agreed stop."""
+
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        config = parts.config
+        self._intervals = Intervals(
+            total_steps=config.train.steps,
+            save_every=config.checkpoint.every_steps,
+            eval_every=config.train.eval_every_steps if parts.evaluator else 0,
+            log_every=config.telemetry.log_every_steps,
+        )
+        self._passes = passes_per_step(
+            global_batch=config.train.global_batch,
+            micro_batch=config.train.micro_batch,
+            world_size=parts.identity.world_size,
+        )
+        self._last_save_s = parts.clock()
+        self._last_settled_s = parts.clock()
+        self._first_step = parts.state.step + 1
+        self._failed_saves = FailedSaves(config.checkpoint.max_failed_saves)
+
+    def run(self) -> None:
+        """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
+        state = self._parts.state
+        pending: PendingStep | None = None
+        while state.step < self._intervals.total_steps:
+            step = state.step + 1
+            started = self._launch(step)
+            state.step = step
+            # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
+            stop_agreed, save_agreed = self._settle(pending) if pending else (False, False)
+            pending = started
+            following = after_step(step, self._intervals, stop_agreed=stop_agreed, save_agreed=save_agreed)
+            if step == self._first_step or following.save or following.evaluate:
+                self._settle(pending)
+                pending = None
+            if step == self._first_step:
+                self._parts.whereabouts.first_step_done()
+                self._parts.on_first_step()
+            self._follow(step, following)
+            if stop_agreed and step < self._intervals.total_steps:
+                request = self._parts.stop_request()
+                raise StopRequestedError(request.reason if request else "another rank was asked to stop")
+
+    def _launch(self, step: int) -> PendingStep:
+        parts = self._parts
+        overdue_s = 60 * parts.config.checkpoint.every_minutes
+        flags = Flags(
+            stop=parts.stop_request() is not None,
+            # One rank's clock decides, and the reduction tells the others.
+            save=parts.identity.rank == 0 and overdue_s > 0 and parts.clock() - self._last_save_s >= overdue_s,
+        )
+        rate = learning_rate(step, parts.config.optim, total_steps=self._intervals.total_steps)
+        taken: list[MicroBatch] = []
+        source = parts.micro_batches if parts.ledger is None else _noting(parts.micro_batches, taken)
+        pending = parts.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
+        if parts.ledger is not None:
+            parts.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in taken])
+        return pending
+
+    def _settle(self, pending: PendingStep) -> tuple[bool, bool]:
+        """Take a step's figures: events, skip counts, and what the ranks agreed on."""
+        parts = self._parts
+        facts = pending.facts()
+        now = parts.clock()
+        step_s, self._last_settled_s = now - self._last_settled_s, now
+        batch = parts.config.train.global_batch
+        positions = ((facts.step - 1) * batch, facts.step * batch)
+        tokens_per_s = batch * parts.tokens_per_sample / max(step_s, 1e-9)
+        before = parts.state.skips.total
+        try:
+            parts.state.skips = count_step(
+                parts.state.skips,
+                loss=facts.loss,
+                grad_norm=facts.grad_norm,
+                step=facts.step,
+                max_skipped=parts.config.train.max_skipped,
+            )
+        finally:
+            if parts.identity.speaks:
+                parts.record(
+                    Step(
+                        step=facts.step,
+                        loss=facts.loss,
+                        lr=facts.rate,
+                        grad_norm=facts.grad_norm,
+                        positions=positions,
+                        tokens_per_s=tokens_per_s,
+                    )
+                )
+        skips = parts.state.skips
+        if skips.total > before and parts.identity.speaks:
+            parts.record(
+                Skip(
+                    step=facts.step,
+                    loss=facts.loss,
+                    grad_norm=facts.grad_norm,
+                    positions=positions,
+                    in_a_row=skips.in_a_row,
+                )
+            )
+            parts.observer.say(
+                f"step {facts.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)"
+            )
+        parts.observer.on_step(
+            StepReport(facts.step, facts.loss, facts.rate, facts.grad_norm, step_s, tokens_per_s, skips.total)
+        )
+        return facts.stop, facts.save
+
+    def _follow(self, step: int, following: Following) -> None:
+        if following.evaluate:
+            self._evaluate(step)
+        if following.save:
+            self._save(step, following.save, must_succeed=following.leave)
+        if following.evaluate or following.save:
+            self._last_settled_s = self._parts.clock()
+
+    def _evaluate(self, step: int) -> None:
+        parts = self._parts
+        evaluator = parts.evaluator
+        if evaluator is None:
+            return
+        began = parts.clock()
+        loss = evaluator.run(step)
+        if parts.identity.speaks:
+            parts.record(Evaluated(step=step, loss=loss, samples=evaluator.num_samples, seconds=parts.clock() - began))
+        parts.observer.on_eval(step, loss)
+
+    def _save(self, step: int, reason: SaveReason, *, must_succeed: bool) -> None:
+        """Save; a failure is recorded and tried again at the next occasion, and at once if there is none."""
+        parts = self._parts
+        while True:
+            parts.whereabouts.enter(Phase.SAVE, step=step)
+            try:
+                parts.checkpointer.save(
+                    step,
+                    tensors=parts.state.tensors(),
+                    state=parts.state.scalars(global_batch=parts.config.train.global_batch),
+                    reason=reason,
+                )
+            except (CheckpointError, StorageError) as error:
+                self._failed_saves = self._failed_saves.failed()
+                in_a_row = self._failed_saves.in_a_row
+                if parts.identity.speaks:
+                    parts.record(CheckpointFailed(step=step, error=str(error), in_a_row=in_a_row))
+                    parts.observer.say(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
+                self._failed_saves.check(error)
+                if must_succeed:
+                    continue
+            else:
+                self._failed_saves = self._failed_saves.succeeded()
+                self._last_save_s = parts.clock()
+            return
+
+
+def _noting(source: Iterator[MicroBatch], taken: list[MicroBatch]) -> Iterator[MicroBatch]:
+    for micro_batch in source:
+        taken.append(micro_batch)
+        yield micro_batch

@@ -1,0 +1,51 @@
+"""AdamW over the model's parameters, with its state made up front so that a checkpoint can be read straight into it."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from elastictrain.config.optim import OptimGroup
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def make_optimizer(model: nn.Module, options: OptimGroup) -> AdamW:
+    """AdamW with weight decay on matrices only, its state allocated: zero moments, zero steps.
+
+    The fused kernel takes a divisor of the gradients and a flag that leaves the whole update out; the step relies on both, so
+    that normalising, clipping and skipping need neither a pass over the gradients nor a look at the device.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, object]] = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": options.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        fused=True,
+    )
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for moment in _MOMENTS:
+            state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+    return optimizer
+
+
+def set_learning_rate(optimizer: AdamW, rate: float) -> None:
+    """For the next update."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def optimizer_tensors(optimizer: AdamW, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, Tensor]]:
+    """The live state tensors, named after their parameters."""
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            for kind in ("step", *_MOMENTS):
+                yield f"{kind}.{name}", optimizer.state[parameter][kind]

@@ -1,0 +1,49 @@
+"""Filling a model: on the meta device first, then one tensor at a time, the same values on any world and in any wrapping."""
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from elastictrain.train.seeding import derive_seed, seed_everything
+from elastictrain.train.task import InitializesParameters, Task
+
+
+def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:
+    """The task's model: without memory yet if the task fills parameters itself, else initialised and on `device`."""
+    seed_everything(derive_seed(seed, "model"))
+    if isinstance(task, InitializesParameters):
+        with torch.device("meta"):
+            return task.build_model()
+    return task.build_model().to(device)
+
+
+def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:
+    """Give a model from the meta device its memory and its first values.
+
+    Each parameter is made whole once, on `device`, from a generator seeded by its name; a rank keeps its shard of it. So the
+    values do not depend on world size, sharding or order, and no more than one whole parameter exists at a time.
+    """
+    if not isinstance(task, InitializesParameters):
+        return
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill_parameter(parameter, name, task, torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name)))
+        for name, buffer in model.named_buffers():
+            task.init_buffer(name, buffer)
+
+
+def _fill_parameter(parameter: Tensor, name: str, task: InitializesParameters, generator: torch.Generator) -> None:
+    if not isinstance(parameter, DTensor):
+        task.init_parameter(name, parameter, generator)
+        return
+    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
+    task.init_parameter(name, whole, generator)
+    # Every rank has made the same values, so nothing needs to be sent.
+    shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local(parameter).copy_(local(shard))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

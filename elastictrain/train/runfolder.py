@@ -1,0 +1,48 @@
+"""The run's folder: what must hold before anything is written to it, and the configuration kept in it."""
+
+import re
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import changed_answers, from_yaml, to_yaml
+from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem
+from elastictrain.storage.opening import check_writable
+from elastictrain.storage.store import Store
+
+CONFIG_FILE = "config.yaml"
+_EVENTS_FILE = re.compile(r"events/(\d{6,})-")
+
+
+def check_run_folder(store: Store, config: RunConfig) -> None:
+    """The folder takes writes, and this configuration continues what is in it.
+
+    Raises: StorageError; ConfigError that names the keys which would change the answer.
+    """
+    check_writable(store)
+    stored = _stored_config(store)
+    if stored is None or config.run.on_change == "continue" or not any(True for _ in store.list("checkpoints")):
+        return
+    changes = changed_answers(stored, now=config)
+    if changes:
+        advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
+        raise ConfigError(
+            [Problem(key, f"was {before!r} when the run began and is {now!r} now: {advice}") for key, before, now in changes]
+        )
+
+
+def store_config(store: Store, config: RunConfig) -> None:
+    """Keep the resolved configuration with the run."""
+    store.write(CONFIG_FILE, to_yaml(config).encode())
+
+
+def next_incarnation_number(store: Store) -> int:
+    """One more than the largest of the incarnations that left events in the run's folder."""
+    matches = (_EVENTS_FILE.match(info.key) for info in store.list("events"))
+    return 1 + max((int(match.group(1)) for match in matches if match), default=0)
+
+
+def _stored_config(store: Store) -> dict[str, object] | None:
+    try:
+        data = store.read(CONFIG_FILE)
+    except ObjectNotFoundError:
+        return None
+    return from_yaml(data.decode("utf-8", errors="replace"), source=f"{store.url}/{CONFIG_FILE}")

@@ -1,0 +1,67 @@
+"""Everything that makes a run the same run afterwards."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.errors import InvalidCheckpointError
+from elastictrain.train.optimizer import optimizer_tensors
+from elastictrain.train.skipping import SkipCounts
+
+JsonState = Mapping[str, JsonValue]
+
+
+@dataclass(slots=True)
+class TrainState:
+    """Model, optimizer and the counters. Sample order and randomness are functions of (seed, step, position), so `step` says
+    it all: there is no loader state and no generator state to keep."""
+
+    model: nn.Module
+    """The model under its own parameter names (not the DDP wrapper)."""
+
+    optimizer: AdamW
+    step: int = 0
+    """Optimizer steps committed."""
+
+    skips: SkipCounts = field(default_factory=SkipCounts)
+
+    data_digest: str = ""
+    """Names the data that the run is trained on; empty where it has no name."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Handles to all live tensors by their name in a checkpoint; loading into them restores the state."""
+        parameters = dict(self.model.named_parameters())
+        named: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in parameters.items()}
+        aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        persistent = set(self.model.state_dict())
+        for name, buffer in self.model.named_buffers():
+            if name in persistent and name not in aliases:
+                named[f"model.{name}"] = buffer
+        for name, tensor in optimizer_tensors(self.optimizer, parameters.items()):
+            named[f"optim.{name}"] = tensor
+        return named
+
+    def scalars(self, *, global_batch: int) -> JsonState:
+        """The counters for the manifest."""
+        return {
+            "step": self.step,
+            "positions": self.step * global_batch,
+            "skipped_in_a_row": self.skips.in_a_row,
+            "skipped_total": self.skips.total,
+            "data_digest": self.data_digest,
+        }
+
+    def adopt_scalars(self, scalars: JsonState) -> None:
+        """Take the counters of a manifest."""
+        self.step = _count(scalars, "step")
+        self.skips = SkipCounts(_count(scalars, "skipped_in_a_row"), _count(scalars, "skipped_total"))
+
+
+def _count(scalars: JsonState, name: str) -> int:
+    value = scalars.get(name)
+    if not isinstance(value, int) or value < 0:
+        raise InvalidCheckpointError(f"the state in the manifest must have a count `{name}`, but has {value!r}")
+    return value

@@ -1,0 +1,147 @@
+"""One optimizer step: micro-batches, one reduction, one update; nothing in it waits for the device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from elastictrain.data.dataset import Batch
+from elastictrain.data.loader import MicroBatch
+from elastictrain.distributed.wrapping import Wrapped, accumulation
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.train.optimizer import set_learning_rate
+from elastictrain.train.parameters import local
+from elastictrain.train.seeding import derive_seed, seed_everything
+from elastictrain.train.task import Task
+
+# The vector that ranks sum once per step. Flags ride along, so that agreeing on a stop costs no collective of its own.
+_LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _STOP, _SAVE = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """What this rank wants; the group does it if any rank does."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a step came to, the same on every rank."""
+
+    step: int
+    rate: float
+    loss: float
+    grad_norm: float
+    stop: bool
+    save: bool
+
+
+class PendingStep:
+    """A step whose figures are on their way from the device; `facts` waits for them and for nothing after them."""
+
+    def __init__(self, figures: Tensor, *, step: int, rate: float) -> None:
+        self._step = step
+        self._rate = rate
+        self._arrived: torch.cuda.Event | None = None
+        if figures.is_cuda:
+            self._figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
+            self._figures.copy_(figures, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        else:
+            self._figures = figures
+
+    def facts(self) -> StepFacts:
+        """The step's figures on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        loss, grad_norm, stop, save = self._figures.tolist()
+        return StepFacts(self._step, self._rate, loss, grad_norm, stop > 0, save > 0)
+
+
+class Stepper:
+    """Executes optimizer steps.
+
+    The backward passes accumulate gradients of the loss *sum*; what the sum is to be divided by, the weight of the whole
+    global batch, is known only when every rank has finished. Dividing, clipping and leaving out a non-finite update are then
+    one factor and one flag, computed on the device and applied by the fused optimizer kernel as it reads the gradients.
+    """
+
+    def __init__(
+        self, task: Task, wrapped: Wrapped, optimizer: AdamW, *, clip_norm: float, seed: int, whereabouts: Whereabouts
+    ) -> None:
+        self._task = task
+        self._wrapped = wrapped
+        self._optimizer = optimizer
+        self._clip_norm = clip_norm
+        self._seed = seed
+        self._whereabouts = whereabouts
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters: list[Tensor] = parameters
+        self._device = local(parameters[0]).device
+        # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
+        self._copies = wrapped.shape.replicas
+
+    def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: Flags) -> PendingStep:
+        """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
+        figures = torch.zeros(5, dtype=torch.float64)
+        figures[_STOP], figures[_SAVE] = float(flags.stop), float(flags.save)
+        figures = figures.to(self._device, non_blocking=True)
+        self._whereabouts.enter(Phase.DATA, step=step)
+        for index, micro_batch in enumerate(islice(micro_batches, passes)):
+            with accumulation(self._wrapped.module, last=index == passes - 1):
+                self._pass(step, index, micro_batch, figures)
+        self._whereabouts.enter(Phase.REDUCE, step=step)
+        figures[_GRAD_SQUARES] = self._grad_squares()
+        dist.all_reduce(figures)
+        self._whereabouts.enter(Phase.UPDATE, step=step)
+        return PendingStep(self._update(figures, rate), step=step, rate=rate)
+
+    def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
+        self._whereabouts.enter(Phase.FORWARD, step=step, micro_batch=index)
+        seed_everything(derive_seed(self._seed, "micro-batch", step, micro_batch.portion.first))
+        with self._wrapped.precision_context():
+            output = self._task.loss(self._wrapped.module, to_device(micro_batch.batch, self._device))
+        counts = 1.0 if micro_batch.portion.counts else 0.0
+        figures[_LOSS_SUM] += output.loss_sum.detach() * counts
+        figures[_WEIGHT] += output.weight * counts
+        self._whereabouts.enter(Phase.BACKWARD, step=step, micro_batch=index)
+        # A pass that does not count still runs its backward: the collectives inside have to meet their partners.
+        loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _grad_squares(self) -> Tensor:
+        gradients = [local(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+        return norm.double().square() / self._copies
+
+    def _update(self, figures: Tensor, rate: float) -> Tensor:
+        weight = figures[_WEIGHT]
+        loss = figures[_LOSS_SUM] / weight
+        # What the backward passes left in .grad, times this, is the gradient of the mean loss.
+        to_mean = self._wrapped.gradient_divisor / weight
+        norm = figures[_GRAD_SQUARES].sqrt() * to_mean
+        clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else torch.ones_like(norm)
+        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        # The attributes through which torch.amp.GradScaler, too, hands a fused optimizer its divisor and its flag.
+        self._optimizer.grad_scale = (1.0 / (to_mean * clip)).float()  # type: ignore[attr-defined]
+        self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return torch.stack((loss, norm, figures[_STOP], figures[_SAVE]))
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The micro-batch on the device; asynchronous from pinned memory."""
+    if device.type == "cpu":
+        return batch
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

@@ -1,0 +1,187 @@
+"""How fast is our step? The real loop against the shortest loop one could write by hand, interleaved in one process group.
+
+    torchrun --standalone --nproc-per-node 2 scripts/bench_step.py recipe=llama_tiny train.micro_batch=8
+    torchrun --standalone --nproc-per-node 2 scripts/bench_step.py recipe=llama_fsdp train.global_batch=8
+
+Arguments are those of elastictrain.run. After every block of steps our loop is held up, inside its own observer, while the
+hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
+BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
+BENCH_ALONE=1 leaves the hand-written loop out, where memory does not hold two models.
+"""
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.load import load
+from elastictrain.config.task_signature import build_task
+from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.identity import read_identity
+from elastictrain.run import leave_process
+from elastictrain.train.build import Started, bring_up, build
+from elastictrain.train.loop import Loop, StepReport
+
+STEPS = int(os.environ.get("BENCH_STEPS", "20"))
+BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
+
+
+class HandWritten:
+    """A loop without anything: model, AdamW, clipping, and the loss printed now and then."""
+
+    def __init__(self, config: RunConfig, started: Started) -> None:
+        task, device = build_task(config), started.group.device
+        self.task, self.device, self.config = task, device, config
+        with torch.device("meta"):
+            model = task.build_model()
+        if config.train.compile:
+            for block in task.blocks(model):
+                block.compile()
+        bf16 = config.train.precision == "bf16"
+        self.context = nullcontext
+        if config.parallel.kind == "ddp":
+            model.to_empty(device=device)
+            self._fill(model)
+            self.model = DistributedDataParallel(model) if dist.get_world_size() > 1 else model
+            if bf16:
+                self.context = lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+        else:
+            mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32)
+            for block in task.blocks(model):
+                fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(model, mesh=mesh, mp_policy=policy)
+            model.to_empty(device=device)
+            self._fill(model)
+            self.model = model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.data = started.samples.train
+        self.next = 0
+        self.passes = config.train.global_batch // (config.train.micro_batch * dist.get_world_size())
+
+    def _fill(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, 0.0, 0.02) if parameter.ndim > 1 else nn.init.ones_(parameter)
+            for name, buffer in model.named_buffers():
+                self.task.init_buffer(name, buffer)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        size = self.config.train.micro_batch
+        rows = [self.data[(self.next + index) % len(self.data)]["tokens"] for index in range(size)]
+        self.next += size
+        return {"tokens": torch.stack(rows).to(self.device, non_blocking=True)}
+
+    def step(self, number: int) -> None:
+        for index in range(self.passes):
+            last = index == self.passes - 1
+            sync = nullcontext()
+            if isinstance(self.model, DistributedDataParallel):
+                sync = nullcontext() if last else self.model.no_sync()
+            elif self.config.parallel.kind != "ddp":
+                self.model.set_requires_gradient_sync(last)
+                self.model.set_reshard_after_backward(last)
+            with sync:
+                with self.context():
+                    output = self.task.loss(self.model, self.batch())
+                loss = output.loss_sum / output.weight / self.passes
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if number % 10 == 0:
+            loss.item()
+
+
+class Interleaving:
+    """Stands where the observer stands: times our blocks, and runs the other loop between them."""
+
+    def __init__(self, other: HandWritten | None, synchronize: Callable[[], None]) -> None:
+        self.other = other
+        self.synchronize = synchronize
+        self.ours: list[float] = []
+        self.theirs: list[float] = []
+        self.began = 0.0
+
+    def on_step(self, report: StepReport) -> None:
+        if report.step % STEPS:
+            return
+        self.synchronize()
+        if report.step > STEPS:
+            self.ours.append((time.perf_counter() - self.began) / STEPS)
+        if self.other is not None:
+            dist.barrier()
+            began = time.perf_counter()
+            for number in range(STEPS):
+                self.other.step(number)
+            self.synchronize()
+            if report.step > STEPS:
+                self.theirs.append((time.perf_counter() - began) / STEPS)
+        dist.barrier()
+        self.began = time.perf_counter()
+
+    def on_eval(self, step: int, loss: float) -> None:
+        """Not measured."""
+
+    def say(self, text: str) -> None:
+        """Nothing to say."""
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        steps = STEPS * (BLOCKS + 1) + 1
+        fixed = [f"run.dir={folder}", f"train.steps={steps}", "train.eval_every_steps=0", "checkpoint.every_steps=0"]
+        config = load([*sys.argv[1:], *fixed, "telemetry.tensorboard=false", "telemetry.progress=off", "optim.warmup_steps=5"])
+        identity = read_identity(os.environ)
+        torch.set_num_threads(config.run.num_threads)
+        whereabouts = Whereabouts()
+        started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None)
+        built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None)
+        cuda = started.group.device.type == "cuda"
+        synchronize = torch.cuda.synchronize if cuda else (lambda: None)
+        other = None if os.environ.get("BENCH_ALONE") else HandWritten(config, started)
+        timing = Interleaving(other, synchronize)
+        parts = replace(built.loop, observer=timing, checkpointer=NoCheckpoints())
+        Loop(parts).run()
+        if identity.rank == 0:
+            report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
+        built.close()
+
+
+class NoCheckpoints:
+    """The save at the end is not part of a step."""
+
+    def save(self, step: int, **facts: object) -> None:
+        """Saves nothing."""
+
+
+def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) -> None:
+    ours = statistics.median(timing.ours)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {config.run.num_threads} thread(s) a rank"
+    print(f"{world} x {device}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
+    print(f"ours          {ours * 1e3:9.2f} ms/step  {tokens / ours / world:10.0f} tokens/s/device")
+    if timing.theirs:
+        theirs = statistics.median(timing.theirs)
+        ratios = [b / a for a, b in zip(timing.ours, timing.theirs, strict=True)]
+        print(f"hand-written  {theirs * 1e3:9.2f} ms/step  {tokens / theirs / world:10.0f} tokens/s/device")
+        spread = f"blocks {min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"speed ratio ours / hand-written: {statistics.median(ratios):.3f} ({spread})")
+    if torch.cuda.is_available():
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+
+
+if __name__ == "__main__":
+    main()
+    leave_process(0)

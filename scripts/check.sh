@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Everything that needs no process and no network: format, lint, types, layers, unit tests.
+#
+#   scripts/check.sh            all of it
+#   scripts/check.sh --static   without the unit tests
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+bash scripts/setup.sh dev
+bin="${ELASTICTRAIN_VENV:-$root/.venv}/bin"
+
+run() {
+    printf '== %s\n' "$*" >&2
+    "$bin/$1" "${@:2}"
+}
+
+sources=(elastictrain recipes tests)
+run ruff format --check "${sources[@]}" scripts
+run ruff check "${sources[@]}" scripts
+run mypy
+run lint-imports
+if [[ "${1:-}" != --static ]]; then
+    run python -m pytest tests/unit -q
+fi

@@ -1,0 +1,224 @@
+"""Real runs for tests: torchrun on CPU with free ports, own folders and bounded waits; only processes started here are ended."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+TINY = (
+    "recipe=llama_tiny",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=64",
+    "train.seq_len=32",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "telemetry.log_every_steps=1000",
+    "telemetry.tensorboard=false",
+    "optim.warmup_steps=2",
+)
+"""A model small enough that start-up is what a test takes."""
+
+
+def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
+    """For child processes: one thread, a resolver that gives up quickly, our package on the path."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONWARNINGS": "error::ResourceWarning",
+        **extra,
+    }
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def rendezvous_arguments(kind: str) -> list[str]:
+    """torchrun's arguments for one host: static, standalone or c10d."""
+    if kind == "standalone":
+        return ["--standalone"]
+    port = free_port()
+    if kind == "static":
+        return ["--nnodes", "1", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"run{port}"]
+
+
+@dataclass(slots=True)
+class Run:
+    """One torchrun (or plain Python) process with its output."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """Exit code; the whole tree is killed if it takes longer."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_tree()
+            raise AssertionError(f"not finished within {timeout_s} s:\n{self.output()[-4000:]}") from None
+
+    def output(self) -> str:
+        """Everything printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def workers(self) -> list[psutil.Process]:
+        """Living worker processes, in order of rank."""
+        found = []
+        try:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        for child in children:
+            try:
+                variables = child.environ()
+                if "RANK" in variables and "elastictrain" in " ".join(child.cmdline()):
+                    found.append((int(variables["RANK"]), child))
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        ranks = {}
+        for rank, child in sorted(found, key=lambda pair: pair[1].pid, reverse=True):
+            ranks[rank] = child
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    def kill_tree(self) -> None:
+        """End everything this run started."""
+        try:
+            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
+        except psutil.NoSuchProcess:
+            return
+        for member in family:
+            try:
+                member.kill()
+            except psutil.NoSuchProcess:
+                continue
+
+
+@contextmanager
+def started(command: Sequence[str], *, log: Path, extra_environment: Mapping[str, str] = {}, cwd: Path | None = None) -> Iterator[Run]:
+    """A process that does not outlive the block."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(extra_environment), cwd=cwd or log.parent
+        )
+    run = Run(process, log)
+    try:
+        yield run
+    finally:
+        run.kill_tree()
+        process.wait(30)
+
+
+@contextmanager
+def torchrun(
+    arguments: Sequence[str],
+    *,
+    world_size: int,
+    folder: Path,
+    rendezvous: str = "standalone",
+    max_restarts: int = 0,
+    extra_environment: Mapping[str, str] = {},
+    module: Sequence[str] = ("-m", "elastictrain.run"),
+) -> Iterator[Run]:
+    """torchrun of a training run, its log in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(world_size),
+        "--max-restarts",
+        str(max_restarts),
+        "--monitor-interval",
+        "0.2",
+        *rendezvous_arguments(rendezvous),
+        *module,
+        *arguments,
+    ]
+    with started(command, log=folder / "log.txt", extra_environment=extra_environment) as run:
+        yield run
+
+
+def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 120, **options: Any) -> str:
+    """Run to the end; returns the output. Fails unless the exit code is 0."""
+    with torchrun(arguments, world_size=world_size, folder=folder, **options) as run:
+        code = run.wait(timeout_s)
+        assert code == 0, run.output()[-6000:]
+        return run.output()
+
+
+def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 120, **options: Any) -> tuple[int, str]:
+    """`python -m elastictrain.run` without torchrun; returns exit code and output."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "elastictrain.run", *arguments]
+    with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", **options) as run:
+        return run.wait(timeout_s), run.output()
+
+
+def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """Events of a run in reading order."""
+    rows = []
+    for file in sorted((run_dir / "events").glob("*.jsonl")):
+        rows += [json.loads(line) for line in file.read_text().splitlines()]
+    return [row for row in rows if name is None or row["event"] == name]
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Loss of each step; a step that was repeated must have had the same loss each time."""
+    found: dict[int, float] = {}
+    for row in events(run_dir, "step"):
+        before = found.setdefault(row["step"], row["loss"])
+        assert before == row["loss"], f"step {row['step']}: {before} and then {row['loss']}"
+    return found
+
+
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60, what: str = "condition") -> None:
+    """Poll until it holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not hold within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def last_step(run_dir: Path) -> int:
+    """The newest step in any event file; 0 if there is none yet."""
+    files = sorted((run_dir / "events").glob("*r00000.jsonl")) if (run_dir / "events").exists() else []
+    newest = 0
+    for file in files:
+        for line in file.read_text().splitlines():
+            if line.endswith("}"):
+                row = json.loads(line)
+                if row["event"] == "step":
+                    newest = max(newest, row["step"])
+    return newest
+
+
+def kill(process: psutil.Process) -> None:
+    """SIGKILL, if it still lives."""
+    try:
+        process.send_signal(signal.SIGKILL)
+    except psutil.NoSuchProcess:
+        return

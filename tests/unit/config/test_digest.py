@@ -1,0 +1,92 @@
+"""What identifies a run, and what may change at a restart."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.data import DataGroup
+from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, to_tree, to_yaml
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.optim import OptimGroup
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.run import RunGroup
+from elastictrain.config.schema import DATACLASSES
+from elastictrain.config.task import TaskGroup
+from elastictrain.config.telemetry import TelemetryGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.errors import ConfigError
+
+CONFIG = RunConfig(
+    run=RunGroup("runs/${x}"),
+    task=TaskGroup("my.Task", {"rate": 0.5, "names": ["on", "1e-3"]}),
+    model={"dim": 4, "rope": {"theta": 500000.0}},
+    data=DataGroup(),
+    train=TrainGroup(steps=10, global_batch=8, micro_batch=4),
+    optim=OptimGroup(lr=1e-3),
+    parallel=ParallelGroup("fsdp"),
+    checkpoint=CheckpointGroup(),
+    fault=FaultGroup(),
+    telemetry=TelemetryGroup(progress="off"),
+)
+
+FREE = {
+    "run": {"dir", "on_change", "deterministic"},
+    "data": {"cache_dir", "cache_gb", "workers", "prefetch", "ledger"},
+    "train": {"micro_batch", "compile", "activation_checkpointing", "max_skipped", "eval_every_steps", "eval_samples"},
+    "optim": set(),
+}
+"""Keys that may change at any restart; all of the other groups may."""
+
+
+@pytest.mark.parametrize("group", DATACLASSES)
+def test_it_is_decided_for_each_key_whether_it_changes_the_answer(group: str) -> None:
+    names = {field.name for field in fields(DATACLASSES[group])}
+    answers = {key.partition(".")[2] for key in answer_keys(CONFIG) if key.startswith(f"{group}.")}
+    assert names - answers == FREE.get(group, names)
+
+
+def test_all_of_task_and_model_changes_the_answer() -> None:
+    answers = answer_keys(CONFIG)
+    assert answers["task._target_"] == "my.Task"
+    assert answers["task.names"] == ["on", "1e-3"]
+    assert answers["model.rope.theta"] == 500000.0
+
+
+def test_with_a_constant_learning_rate_the_run_may_be_made_longer() -> None:
+    constant = replace(CONFIG, optim=OptimGroup(schedule="constant"))
+    longer = replace(constant, train=replace(CONFIG.train, steps=20))
+    assert changed_answers(to_tree(constant), now=longer) == []
+    assert changed_answers(to_tree(CONFIG), now=replace(CONFIG, train=longer.train)) == [("train.steps", 10, 20)]
+
+
+def test_changed_answers_names_what_differs_and_nothing_else() -> None:
+    now = replace(
+        CONFIG,
+        run=replace(CONFIG.run, seed=1, dir="elsewhere"),
+        model={"dim": 4.0, "rope": {"theta": 500000.0, "factor": 8}},
+        parallel=ParallelGroup("ddp"),
+        train=replace(CONFIG.train, micro_batch=1),
+    )
+    stored = from_yaml(to_yaml(CONFIG), source="x")
+    assert changed_answers(stored, now=now) == [("model.rope.factor", None, 8), ("run.seed", 0, 1)]
+
+
+def test_a_stored_config_is_read_as_it_was_written() -> None:
+    tree = from_yaml(to_yaml(CONFIG), source="x")
+    assert tree == to_tree(CONFIG)
+
+
+@pytest.mark.parametrize("text", ["", "a: [", "- 1", "just text", "a: ${b}"])
+def test_a_garbled_stored_config_is_a_config_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"s3://b/config\.yaml"):
+        from_yaml(text, source="s3://b/config.yaml")
+
+
+def test_the_digest_follows_every_key_but_not_their_order() -> None:
+    digest = config_digest(CONFIG)
+    assert len(digest) == 64
+    assert config_digest(replace(CONFIG, model=dict(reversed(CONFIG.model.items())))) == digest
+    assert config_digest(replace(CONFIG, telemetry=TelemetryGroup())) != digest
+    assert config_digest(replace(CONFIG, model={**CONFIG.model, "dim": 5})) != digest

@@ -1,0 +1,43 @@
+"""The ladder of timeouts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.ladder import check_ladder
+
+
+def test_defaults_form_a_ladder() -> None:
+    assert check_ladder(FaultGroup()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"heartbeat_s": 120.0}, "fault.heartbeat_s"),
+        ({"rendezvous_timeout_s": 1.0}, "fault.heartbeat_s"),
+        ({"step_timeout_s": 601.0}, "fault.step_timeout_s"),
+        ({"step_timeout_s": 600.0, "save_timeout_s": 600.0}, "fault.step_timeout_s"),
+        ({"shutdown_grace_s": 30.0}, "fault.shutdown_grace_s"),
+    ],
+)
+def test_each_rung(changes: dict[str, float], key: str) -> None:
+    assert [problem.key for problem in check_ladder(replace(FaultGroup(), **changes))] == [key]
+
+
+def test_equal_step_and_init_timeouts_are_a_ladder() -> None:
+    assert check_ladder(FaultGroup(init_timeout_s=60.0, step_timeout_s=60.0)) == []
+
+
+seconds = st.floats(0.1, 1000.0)
+
+
+@given(seconds, seconds, seconds, seconds)
+def test_good_only_when_every_wait_is_longer_than_what_it_waits_for(beat: float, step: float, init: float, save: float) -> None:
+    fault = FaultGroup(
+        heartbeat_s=beat, step_timeout_s=step, init_timeout_s=init, save_timeout_s=save, rendezvous_timeout_s=2000.0
+    )
+    assert (not check_ladder(fault)) == (beat < step <= init and step < save)

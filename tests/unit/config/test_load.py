@@ -1,0 +1,90 @@
+"""From arguments to RunConfig, all problems at once, and back from a stored config.yaml."""
+
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.conf_folders import own_conf
+from elastictrain.config.digest import config_digest, from_yaml, to_yaml
+from elastictrain.config.load import check_tree, load
+from elastictrain.config.task_signature import build_task
+from elastictrain.errors import EXIT_CONFIG, ConfigError
+
+
+@pytest.mark.parametrize("recipe", sorted(file.stem for file in (own_conf() / "recipe").glob("*.yaml")))
+def test_every_recipe_loads_and_round_trips(recipe: str) -> None:
+    config = load([f"recipe={recipe}"])
+    assert config.run.dir == f"runs/{recipe}"
+    again, problems = check_tree(from_yaml(to_yaml(config), source="config.yaml"), with_task=True)
+    assert problems == []
+    assert again == config
+    assert type(build_task(config)).__name__ in config.task.target
+
+
+def test_a_stored_config_is_itself_a_recipe(tmp_path: Path) -> None:
+    config = load(["recipe=llama_tiny", "parallel=fsdp", r"run.dir='a\${b}'", "run.seed=5"], with_task=False)
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "again.yaml").write_text(to_yaml(config))
+    again = load(["--config-dir", str(tmp_path), "recipe=again"], with_task=False)
+    assert config_digest(again) == config_digest(config)
+
+
+def keys_and_messages(arguments: list[str], *, with_task: bool = True) -> dict[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments, with_task=with_task)
+    assert caught.value.exit_code == EXIT_CONFIG
+    return {problem.key: problem.message for problem in caught.value.problems}
+
+
+def test_everything_wrong_is_reported_at_once() -> None:
+    found = keys_and_messages(
+        [
+            "recipe=llama_tiny",
+            "train.micro_batch=64",
+            "optim.warmup_steps=10000",
+            "data.holdout_samples=0",
+            "fault.step_timeout_s=1e4",
+            "seed=3",
+            "model.dim=x",
+            "task.foo=1",
+            "telemetry.progress=false",
+            "checkpoint=never",
+            "data.path=(",
+        ]
+    )
+    assert set(found) == {
+        "train.micro_batch",
+        "optim.warmup_steps",
+        "train.eval_every_steps",
+        "fault.step_timeout_s",
+        "seed",
+        "model.dim",
+        "task.foo",
+        "telemetry.progress",
+        "checkpoint",
+        "data.path=(",
+    }
+    assert found["seed"] == "is not a key; did you mean `run.seed`?"
+
+
+def test_without_a_recipe_the_first_thing_said_is_to_choose_one() -> None:
+    found = keys_and_messages([])
+    mandatory = ["run.dir", "task._target_", "train.steps", "train.global_batch", "train.micro_batch"]
+    assert sorted(found) == sorted(["recipe", *mandatory])
+    assert next(iter(found)) == "recipe"
+    assert "llama_tiny" in found["recipe"]
+
+
+def test_a_recipe_misspelt_does_not_bring_a_list_of_missing_keys() -> None:
+    assert set(keys_and_messages(["recipe=lama_tiny", "train.steps=0"])) == {"recipe", "train.steps"}
+
+
+def test_a_key_that_cannot_be_resolved_is_reported_once() -> None:
+    assert set(keys_and_messages(["recipe=llama_tiny", "run.dir=${x}"], with_task=False)) == {"run.dir"}
+
+
+def test_a_group_must_be_a_group() -> None:
+    _, problems = check_tree({"train": 3, "task": {"_target_": 5}}, with_task=False)
+    messages = {problem.key: problem.message for problem in problems}
+    assert messages["train"] == "must be a group of keys, but is 3"
+    assert messages["task._target_"] == "must be the dotted path of a class, but is 5"

@@ -1,0 +1,54 @@
+"""The keys, their docstrings, and conf/ agree."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.conf_folders import first_comment, own_conf
+from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys, keys_of
+from elastictrain.config.validate import check_dataclass
+
+FILES = sorted(file for group in DATACLASSES for file in (own_conf() / group).glob("*.yaml"))
+
+
+def test_groups_are_the_fields_of_run_config() -> None:
+    assert set(GROUPS) == {field.name for field in fields(RunConfig)}
+
+
+@pytest.mark.parametrize("group", DATACLASSES)
+def test_every_key_has_a_docstring(group: str) -> None:
+    lacking = [key.path for key in keys_of(DATACLASSES[group], path=group) if not key.doc]
+    assert lacking == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_choice_holds_good_keys_only_and_says_what_it_is(file: Path) -> None:
+    group = file.parent.name
+    values = OmegaConf.to_container(OmegaConf.load(file))
+    _, problems = check_dataclass(DATACLASSES[group], values=values, path=group)
+    assert [str(problem) for problem in problems if "must be given" not in problem.message] == []
+    assert first_comment(file)
+
+
+@pytest.mark.parametrize("group", DATACLASSES)
+def test_the_default_choice_lists_every_key_with_the_default_of_its_dataclass(group: str) -> None:
+    name = {"data": "stdlib", "optim": "adamw", "parallel": "hsdp"}.get(group, "default")
+    values = OmegaConf.to_container(OmegaConf.load(own_conf() / group / f"{name}.yaml"))
+    declared = {field.name: field.default for field in fields(DATACLASSES[group])}
+    for key, value in values.items():
+        assert value == declared[key] or value == "???" or (group, key) == ("parallel", "kind"), key
+    assert set(values) == set(declared) - ({"bucket_mb"} if group == "parallel" else set())
+
+
+def test_config_yaml_is_a_defaults_list_with_every_group() -> None:
+    config = OmegaConf.to_container(OmegaConf.load(own_conf() / "config.yaml"))
+    assert list(config) == ["defaults"]
+    folders = {folder.name for folder in own_conf().iterdir() if folder.is_dir()}
+    assert {name for default in config["defaults"] for name in default} == folders == {*GROUPS, "recipe"}
+
+
+def test_all_keys_are_dotted_names() -> None:
+    assert {"run.dir", "train.micro_batch", "fault.step_timeout_s", "task._target_"} <= set(all_keys())

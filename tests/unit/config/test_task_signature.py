@@ -1,0 +1,157 @@
+"""The task's constructor is the schema of `task.*` and `model.*`."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import pytest
+
+from elastictrain.config.constraints import Range
+from elastictrain.config.task_signature import TaskCall, brings_datasets, check_call, find_task, task_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    width: Annotated[int, Range(1)]
+    """Width of the layer."""
+    depth: int = 2
+    """Number of layers."""
+
+
+class Base:
+    def build_model(self) -> object: ...
+
+    def loss(self, model: object, batch: object) -> object: ...
+
+
+class WithModel(Base):
+    def __init__(self, *, model: Shape, rate: float = 0.1, names: tuple[str, ...] = (), label: str | None = None) -> None:
+        self.model = model
+        self.rate = rate
+        self.names = names
+
+
+class WithDatasets(Base):
+    def __init__(self, *, folder: str) -> None:
+        self.folder = folder
+
+    def train_dataset(self) -> object: ...
+
+
+class Bare(Base):
+    pass
+
+
+class Inherits(WithModel):
+    pass
+
+
+class Open(Base):
+    def __init__(self, **anything: object) -> None:
+        self.anything = anything
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ModuleType("my_tasks")
+    for cls in (WithModel, WithDatasets, Bare, Inherits, Open, Shape):
+        if cls is not Shape:
+            monkeypatch.setattr(cls, "__module__", "my_tasks")
+        setattr(made, cls.__name__, cls)
+    made.helper = lambda: None
+    monkeypatch.setitem(sys.modules, "my_tasks", made)
+
+
+def problems_of(cls: type, options: dict[str, object], model: dict[str, object]) -> list[str]:
+    call, problems = check_call(cls, options=options, model=model)
+    assert (call is None) == bool(problems)
+    return [str(problem) for problem in problems]
+
+
+def test_a_good_call_is_complete_and_plain() -> None:
+    call, problems = check_call(WithModel, options={"rate": 1, "names": ["a"]}, model={"width": 1e1})
+    assert problems == []
+    assert call is not None
+    assert call.cls is WithModel
+    assert call.arguments == {"model": Shape(width=10), "rate": 1.0, "names": ("a",)}
+    assert call.options() == {"rate": 1.0, "names": ["a"], "label": None}
+    assert call.model() == {"width": 10, "depth": 2}
+    assert not brings_datasets(call.cls)
+
+
+def test_all_problems_of_task_and_model_at_once() -> None:
+    found = problems_of(WithModel, {"rate": "x", "raet": 1, "model": {}}, {"width": 0, "detph": 1})
+    assert found == [
+        "`task.model` is not a key: the model's keys are the group `model`",
+        '`task.rate` must be a number, but is "x"',
+        "`task.raet` is not a key; did you mean `task.rate`?",
+        "`model.detph` is not a key; did you mean `model.depth`?",
+        "`model.width` must be a whole number >= 1, but is 0",
+    ]
+
+
+def test_an_inherited_constructor_counts() -> None:
+    assert problems_of(Inherits, {}, {"width": "x"}) == ['`model.width` must be a whole number >= 1, but is "x"']
+
+
+def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
+    assert problems_of(WithDatasets, {}, {"width": 1}) == [
+        "`model.width` is not a key: my_tasks.WithDatasets takes no model",
+        "`task.folder` must be given: text",
+    ]
+    call, _ = check_call(WithDatasets, options={"folder": "x"}, model={})
+    assert call == TaskCall(WithDatasets, {"folder": "x"})
+    assert brings_datasets(call.cls)
+
+
+def test_a_class_without_a_constructor_takes_nothing() -> None:
+    assert problems_of(Bare, {}, {}) == []
+    assert problems_of(Bare, {"a": 1}, {}) != []
+
+
+def test_open_keywords_take_anything() -> None:
+    assert problems_of(Open, {"a": 1, "b": {"c": 2}}, {}) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("Task", "must be package.module.Class, but is 'Task'"),
+        ("no_such_package.Task", "there is no module no_such_package;"),
+        ("my_tasks.WithModle", "has no WithModle; did you mean WithModel?"),
+        ("my_tasks.helper", "my_tasks.helper is a function"),
+        ("my_tasks.Shape", "my_tasks.Shape lacks build_model, loss"),
+    ],
+)
+def test_a_target_that_is_no_task(target: str, message: str) -> None:
+    cls, problems = find_task(target)
+    assert cls is None
+    assert message in str(problems[0])
+    assert problems[0].key == "task._target_"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"), [("1 / 0", "ZeroDivisionError: division by zero"), ("import nope_x", "'nope_x'")]
+)
+def test_a_module_that_fails_says_what_failed_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+) -> None:
+    name = f"broken_{'zero' if '/' in source else 'import'}"
+    (tmp_path / f"{name}.py").write_text(f"\n{source}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    _, problems = find_task(f"{name}.Task")
+    assert message in str(problems[0])
+    assert f"{name}.py, line 2" in str(problems[0])
+
+
+def test_keys_of_a_task_for_help() -> None:
+    keys = {key.path: key for key in task_keys("my_tasks.WithModel")}
+    assert list(keys) == ["model.width", "model.depth", "task.rate", "task.names", "task.label"]
+    assert (keys["model.width"].doc, keys["model.width"].default, keys["task.rate"].default) == (
+        "Width of the layer.",
+        None,
+        "0.1",
+    )
+    assert task_keys("no_such_package.Task") == []

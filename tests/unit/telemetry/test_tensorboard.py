@@ -1,0 +1,166 @@
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import AccessDeniedError
+from elastictrain.storage.store import Bytes, ObjectInfo, ObjectWriter
+from elastictrain.telemetry.eventfile import LocalEventFile, StoredEventFile, open_event_file
+from elastictrain.telemetry.tensorboard import BackgroundScalars, event_file_key, open_scalars
+
+
+class FakeStore:
+    """Keeps whole objects, as an object store does."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.objects: dict[str, bytes] = {}
+        self.writes = 0
+
+    def write(self, key: str, data: Bytes) -> None:
+        self.writes += 1
+        self.objects[key] = bytes(data)
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        return self.objects[key][start:end]
+
+    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        raise NotImplementedError
+
+    def create(self, key: str, data: Bytes) -> None:
+        raise NotImplementedError
+
+    def open_writer(self, key: str) -> AbstractContextManager[ObjectWriter]:
+        raise NotImplementedError
+
+    def stat(self, key: str) -> ObjectInfo:
+        raise NotImplementedError
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> None:
+        raise NotImplementedError
+
+
+class FakeFile:
+    """An event file whose store fails, or hangs until it is let go."""
+
+    def __init__(self, *, error: Exception | None = None, gate: threading.Event | None = None) -> None:
+        self.error = error
+        self.gate = gate
+        self.appended = 0
+
+    def append(self, record: bytes) -> None:
+        if self.gate is not None:
+            self.gate.wait(10.0)
+        if self.error is not None:
+            raise self.error
+        self.appended += 1
+
+    def flush(self) -> None:
+        pass
+
+
+def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """The curve that TensorBoard itself would draw."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    curve = EventAccumulator(str(folder))
+    curve.Reload()
+    return [(point.step, point.value) for point in curve.Scalars(tag)]
+
+
+def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
+    writer = open_scalars(FakeStore(str(tmp_path)), purge_step=None, flush_s=10.0)
+    for step in (10, 20):
+        writer.write(step, {"train/loss": 1.0 / step, "train/lr": 0.5})
+    writer.close(timeout_s=10.0)
+    assert read_scalar(tmp_path / "tensorboard", "train/loss") == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
+    assert read_scalar(tmp_path / "tensorboard", "train/lr") == [(10, 0.5), (20, 0.5)]
+
+
+def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Path) -> None:
+    store = FakeStore(str(tmp_path))
+    wall_time = 1_700_000_000.0
+    for purge_step, steps, value in ((None, (1, 2, 3, 4), 1.0), (3, (3,), 2.0)):
+        wall_time += 60.0
+        writer = open_scalars(store, purge_step=purge_step, flush_s=10.0, clock=lambda now=wall_time: now)  # type: ignore[misc]
+        for step in steps:
+            writer.write(step, {"train/loss": value})
+        writer.close(timeout_s=10.0)
+    assert read_scalar(tmp_path / "tensorboard", "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+
+
+def test_parts_on_an_object_store_are_bounded_and_read_as_one_curve(tmp_path: Path) -> None:
+    store = FakeStore("s3://bucket/run")
+    file = StoredEventFile(store, key="tensorboard/events.out.tfevents.0000000001.host.1", clock=lambda: 1.0, part_bytes=200)
+    writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0)
+    for step in range(1, 31):
+        writer.write(step, {"train/loss": float(step)})
+    writer.close(timeout_s=10.0)
+    assert len(store.objects) > 3
+    assert max(map(len, store.objects.values())) < 300
+    assert all(b"brain.Event:2" in content for content in store.objects.values())
+    for key, content in store.objects.items():
+        (tmp_path / Path(key).name).write_bytes(content)
+    assert read_scalar(tmp_path, "train/loss") == [(step, float(step)) for step in range(1, 31)]
+
+
+def test_an_unchanged_part_is_not_written_again() -> None:
+    store = FakeStore("s3://bucket/run")
+    file = StoredEventFile(store, key="k", clock=lambda: 1.0)
+    file.flush()
+    assert store.writes == 0
+    file.append(b"x")
+    file.flush()
+    file.flush()
+    assert store.writes == 1
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_a_local_folder_is_appended_to(tmp_path: Path, scheme: str) -> None:
+    file = open_event_file(FakeStore(f"{scheme}{tmp_path}"), key="tensorboard/x", clock=lambda: 1.0)
+    assert isinstance(file, LocalEventFile)
+    file.append(b"a")
+    file.append(b"b")
+    assert (tmp_path / "tensorboard" / "x").read_bytes() == b"ab"
+
+
+def test_file_names_sort_by_time() -> None:
+    early = event_file_key(wall_time=999_999_999.0, host="z", process=9)
+    late = event_file_key(wall_time=1_000_000_000.0, host="a", process=1)
+    assert sorted([late, early]) == [early, late]
+
+
+def test_a_failure_is_logged_once_and_never_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
+    file = FakeFile(error=AccessDeniedError("s3://bucket/run: denied"))
+    with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
+        writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=4)
+        writer.write(1, {"train/loss": 1.0})
+        writer.close(timeout_s=10.0)
+        for step in range(2, 20):
+            writer.write(step, {"train/loss": 1.0})
+        writer.close(timeout_s=10.0)
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorBoard is off for the rest of this incarnation: AccessDeniedError: s3://bucket/run: denied"
+    ]
+
+
+def test_a_hanging_store_costs_points_and_a_bounded_wait_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    file = FakeFile(gate=gate)
+    with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
+        writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=2)
+        for step in range(5):
+            writer.write(step, {"train/loss": 1.0})
+        writer.close(timeout_s=0.05)
+    gate.set()
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages == [
+        "TensorBoard's storage is too slow: points are being dropped, the first at step 2",
+        "TensorBoard's storage is stuck: the last points are lost",
+    ]
