@@ -31,7 +31,7 @@ find_python() {
             return
         fi
     done
-    die "needs Python 3.11 or newer; found $(python3 --version 2>&1 || true). Install one, or name it: PYTHON=/path/to/python3.12"
+    die "needs Python 3.11 or newer, but found $(python3 --version 2>&1 || true). Install one, or name one: PYTHON=/path/to/python3"
 }
 
 gpu=0
@@ -70,7 +70,7 @@ rm -f "$stamp"
 target="$root"
 [[ -z "$extras" ]] || target="$root[${extras// /,}]"
 say "installing elastictrain${extras:+ with ${extras// /, }} (a few minutes the first time)"
-# Where there is a GPU torch is left to pip, or to whoever sets PIP_INDEX_URL; without one an unpinned torch may bring gigabytes of
+# Where there is a GPU torch is left to pip; without one an unpinned torch may bring gigabytes of
 # CUDA libraries.
 constraints="$venv/elastictrain-constraints.txt"
 if ((gpu)); then
@@ -79,7 +79,7 @@ else
     say "no nvidia-smi here: $(grep '^torch==' "$root/constraints-cpu.txt"), for the CPU"
     cp "$root/constraints-cpu.txt" "$constraints"
 fi
-# Without --no-compile pip compiles every module of torch, most of which no run imports.
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile -c "$constraints" -e "$target"
+# Twice quiet: errors only. Without --no-compile pip compiles every module of torch, most of which no run imports.
+"$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c "$constraints" -e "$target"
 printf '%s\n%s\n' "$wanted" "$extras" >"$stamp"
 say "done in $((SECONDS - started)) s"

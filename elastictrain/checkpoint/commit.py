@@ -53,11 +53,10 @@ def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manif
     )
 
 
-def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
-    """Creates the manifest, once every file is seen in the store with its size.
+def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
+    """Looks for every file, with its size, before the commit.
 
-    Raises: CheckpointError if a file is not there (another incarnation took the folder), or the manifest is another's;
-    StorageError.
+    Raises: CheckpointError if one is not there: another incarnation took the folder. StorageError.
     """
     listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
     present = listed.files if listed is not None else {}
@@ -67,6 +66,13 @@ def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
                 f"{store.url}/{key_of(folder, file.name)} must have {file.size_bytes} bytes before the commit, but has "
                 f"{present.get(file.name, 'been removed')}; is another run using this folder?"
             )
+
+
+def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
+    """Creates the manifest. After an error it may be there or not.
+
+    Raises: CheckpointError, StorageError.
+    """
     raw = encode_manifest(manifest)
     key = key_of(folder, MANIFEST_NAME)
     try:

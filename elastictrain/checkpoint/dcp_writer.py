@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest, commit
+from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
 from elastictrain.checkpoint.dcp_metadata import item_of
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.layout import Item, plan_files
@@ -92,6 +92,7 @@ class ManifestWriter(StorageWriter):
         if manifest.tensors.keys() != metadata.state_dict_metadata.keys():
             lost = sorted(manifest.tensors.keys() ^ metadata.state_dict_metadata.keys())
             raise CheckpointError(f"planned and written tensors differ: {', '.join(lost)}")
+        check_files(self._store, manifest, folder=self._folder)
         self.committing = True
         commit(self._store, manifest, folder=self._folder)
         self.manifest = manifest

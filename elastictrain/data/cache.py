@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from elastictrain.errors import DataError, HostUnfitError, Problem
 
@@ -61,9 +60,10 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
 class Lease:
     """A folder in the cache that stays there until the lease is closed or its process ends."""
 
-    def __init__(self, folder: Path, *, lock: IO[str]) -> None:
+    def __init__(self, folder: Path, *, lock: int) -> None:
+        """`lock` is the descriptor of the entry's `use.lock`, locked; the lease closes it."""
         self.folder = folder
-        self._lock = lock
+        self.lock = lock
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -76,7 +76,12 @@ class Lease:
 
     def close(self) -> None:
         """Let the entry be removed when its space is needed."""
-        self._lock.close()
+        if self.lock >= 0:
+            os.close(self.lock)
+            self.lock = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class CacheFolder:
@@ -100,10 +105,10 @@ class CacheFolder:
                 folder.mkdir(exist_ok=True)
                 # Space is reserved before it is used: another process that makes room counts it from now on.
                 (folder / "size.json").write_text(json.dumps(size_bytes))
-                lock = (folder / "use.lock").open("a")
-                fcntl.flock(lock, fcntl.LOCK_SH)
-                os.utime(lock.fileno())
-        return Lease(folder, lock=lock)
+                lease = Lease(folder, lock=os.open(folder / "use.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                fcntl.flock(lease.lock, fcntl.LOCK_SH)
+                os.utime(lease.lock)
+        return lease
 
     def _make_room(self, name: str, *, size_bytes: int, source: str) -> None:
         check_fits(size_bytes, budget_bytes=self._budget_bytes, source=source)

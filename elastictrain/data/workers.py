@@ -144,7 +144,7 @@ def _obituary(process: SpawnProcess) -> str:
             "SIGBUS": "; if /dev/shm is full, enlarge it, or lower `data.workers`",
         }
         return f"{process.name} (pid {process.pid}) died of {name}{hints.get(name, '')}"
-    return f"{process.name} (pid {process.pid}) must run as long as the loader, but ended with exit code {code}"
+    return f"{process.name} (pid {process.pid}) must run as long as the loader, but ended with exit code {code}; see its output"
 
 
 def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:

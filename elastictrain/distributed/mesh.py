@@ -26,7 +26,7 @@ def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_w
 
 
 def make_mesh(shape: MeshShape, *, device_type: str) -> DeviceMesh:
-    """The mesh over the default group; two-dimensional only where there are copies of shards. Collective: yes."""
-    if shape.replicas == 1 or shape.shards == 1:
+    """The mesh over the default group; two-dimensional where there are several copies. Collective: yes."""
+    if shape.replicas == 1:
         return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
     return init_device_mesh(device_type, (shape.replicas, shape.shards), mesh_dim_names=("replica", "shard"))

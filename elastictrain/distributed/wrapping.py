@@ -1,5 +1,6 @@
 """Activation checkpointing, compilation and DDP / FSDP2 / HSDP, applied to a model without changing a parameter's name."""
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -94,8 +95,7 @@ def finish(
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,
-            # Positional tables and the like are the same everywhere; only state that training changes has to be kept equal.
-            broadcast_buffers=_has_persistent_buffers(model),
+            **_buffer_option(model),  # type: ignore[arg-type]
         )
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     if train.precision == "bf16":
@@ -120,17 +120,19 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
 def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
     change the names of parameters, and with them every checkpoint."""
-    contexts = _selective_contexts if selective else _no_contexts
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+    if selective:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=_selective_contexts)
+    else:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _has_persistent_buffers(model: nn.Module) -> bool:
+def _buffer_option(model: nn.Module) -> dict[str, bool]:
+    """Positional tables and the like are the same everywhere; only buffers that training changes have to be kept equal."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return any(name not in names for name in model.state_dict())
-
-
-def _no_contexts() -> _Contexts:
-    return nullcontext(), nullcontext()
+    wanted = any(name not in names for name in model.state_dict())
+    # torch 2.13 gave the option a new name, and warns of the old one.
+    new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if new_name else "broadcast_buffers": wanted}
 
 
 def _selective_contexts() -> _Contexts:

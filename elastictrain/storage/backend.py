@@ -29,8 +29,14 @@ class Backend(Protocol):
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         """Bytes [start, end)."""
 
-    def put(self, path: str, data: bytes, *, new: bool) -> None:
-        """Create or replace; with `new`, create only."""
+    def put(self, path: str, data: bytes) -> None:
+        """Create or replace."""
+
+    def create(self, path: str, data: bytes, *, mark: str) -> None:
+        """Create, or fail if the object is there. `mark` is what `is_ours` later knows the object by."""
+
+    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
+        """Whether an object that is there already comes from a `create` with this mark, whose answer was lost."""
 
     def begin(self, path: str) -> Upload:
         """Begin an upload in parts."""

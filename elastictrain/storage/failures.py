@@ -199,16 +199,20 @@ def _answer_of(error: BaseException) -> tuple[str | None, int | None]:
 
 
 def classify(facts: FailureFacts) -> Fault:
-    """What the failure means: the service's own code says most, an errno (often invented by a client) least."""
+    """What the failure means.
+
+    The service's own code says most. A status counts less than the class: aiohttp gives a torn answer the status 400. An errno
+    is often the invention of a client.
+    """
     if facts.code in _FAULT_OF_CODE:
         return _FAULT_OF_CODE[facts.code]
+    for names, fault in _FAULT_OF_NAME:
+        if not names.isdisjoint(facts.names):
+            return fault
     if facts.status is not None:
         if facts.status in _FAULT_OF_STATUS:
             return _FAULT_OF_STATUS[facts.status]
         return Fault.TRANSIENT if facts.status >= 500 else Fault.PERMANENT
-    for names, fault in _FAULT_OF_NAME:
-        if not names.isdisjoint(facts.names):
-            return fault
     if facts.errno is not None:
         return _FAULT_OF_ERRNO.get(facts.errno, Fault.PERMANENT)
     return Fault.PERMANENT

@@ -84,7 +84,7 @@ def check_writable(store: Store) -> None:
                 f"{'read back' if listed else 'not listed'} ({len(found)} of {len(data)} bytes); use another store"
             )
         try:
-            store.create(key, data)
+            store.create(key, b"Another content.\n")
         except ObjectExistsError:
             return
         raise PermanentStorageError(

@@ -52,7 +52,7 @@ class PartWriter:
         """Make the object visible."""
         if self._upload is None:
             data = bytes(self._gathered)
-            self._attempt(lambda: self._backend.put(self._path, data, new=False))
+            self._attempt(lambda: self._backend.put(self._path, data))
             return
         upload = self._upload
         if self._gathered:

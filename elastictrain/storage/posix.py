@@ -69,7 +69,11 @@ class DurableFolders:
             chain = [folder]
             while chain[-1] != "/" and (chain[-1].startswith(f"{self._root}/") or not os.path.lexists(chain[-1])):
                 chain.append(os.path.dirname(chain[-1]))  # noqa: PTH120
-            os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+            try:
+                os.makedirs(folder, exist_ok=True)  # noqa: PTH103
+            except FileExistsError as error:
+                # A file is where a folder must be; nobody may take this for an object that exists.
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
             for parent in chain[1:]:
                 # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
                 sync_folder(parent)

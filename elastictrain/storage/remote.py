@@ -5,12 +5,13 @@ service each time; nothing is cached.
 """
 
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
-from elastictrain.errors import TransientStorageError
+from elastictrain.errors import ObjectExistsError, TransientStorageError
 from elastictrain.storage.backend import Backend
 from elastictrain.storage.failures import Fault, fault_of
 from elastictrain.storage.keys import check_key, folder_of
@@ -24,8 +25,8 @@ T = TypeVar("T")
 class RemoteStore:
     """Objects below a URL of a service. See `Store` for what each method promises.
 
-    Its connections do not survive a fork, so each process gets its own. `create` cannot tell two creators apart that write the
-    same bytes, if the answer to one of them was lost: who must know that it won writes something of its own.
+    Its connections do not survive a fork, so each process gets its own. Only on S3 an object keeps the mark of its creator:
+    elsewhere two creators of the same bytes may both succeed, so who must know that it alone won writes something of its own.
     """
 
     def __init__(self, root: str, *, url: str, backend: Callable[[], Backend], retrying: Retrying) -> None:
@@ -73,20 +74,20 @@ class RemoteStore:
                 writer.write(data)
         else:
             payload = _payload(data)
-            self._try("write", key, lambda: self._backend().put(path, payload, new=False))
+            self._try("write", key, lambda: self._backend().put(path, payload))
 
     def create(self, key: str, data: Bytes) -> None:
         path, payload = self._path(key), _payload(data)
 
-        def request(attempt: int) -> None:
-            try:
-                self._backend().put(path, payload, new=True)
-            except Exception as error:
-                # A request whose answer is lost may have been carried out: then the object is ours.
-                if attempt == 1 or fault_of(error) is not Fault.EXISTS or self._get(path, 0, None) != payload:
-                    raise
+        mark = secrets.token_hex(16)
 
-        self._retrying.call(request, action="create", url=f"{self._url}/{key}")
+        try:
+            self._try("create", key, lambda: self._backend().create(path, payload, mark=mark))
+        except ObjectExistsError:
+            # A request whose answer is lost may have been carried out, and is sent again, by us or, unseen, by aiohttp (which
+            # repeats a PUT when a connection breaks): then the object is there because we created it.
+            if not self._try("create", key, lambda: self._backend().is_ours(path, payload, mark=mark)):
+                raise
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator[PartWriter]:

@@ -13,6 +13,7 @@ from elastictrain.storage.store import ObjectInfo
 CONNECT_TIMEOUT_S = 5
 _SLOWEST_BYTES_PER_S = 1 << 20
 _CONNECTIONS = 32
+_MARK = "elastictrain-creator"
 
 
 def request_timeout_s(num_bytes: int, *, answer_timeout_s: float) -> float:
@@ -77,9 +78,15 @@ class S3Backend:
 
         return cast(bytes, sync(self._files.loop, fetch, timeout=self._bound(expected)))
 
-    def put(self, path: str, data: bytes, *, new: bool) -> None:
-        condition = {"IfNoneMatch": "*"} if new else {}
-        self._send("put_object", data, **_address(path), **condition)
+    def put(self, path: str, data: bytes) -> None:
+        self._send("put_object", data, **_address(path))
+
+    def create(self, path: str, data: bytes, *, mark: str) -> None:
+        self._send("put_object", data, **_address(path), IfNoneMatch="*", Metadata={_MARK: mark})
+
+    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
+        found = self.call("head_object", **_address(path))["Metadata"]
+        return cast(Mapping[str, str], found).get(_MARK) == mark
 
     def begin(self, path: str) -> "S3Upload":
         return S3Upload(self, path)

@@ -48,7 +48,7 @@ def reading_text(reading: Reading, *, eta_s: float | None) -> str:
         parts.append(f"MFU {reading.mfu:.1%}")
     if reading.skipped:
         parts.append(f"{reading.skipped} skipped")
-    if eta_s is not None:
+    if eta_s:
         parts.append(f"{duration_text(eta_s)} to go")
     return ", ".join(parts)
 

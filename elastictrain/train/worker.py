@@ -57,7 +57,10 @@ class Worker:
         """Train to the end; returns the exit code."""
         set_up_logging(self._prefix)
         torch.set_num_threads(self._config.run.num_threads)
-        torch.use_deterministic_algorithms(self._config.run.deterministic)
+        if self._config.run.deterministic:
+            # cuBLAS picks among algorithms at run time unless its workspace has a fixed size; read when CUDA starts.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         self._stop.start()
         if self._identity.launched and not follow_parent(os.getppid()):
             return EXIT_STOPPED

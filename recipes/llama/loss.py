@@ -76,7 +76,7 @@ class _CrossEntropySum(torch.autograd.Function):
             total += loss
             torch.mm(logits_gradient, head, out=hidden_gradient[chunk])
             if len(chunks) > 1:
-                weight_gradient += logits_gradient.t() @ rows
+                _add_product(weight_gradient, logits_gradient.t(), rows)
             else:
                 torch.mm(logits_gradient.t(), rows, out=weight_gradient)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
@@ -86,4 +86,15 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * gradient, (weight_gradient * gradient).to(ctx.weight_dtype), None, None
+        # Scaled and rounded in one pass over what may be gigabytes.
+        scaled = torch.mul(weight_gradient, gradient, out=torch.empty_like(weight_gradient, dtype=ctx.weight_dtype))
+        return hidden_gradient * gradient, scaled, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, where `total` is float32 and the factors may be narrower."""
+    if total.is_cuda and left.dtype != total.dtype:
+        # The product leaves the kernel in float32 and is added there: one pass over `total` instead of three.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right

@@ -10,6 +10,13 @@ from recipes.llama.loss import LossOptions, cross_entropy_sum
 from recipes.llama.rope import Rotary
 
 
+def _attention_backends() -> list[SDPBackend]:
+    """Fastest first. The backward passes of the two left out of deterministic runs add in any order."""
+    if torch.are_deterministic_algorithms_enabled():
+        return [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    return [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm; the arithmetic inside is float32 whatever the input is."""
 
@@ -44,10 +51,7 @@ class Attention(nn.Module):
         q = self.rotary(self.q(x).view(heads)).transpose(1, 2)
         k = self.rotary(self.k(x).view(heads)).transpose(1, 2)
         v = self.v(x).view(heads).transpose(1, 2)
-        with sdpa_kernel(
-            [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-            set_priority=True,
-        ):
+        with sdpa_kernel(_attention_backends(), set_priority=True):
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out

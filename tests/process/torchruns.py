@@ -1,4 +1,4 @@
-"""Real runs for tests: torchrun on CPU with free ports, own folders and bounded waits; only processes started here are ended."""
+"""Real runs for tests: torchrun with free ports, own folders and bounded waits; only processes started here are ended."""
 
 import json
 import os
@@ -42,7 +42,6 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "RES_OPTIONS": "timeout:1 attempts:1",
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
-        "PYTHONWARNINGS": "error::ResourceWarning",
         **extra,
     }
 
@@ -117,7 +116,9 @@ class Run:
 
 
 @contextmanager
-def started(command: Sequence[str], *, log: Path, extra_environment: Mapping[str, str] = {}, cwd: Path | None = None) -> Iterator[Run]:
+def started(
+    command: Sequence[str], *, log: Path, extra_environment: Mapping[str, str] = {}, cwd: Path | None = None
+) -> Iterator[Run]:
     """A process that does not outlive the block."""
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -70,6 +70,7 @@ def test_every_mistake_is_reported_by_its_key() -> None:
     }
     assert composed.partial
     assert "did you mean fsdp" in str(composed.problems[0])
+    assert any("train.steps=1,2 gives several" in str(problem) for problem in composed.problems)
 
 
 def test_a_folder_of_ones_own(tmp_path: Path) -> None:

@@ -106,6 +106,10 @@ def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
     assert brings_datasets(call.cls)
 
 
+def test_a_model_without_keys_lacks_those_that_must_be_given() -> None:
+    assert problems_of(WithModel, {}, {}) == ["`model.width` must be given: a whole number >= 1"]
+
+
 def test_a_class_without_a_constructor_takes_nothing() -> None:
     assert problems_of(Bare, {}, {}) == []
     assert problems_of(Bare, {"a": 1}, {}) != []
@@ -133,17 +137,22 @@ def test_a_target_that_is_no_task(target: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"), [("1 / 0", "ZeroDivisionError: division by zero"), ("import nope_x", "'nope_x'")]
+    ("name", "source", "message"),
+    [
+        ("fails_to_divide", "1 / 0", "ZeroDivisionError: division by zero"),
+        ("fails_to_import", "import no_such_package", "'no_such_package'"),
+        ("fails_to_parse", "def", "SyntaxError"),
+    ],
 )
 def test_a_module_that_fails_says_what_failed_and_where(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str, message: str
 ) -> None:
-    name = f"broken_{'zero' if '/' in source else 'import'}"
     (tmp_path / f"{name}.py").write_text(f"\n{source}\n")
     monkeypatch.syspath_prepend(tmp_path)
     _, problems = find_task(f"{name}.Task")
     assert message in str(problems[0])
     assert f"{name}.py, line 2" in str(problems[0])
+    assert "importlib" not in str(problems[0])
 
 
 def test_keys_of_a_task_for_help() -> None:

@@ -65,3 +65,8 @@ def test_mfu_and_skipped_steps_are_shown_when_there_are_any() -> None:
     reading = Reading(step=1, loss=math.nan, lr=1.0, grad_norm=math.inf, tokens_per_s=1.0, step_s=1.0, mfu=0.4951, skipped=2)
     text = reading_text(reading, eta_s=None)
     assert text == "loss nan, lr 1.00e+00, grad norm inf, 1 tokens/s, MFU 49.5%, 2 skipped"
+
+
+@pytest.mark.parametrize("eta_s", [None, 0.0])
+def test_no_time_to_go_is_not_shown(eta_s: float | None) -> None:
+    assert "to go" not in reading_text(READING, eta_s=eta_s)

@@ -1,0 +1,18 @@
+"""Tests on CUDA devices reuse the process tests' torchrun."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "process"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.gpu)
+            if torch.cuda.device_count() < 2:
+                item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA devices, this host shows {torch.cuda.device_count()}"))

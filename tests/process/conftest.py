@@ -1,0 +1,6 @@
+"""Nothing here yet but the path of the tests' own module."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,43 @@
+"""SIGKILL of a worker: torchrun restarts the group, and the run goes on as if nothing had happened."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from torchruns import TINY, events, kill, last_step, losses, torchrun, train, wait_until
+
+STEPS = 40
+ARGUMENTS = (*TINY, f"train.steps={STEPS}", "checkpoint.every_steps=5", "train.eval_every_steps=0", "fault.heartbeat_s=0.2")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    output = train([*ARGUMENTS, f"run.dir={folder}/run"], world_size=2, folder=folder)
+    # The end is clean: nobody complains, nothing aborts.
+    assert not re.search(r"warn|abort|terminate|traceback|leaked", output, re.IGNORECASE), output
+    found = losses(folder / "run")
+    assert sorted(found) == list(range(1, STEPS + 1))
+    return found
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_sigkill_twice_in_a_row(attempt: int, tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    rendezvous = ("standalone", "static", "c10d")[attempt % 3]
+    chance = random.Random(attempt)
+    run_dir = tmp_path / "run"
+    with torchrun(
+        [*ARGUMENTS, f"run.dir={run_dir}"], world_size=2, folder=tmp_path, rendezvous=rendezvous, max_restarts=3
+    ) as run:
+        for victim_step in sorted(chance.sample(range(2, STEPS - 4), 2)):
+            wait_until(lambda: last_step(run_dir) >= victim_step, what=f"step {victim_step}")
+            victims = run.workers()
+            kill(chance.choice(victims))
+            wait_until(lambda: not any(victim.is_running() for victim in victims), timeout_s=15, what="end of the group")
+        assert run.wait() == 0, run.output()[-5000:]
+    assert losses(run_dir) == undisturbed
+    assert len({row["incarnation"] for row in events(run_dir, "start")}) == 3
+    failure = events(run_dir, "failure")
+    assert failure
+    assert all(row["exit_code"] == 71 and row["last_heard"] for row in failure), failure

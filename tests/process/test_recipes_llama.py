@@ -1,0 +1,139 @@
+"""The Llama under DDP, FSDP2, mixed precision, activation checkpointing and compilation, on two ranks of this file's `main`."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.distributed.wrapping import finish, wrap
+from elastictrain.train.parameters import build_model, fill
+from recipes.llama.config import LlamaConfig
+from recipes.llama.task import LlamaTask
+
+CONFIG = LlamaConfig(vocab_size=264, dim=32, num_layers=3, num_heads=4, num_kv_heads=2, ffn_dim=48, max_seq_len=32)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """How the model is wrapped."""
+
+    kind: Literal["ddp", "fsdp"]
+    precision: Literal["fp32", "bf16"]
+    tied: bool = False
+    compiled: bool = False
+    checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+CASES = (
+    Case("ddp", "fp32", checkpointing="full"),
+    Case("ddp", "bf16", compiled=True),
+    Case("ddp", "bf16", tied=True),
+    Case("fsdp", "fp32", compiled=True),
+    Case("fsdp", "fp32", tied=True),
+    Case("fsdp", "bf16", tied=True, compiled=True),
+    Case("fsdp", "bf16", checkpointing="selective"),
+)
+
+
+def test_every_wrapping_computes_the_same() -> None:
+    repository = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__],
+        env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert "all the same" in result.stdout
+
+
+def tokens_of_everybody() -> Tensor:
+    return torch.randint(0, 257, (4, 25), generator=torch.Generator().manual_seed(0))
+
+
+def reference(task: LlamaTask) -> tuple[float, dict[str, Tensor], str]:
+    """Loss of the whole batch, its gradients, and the text shown, in one process without any wrapping."""
+    model = build_model(task, seed=7, device=CPU)
+    fill(model, task, seed=7, device=CPU)
+    output = task.loss(model, {"tokens": tokens_of_everybody()})
+    output.loss_sum.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return output.loss_sum.item(), gradients, task.show_sample(model, device=CPU, seed=0)
+
+
+def wrapped(task: LlamaTask, case: Case, *, counter: CompileCounterWithBackend | None) -> tuple[float, dict[str, Tensor], str]:
+    """The same by two ranks, each with half of the batch."""
+    parallel = ParallelGroup(kind=case.kind)
+    train = TrainGroup(
+        steps=1, global_batch=4, micro_batch=2, precision=case.precision, activation_checkpointing=case.checkpointing
+    )
+    shape = mesh_shape(parallel.kind, world_size=2, local_world_size=2, shard_size=0)
+    model = build_model(task, seed=7, device=CPU)
+    blocks = task.blocks(model)
+    if counter is not None:
+        for block in blocks:
+            block.compile(backend=counter, fullgraph=True)
+    wrap(model, blocks, shape=shape, parallel=parallel, train=train, device=CPU)
+    fill(model, task, seed=7, device=CPU)
+    ready = finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=2)
+    mine = tokens_of_everybody().chunk(2)[dist.get_rank()]
+    with ready.precision_context():
+        output = task.loss(ready.module, {"tokens": mine})
+    output.loss_sum.backward()
+    total = output.loss_sum.detach().clone()
+    dist.all_reduce(total)
+    gradients = {name: whole(parameter) * ready.gradient_divisor for name, parameter in ready.bare.named_parameters()}
+    return total.item(), gradients, task.show_sample(ready.module, device=CPU, seed=0)
+
+
+def whole(parameter: nn.Parameter) -> Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Largest relative difference of a gradient."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
+
+
+def main() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.set_num_threads(1)
+    for case in CASES:
+        task = LlamaTask(model=replace(CONFIG, tie_embeddings=case.tied), loss_chunk_tokens=16)
+        loss, gradients, text = reference(task)
+        counter = CompileCounterWithBackend("aot_eager") if case.compiled else None
+        got_loss, got_gradients, got_text = wrapped(task, case, counter=counter)
+        exact = case.precision == "fp32"
+        assert abs(got_loss - loss) <= (1e-6 if exact else 1e-3) * loss, (case, got_loss, loss)
+        assert distance(got_gradients, gradients) <= (1e-5 if exact else 3e-2), case
+        assert not exact or got_text == text, (case, got_text, text)
+        # One graph serves all layers, and showing a sample compiles nothing.
+        assert counter is None or counter.frame_count == 1, (case, counter.frame_count)
+        torch._dynamo.reset()
+    if dist.get_rank() == 0:
+        sys.stdout.write("all the same\n")
+    dist.barrier()
+    sys.stdout.flush()
+    # gloo may abort when the interpreter takes its threads down.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The small deciding modules: spans, match, votes, failed saves, errors of a save."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.checkpoint.choose import Reject
+from elastictrain.checkpoint.exchange import describe, revive
+from elastictrain.checkpoint.failed_saves import FailedSaves
+from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
+from elastictrain.checkpoint.match import TensorFacts, describe_mismatch
+from elastictrain.checkpoint.save_errors import save_error
+from elastictrain.checkpoint.spans import plan_spans
+from elastictrain.checkpoint.verified_read import DamagedFileError
+from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge, vote_from_json
+from elastictrain.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidCheckpointError,
+    SavesFailingError,
+    StorageFullError,
+    TransientStorageError,
+)
+
+
+def chunk(file: str, start: int, size: int) -> ChunkRecord:
+    return ChunkRecord((), (), file, start, size, "")
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 60))), st.integers(1, 100), st.integers(0, 30), st.randoms())
+def test_spans_cover_each_chunk_once_and_are_bounded(
+    gaps_and_sizes: list[tuple[int, int]], span_bytes: int, gap_bytes: int, random: Random
+) -> None:
+    chunks, position = [], 0
+    for gap, size in gaps_and_sizes:
+        chunks.append(chunk("a" if position < 200 else "b", position + gap, size))
+        position += gap + size
+    spans = plan_spans(random.sample(chunks, len(chunks)), span_bytes=span_bytes, gap_bytes=gap_bytes)
+    assert [c for span in spans for c in span.chunks] == chunks
+    for span in spans:
+        assert all(c.file == span.file and span.start <= c.start and c.start + c.size_bytes <= span.end for c in span.chunks)
+        assert span.end - span.start <= span_bytes or len(span.chunks) == 1
+    wasted = sum(span.end - span.start for span in spans) - sum(c.size_bytes for c in chunks)
+    assert wasted <= gap_bytes * len(chunks)
+
+
+def test_neighbours_are_read_together() -> None:
+    spans = plan_spans(
+        [chunk("a", 0, 10), chunk("a", 10, 10), chunk("a", 25, 5), chunk("a", 90, 1)], span_bytes=100, gap_bytes=5
+    )
+    assert [(span.start, span.end) for span in spans] == [(0, 30), (90, 91)]
+
+
+STORED = {
+    "model.w": TensorRecord("float32", (2,), ()),
+    "model.b": TensorRecord("int8", (3,), ()),
+    "rng.0": TensorRecord("uint8", (4,), ()),
+}
+GIVEN = {"model.w": TensorFacts("float32", (2,)), "model.b": TensorFacts("int8", (3,)), "rng.1": TensorFacts("uint8", (4,))}
+
+
+def test_a_fit_with_optional_ones_missing() -> None:
+    assert describe_mismatch(GIVEN, STORED, optional={"rng.1"}) is None
+
+
+def test_mismatches_are_named() -> None:
+    assert "rng.1 is not stored" in str(describe_mismatch(GIVEN, STORED, optional=()))
+    assert "model.b is stored, but the run has none" in str(
+        describe_mismatch({k: v for k, v in GIVEN.items() if k != "model.b"}, STORED, optional={"rng.1"})
+    )
+    shape = {**GIVEN, "model.w": TensorFacts("float32", (5,))}
+    assert "model.w is stored with shape [2], but the run's has [5]" in str(
+        describe_mismatch(shape, STORED, optional={"rng.1"})
+    )
+    dtype = {**GIVEN, "model.w": TensorFacts("float16", (2,))}
+    assert "model.w is stored as float32, but the run's is float16" in str(describe_mismatch(dtype, STORED, optional={"rng.1"}))
+    many = {f"model.{n}": TensorFacts("int8", ()) for n in range(20)}
+    assert "and 14 more" in str(describe_mismatch(many, STORED, optional=()))
+
+
+LOADED, TORN = Vote("loaded", 5), Vote("damaged", file="a", message="a is torn")
+LATE = Vote("failed", error="TransientStorageError", message="late")
+
+
+def test_verdicts() -> None:
+    assert judge([LOADED, LOADED], folder="f") == Accepted(10)
+    assert judge([LOADED, TORN, LATE, TORN], folder="f") == Reject("f", "a", "a is torn")
+    assert judge([LOADED, LATE], folder="f") == Failed("TransientStorageError", "rank 1: late")
+    assert judge([LATE], folder="f") == Failed("TransientStorageError", "late")
+
+
+@pytest.mark.parametrize("vote", [LOADED, TORN, LATE])
+def test_votes_travel(vote: Vote) -> None:
+    assert vote_from_json(vote.to_json()) == vote
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TransientStorageError("x"), TransientStorageError),
+        (ConfigError("x"), ConfigError),
+        (DamagedFileError("x", file="a"), InvalidCheckpointError),
+        (ValueError("x"), CheckpointError),
+    ],
+)
+def test_errors_travel(error: Exception, kind: type[Exception]) -> None:
+    revived = revive(describe(error))
+    assert type(revived) is kind
+    assert "x" in str(revived)
+
+
+def test_an_unknown_error_is_still_one() -> None:
+    assert type(revive({"type": "json", "message": "x"})) is CheckpointError
+
+
+def test_error_of_a_save() -> None:
+    full = save_error({2: StorageFullError("disk full"), 5: TransientStorageError("late")}, url="u")
+    assert type(full) is StorageFullError
+    assert str(full) == "u could not be saved: rank 2: disk full; rank 5: late"
+    mixed = save_error({0: StorageFullError("disk full"), 1: ValueError("oops")}, url="u")
+    assert type(mixed) is CheckpointError
+    assert "rank 1: ValueError: oops" in str(mixed)
+
+
+def test_failed_saves() -> None:
+    count = FailedSaves(2).failed()
+    count.check(ValueError("x"))
+    assert count.succeeded().in_a_row == 0
+    with pytest.raises(SavesFailingError, match=r"2 checkpoints in a row.*max_failed_saves.*disk full"):
+        count.failed().check(StorageFullError("disk full"))

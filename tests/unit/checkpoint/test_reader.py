@@ -1,0 +1,52 @@
+"""A user's own script loads a checkpoint with torch.distributed.checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.reader import ManifestReader
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.errors import InvalidCheckpointError
+from elastictrain.storage.opening import open_store
+
+WEIGHT = torch.arange(12.0).reshape(3, 4)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store = open_store(str(tmp_path))
+    options = CheckpointGroup()
+    checkpointer = Checkpointer(
+        store, options=options, group=None, rank=0, world_size=1, incarnation="i", config_digest="c", record=lambda event: None
+    )
+    checkpointer.save(1, tensors={"model.weight": WEIGHT, "optim.step": torch.tensor(3.0)}, state={}, reason="step")
+    return tmp_path / "checkpoints" / "step-000000001"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_flat_and_nested_states_load(folder: Path) -> None:
+    flat = {"model.weight": torch.zeros(3, 4)}
+    dcp.load(flat, storage_reader=ManifestReader.at(str(folder)))
+    assert torch.equal(flat["model.weight"], WEIGHT)
+    nested = {"model": {"weight": torch.zeros(3, 4)}, "optim": {"step": torch.tensor(0.0)}}
+    dcp.load(nested, storage_reader=ManifestReader.at(str(folder)))
+    assert torch.equal(nested["model"]["weight"], WEIGHT)
+    assert nested["optim"]["step"].item() == 3.0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_damage_is_an_error_that_names_the_file(folder: Path) -> None:
+    (shard,) = folder.glob("*.safetensors")
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + b"?")
+    with pytest.raises(CheckpointException, match=r"i-r00000-000\.safetensors: bytes .* do not have their digest"):
+        dcp.load({"optim.step": torch.tensor(0.0)}, storage_reader=ManifestReader.at(str(folder)))
+
+
+def test_a_folder_without_manifest(tmp_path: Path) -> None:
+    with pytest.raises(InvalidCheckpointError, match=r"manifest.json is not there"):
+        ManifestReader.at(str(tmp_path)).read_metadata()

@@ -1,0 +1,79 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.data import DataGroup
+from elastictrain.data.index import TokenIndex
+from elastictrain.data.opening import open_datasets, open_tokenizer
+from elastictrain.data.split import check_data
+from elastictrain.errors import DataError
+from elastictrain.storage.opening import open_store
+
+TEXT = bytes(range(100)) * 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> Path:
+    prepare_bytes(open_store(str(tmp_path / "tokens")), TEXT)
+    return tmp_path / "tokens"
+
+
+def test_training_and_held_out_samples_share_no_token_as_input(folder: Path) -> None:
+    opened = open_datasets(DataGroup(path=str(folder), holdout_samples=4), seq_len=10, environment={})
+    assert opened.holdout is not None
+    assert (len(opened.train), len(opened.holdout)) == (26, 4)
+    assert opened.train[25]["tokens"].tolist() == list(TEXT[250:261])
+    assert opened.holdout[0]["tokens"].tolist() == list(TEXT[260:271])
+    assert opened.description.num_tokens == 301
+    assert opened.description.tokenizer.vocab_size == 257
+
+
+def test_without_holdout(folder: Path) -> None:
+    opened = open_datasets(DataGroup(path=f"file://{folder}"), seq_len=10, environment={})
+    assert opened.holdout is None
+    assert len(opened.train) == 30
+    assert open_tokenizer(DataGroup(path=str(folder))).decode([104, 105]) == "hi"
+
+
+@pytest.mark.parametrize("damage", ["shorter", "gone"])
+def test_local_files_that_are_not_what_the_index_says(folder: Path, damage: str) -> None:
+    victim = folder / "tokens-00001.bin"
+    if damage == "gone":
+        victim.unlink()
+    else:
+        victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(DataError, match=r"tokens-00001\.bin must"):
+        open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
+
+
+def test_check_finds_problems_by_key(folder: Path, tmp_path: Path) -> None:
+    assert check_data(DataGroup(path=str(folder)), seq_len=10) == ()
+    (missing,) = check_data(DataGroup(path=str(tmp_path / "nothing")), seq_len=10)
+    assert missing.key == "data.path"
+    assert "has no index.json; make it with" in missing.message
+    (too_long,) = check_data(DataGroup(path=str(folder)), seq_len=301)
+    assert (too_long.key, "must be <= 300" in too_long.message) == ("train.seq_len", True)
+    (too_many,) = check_data(DataGroup(path=str(folder), holdout_samples=30), seq_len=10)
+    assert (too_many.key, "must be < 30" in too_many.message) == ("data.holdout_samples", True)
+
+
+def test_check_knows_the_size_of_remote_data(prepare_bytes: Callable[..., TokenIndex]) -> None:
+    url = "memory://check-data/tokens"
+    prepare_bytes(open_store(url), TEXT)
+    assert check_data(DataGroup(path=url), seq_len=10) == ()
+    (problem,) = check_data(DataGroup(path=url, cache_gb=1e-7), seq_len=10)
+    assert problem.key == "data.cache_gb"
+
+
+def test_remote_data_is_read_from_the_cache(tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> None:
+    url = "memory://open-remote/tokens"
+    prepare_bytes(open_store(url), TEXT)
+    opened = open_datasets(DataGroup(path=url), seq_len=10, environment={"XDG_CACHE_HOME": str(tmp_path)})
+    assert [opened.train[i]["tokens"][0].item() for i in range(3)] == [0, 10, 20]
+    assert list((tmp_path / "elastictrain").glob("tokens-*/tokens-00002.bin"))
+
+
+def test_check_accepts_the_default_corpus() -> None:
+    assert check_data(DataGroup(), seq_len=1024) == ()
+    assert check_data(DataGroup(), seq_len=10**9)[0].key == "train.seq_len"

@@ -1,0 +1,72 @@
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.data.index import Shard, TokenIndex
+from elastictrain.data.tokenizer import TOKENIZER_FILE, ByteTokenizer, load_huggingface, tokenizer_of
+from elastictrain.errors import DataError, UsageError
+
+
+@given(text=st.text())
+def test_bytes_come_back_as_the_same_text(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    (tokens,) = tokenizer.encode([text.encode()])
+    assert tokenizer.decode(tokens.tolist()) == text
+
+
+def test_separators_and_broken_text_are_shown() -> None:
+    assert ByteTokenizer().decode([97, 256, 98, 0xFF]) == "a\n\u2500\nb\ufffd"
+    assert ByteTokenizer().decode([300]) == "\n\u2500\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_json() -> bytes:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"[UNK]": 0, "hello": 1, "world": 2, "<|endoftext|>": 3, "[END]": 9}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    model.enable_truncation(max_length=1)
+    model.post_processor = tokenizers.processors.TemplateProcessing(single="[END] $A", special_tokens=[("[END]", 9)])
+    return bytes(model.to_str().encode())
+
+
+def test_huggingface_file(tokenizer_json: bytes) -> None:
+    tokenizer = load_huggingface(tokenizer_json, source="tokenizer.json")
+    # Neither truncated nor framed by special tokens: the file's settings for inference are not for training text.
+    assert [tokens.tolist() for tokens in tokenizer.encode([b"hello world", b"\xff"])] == [[1, 2], [0]]
+    assert tokenizer.decode([1, 2]) == "hello world"
+    assert tokenizer.description.vocab_size == 10
+    assert tokenizer.description.separator == 3
+    assert load_huggingface(tokenizer_json, source="x", separator="[END]").description.separator == 9
+
+
+def test_huggingface_without_a_separator(tokenizer_json: bytes) -> None:
+    with pytest.raises(UsageError, match=r"--separator must name a token of t\.json; it has none of: nothing"):
+        load_huggingface(tokenizer_json, source="t.json", separator="nothing")
+
+
+def test_not_a_tokenizer() -> None:
+    pytest.importorskip("tokenizers")
+    with pytest.raises(DataError, match=r"t\.json must be a tokenizer\.json"):
+        load_huggingface(b"{}", source="t.json")
+
+
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UsageError, match=r'pip install "elastictrain\[hf\]"'):
+        load_huggingface(b"{}", source="t.json")
+
+
+def test_the_tokenizer_beside_the_index(memory_store: Any, tokenizer_json: bytes) -> None:
+    description = load_huggingface(tokenizer_json, source="x", separator="[END]").description
+    index = TokenIndex("uint16", description, 1, (Shard("a", 1, 2, ""),))
+    with pytest.raises(DataError, match=r"tokenizer\.json must be the tokenizer .* does not exist"):
+        tokenizer_of(memory_store, index)
+    memory_store.write(TOKENIZER_FILE, tokenizer_json)
+    assert tokenizer_of(memory_store, index).description == description
+    memory_store.write(TOKENIZER_FILE, tokenizer_json + b" ")
+    with pytest.raises(DataError, match="another one"):
+        tokenizer_of(memory_store, index)

@@ -1,0 +1,172 @@
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from elastictrain.errors import AccessDeniedError, TransientStorageError
+from elastictrain.storage import appendlog
+from elastictrain.storage.appendlog import open_append_log, read_appended
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Bytes, ObjectInfo, Store
+
+
+def memory() -> Store:
+    return open_store(f"memory://{uuid4().hex}")
+
+
+def keys(store: Store) -> list[str]:
+    return [info.key for info in store.list()]
+
+
+def wait_for(condition: object, *, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_local_record_is_in_the_file_at_once(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    log = open_append_log(store, "events/a.jsonl", flush_s=60.0)
+    for number in range(3):
+        log.append(b"%d\n" % number)
+        assert (tmp_path / "events/a.jsonl").read_bytes().count(b"\n") == number + 1
+    log.close()
+    again = open_append_log(store, "events/a.jsonl", flush_s=60.0)
+    again.append(b"3\n")
+    again.close()
+    assert list(read_appended(store, "events")) == [b"0", b"1", b"2", b"3"]
+
+
+def test_torn_record_stays_alone(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    (tmp_path / "a.jsonl").write_bytes(b"1\nto")
+    assert list(read_appended(store, "")) == [b"1"]
+    log = open_append_log(store, "a.jsonl", flush_s=60.0)
+    log.append(b"2\n")
+    log.close()
+    assert list(read_appended(store, "")) == [b"1", b"to", b"2"]
+
+
+def test_full_disk_does_not_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    log = open_append_log(open_store(str(tmp_path)), "a.jsonl", flush_s=60.0)
+    log.append(b"1\n")
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(os, "write", full)
+        log.append(b"2\n")
+        log.append(b"3\n")
+    assert len(caplog.records) == 1
+    log.append(b"4\n")
+    log.close()
+    assert (tmp_path / "a.jsonl").read_bytes() == b"1\n2\n3\n4\n"
+
+
+def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(os, "makedirs", denied)
+    with pytest.raises(AccessDeniedError, match=r"a\.jsonl"):
+        open_append_log(open_store(str(tmp_path)), "events/a.jsonl", flush_s=1.0)
+
+
+def test_remote_log_is_sent_while_it_grows() -> None:
+    store = memory()
+    log = open_append_log(store, "events/a.jsonl", flush_s=0.01)
+    log.append(b"1\n")
+    wait_for(lambda: list(read_appended(store, "events")) == [b"1"])
+    log.append(b"2\n")
+    wait_for(lambda: list(read_appended(store, "events")) == [b"1", b"2"])
+    log.close()
+    assert keys(store) == ["events/a.part-00001.jsonl"]
+    with pytest.raises(RuntimeError, match="closed"):
+        log.append(b"3\n")
+
+
+def test_segments_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appendlog, "SEGMENT_BYTES", 100)
+    store = memory()
+    lines = [b"%04d" % number for number in range(200)]
+    for half in (lines[:100], lines[100:]):
+        log = open_append_log(store, "events/a.jsonl", flush_s=0.001)
+        for line in half:
+            log.append(line + b"\n")
+        log.close()
+    assert list(read_appended(store, "events")) == lines
+    assert keys(store) == [f"events/a.part-{number:05d}.jsonl" for number in range(1, 11)]
+
+
+def test_empty_log_writes_nothing() -> None:
+    store = memory()
+    open_append_log(store, "a.jsonl", flush_s=60.0).close()
+    assert keys(store) == []
+
+
+class Unsteady:
+    """A store whose writes fail, or hang, as told."""
+
+    url = "unsteady://x"
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.failures = 0
+        self.failing = True
+        self.hang = threading.Event()
+        self.hang.set()
+
+    def write(self, key: str, data: Bytes) -> None:
+        self.hang.wait(10)
+        if self.failing:
+            self.failures += 1
+            raise TransientStorageError("cannot write now")
+        self.objects[key] = bytes(data)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return iter(())
+
+
+def test_failed_upload_is_logged_once_and_repeated(caplog: pytest.LogCaptureFixture) -> None:
+    store = Unsteady()
+    log = open_append_log(store, "a.jsonl", flush_s=0.002)  # type: ignore[arg-type]
+    log.append(b"1\n")
+    wait_for(lambda: store.failures >= 3)
+    log.append(b"2\n")
+    store.failing = False
+    log.close()
+    assert store.objects == {"a.part-00001.jsonl": b"1\n2\n"}
+    assert [record.getMessage() for record in caplog.records] == ["cannot write now; records are kept and sent later"]
+
+
+def test_close_is_bounded_and_says_what_is_missing(caplog: pytest.LogCaptureFixture) -> None:
+    store = Unsteady()
+    store.hang.clear()
+    log = open_append_log(store, "a.jsonl", flush_s=60.0, close_s=0.05)  # type: ignore[arg-type]
+    log.append(b"12345\n")
+    began = time.monotonic()
+    log.close()
+    assert time.monotonic() - began < 2.0
+    assert "unsteady://x/a lacks its last 6 bytes" in caplog.text
+    store.hang.set()
+    log._thread.join(5)  # type: ignore[attr-defined]
+
+
+def test_kept_records_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(appendlog, "KEPT_BYTES", 10)
+    store = Unsteady()
+    log = open_append_log(store, "a.jsonl", flush_s=60.0)  # type: ignore[arg-type]
+    for _ in range(20):
+        log.append(b"1\n")
+    store.failing = False
+    log.close()
+    assert store.objects == {"a.part-00001.jsonl": b"1\n" * 5}
+    assert "and 15 records" in caplog.text

@@ -1,0 +1,114 @@
+import errno
+
+import pytest
+
+from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, PermanentStorageError, StorageFullError
+from elastictrain.storage.failures import FailureFacts, Fault, classify, facts_of, fault_of, reason_of, storage_error
+
+
+class ClientError(Exception):
+    """Shaped like botocore's."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(code)
+        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+
+
+class HttpError(Exception):
+    """Shaped like gcsfs's."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(str(code))
+        self.code = code
+
+
+class ContentLengthError(Exception):
+    """Shaped like aiohttp's: a torn answer that claims to be a bad request."""
+
+    status = 400
+
+
+class ClientPayloadError(Exception):
+    pass
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (ClientError("SlowDown", 503), Fault.TRANSIENT),
+        (ClientError("Unheard", 503), Fault.TRANSIENT),
+        (ClientError("Unheard", 599), Fault.TRANSIENT),
+        (ClientError("NotImplemented", 501), Fault.PERMANENT),
+        (ClientError("429", 429), Fault.TRANSIENT),
+        (ClientError("500", 500), Fault.TRANSIENT),
+        (ClientError("InvalidArgument", 400), Fault.PERMANENT),
+        (ClientError("NoSuchBucket", 404), Fault.NO_BUCKET),
+        (ClientError("NoSuchKey", 404), Fault.NOT_FOUND),
+        (ClientError("404", 404), Fault.NOT_FOUND),
+        (ClientError("403", 403), Fault.DENIED),
+        (ClientError("ExpiredToken", 400), Fault.DENIED),
+        (ClientError("InvalidRange", 416), Fault.RANGE),
+        (ClientError("ConditionalRequestConflict", 409), Fault.TRANSIENT),
+        # What s3fs makes of the answers: the errno is its invention.
+        (caused(OSError(22, "pre-conditions"), ClientError("PreconditionFailed", 412)), Fault.EXISTS),
+        (caused(FileExistsError(), ClientError("PreconditionFailed", 412)), Fault.EXISTS),
+        (caused(OSError(errno.EBUSY, "slow"), ClientError("SlowDown", 503)), Fault.TRANSIENT),
+        (caused(FileNotFoundError(), ClientError("NoSuchBucket", 404)), Fault.NO_BUCKET),
+        (caused(ClientPayloadError(), ContentLengthError()), Fault.TRANSIENT),
+        (HttpError(503), Fault.TRANSIENT),
+        (HttpError(412), Fault.EXISTS),
+        (HttpError(400), Fault.PERMANENT),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), Fault.TRANSIENT),
+        (TimeoutError(), Fault.TRANSIENT),
+        (type("IncompleteRead", (Exception,), {})(), Fault.TRANSIENT),
+        (type("NoCredentialsError", (Exception,), {})(), Fault.DENIED),
+        (caused(ConnectionError(), type("SSLCertVerificationError", (OSError,), {})()), Fault.PERMANENT),
+        (OSError(errno.ENOSPC, ""), Fault.FULL),
+        (OSError(errno.EDQUOT, ""), Fault.FULL),
+        (OSError(errno.EROFS, ""), Fault.DENIED),
+        (PermissionError(errno.EPERM, ""), Fault.DENIED),
+        (OSError(errno.ESTALE, ""), Fault.TRANSIENT),
+        (OSError(errno.EIO, ""), Fault.TRANSIENT),
+        (NotADirectoryError(errno.ENOTDIR, ""), Fault.PERMANENT),
+        (RuntimeError("?"), Fault.PERMANENT),
+    ],
+    ids=repr,
+)
+def test_fault(error: Exception, fault: Fault) -> None:
+    assert fault_of(error) is fault
+
+
+def test_facts_come_from_the_whole_chain() -> None:
+    facts = facts_of(caused(OSError(22, "x"), ClientError("SlowDown", 503)))
+    assert facts == FailureFacts(("OSError", "ClientError"), "SlowDown", 503, 22)
+
+
+def test_nothing_known_is_permanent() -> None:
+    assert classify(FailureFacts()) is Fault.PERMANENT
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "remedy"),
+    [
+        (Fault.FULL, StorageFullError, "free space"),
+        (Fault.DENIED, AccessDeniedError, "credentials"),
+        (Fault.NOT_FOUND, ObjectNotFoundError, "does not exist"),
+        (Fault.NO_BUCKET, PermanentStorageError, "create the bucket"),
+    ],
+)
+def test_error_says_what_to_do(fault: Fault, kind: type[Exception], remedy: str) -> None:
+    error = storage_error(fault, action="write", url="s3://b/k", reason="why")
+    assert type(error) is kind
+    assert str(error).startswith("cannot write s3://b/k: why; ")
+    assert remedy in str(error)
+
+
+def test_reason_is_one_line() -> None:
+    assert reason_of(OSError(errno.ENOSPC, "No space left on device", "/x")) == "No space left on device"
+    assert reason_of(RuntimeError("first\nsecond")) == "first"
+    assert reason_of(TimeoutError()) == "TimeoutError"

@@ -1,0 +1,179 @@
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.errors import (
+    AccessDeniedError,
+    ObjectExistsError,
+    PermanentStorageError,
+    StorageFullError,
+    TransientStorageError,
+)
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.retry import Retrying, RetryOptions
+
+ONCE = Retrying(RetryOptions(attempts=1))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(str(tmp_path), url="the-url", retrying=ONCE)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, times: int = 1000) -> None:
+    """Lets the first calls of a function of `os` fail."""
+    real, left = getattr(os, name), [times]
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if left[0] > 0:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, name, call)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StorageFullError),
+        (errno.EDQUOT, StorageFullError),
+        (errno.EACCES, AccessDeniedError),
+        (errno.EROFS, AccessDeniedError),
+        (errno.ENOTDIR, PermanentStorageError),
+        (errno.ESTALE, TransientStorageError),
+        (errno.EIO, TransientStorageError),
+    ],
+)
+@pytest.mark.parametrize("function", ["write", "fsync", "rename"])
+def test_failed_write_leaves_the_old_object(
+    number: int, kind: type[Exception], function: str, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.write("a/b", b"old")
+    failing(monkeypatch, function, number)
+    with pytest.raises(kind, match=rf"the-url/a/b: {os.strerror(number)}"):
+        store.write("a/b", b"new")
+    with pytest.raises(kind, match=rf"the-url/a/b: {os.strerror(number)}"), store.open_writer("a/b") as writer:
+        writer.write(b"new")
+    monkeypatch.undo()
+    assert store.read("a/b") == b"old"
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_root_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for root in (tmp_path / "file", tmp_path / "file/run"):
+        store = LocalStore(str(root), url=str(root), retrying=ONCE)
+        with pytest.raises(PermanentStorageError, match=rf"{root}/a: Not a directory"):
+            store.write("a", b"1")
+        with pytest.raises(PermanentStorageError, match="Not a directory"):
+            list(store.list())
+
+
+def test_error_of_the_caller_passes_through(store: LocalStore, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), store.open_writer("a"):
+        (tmp_path / "none").read_bytes()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_transient_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=3), sleep=lambda _: None))
+    failing(monkeypatch, "rename", errno.ESTALE, times=2)
+    store.write("a", b"1")
+    failing(monkeypatch, "pread", errno.EIO, times=2)
+    assert store.read("a") == b"1"
+
+
+def test_lost_answer_to_create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=3), sleep=lambda _: None))
+    link, calls = os.link, []
+
+    def carried_out(source: str, target: str) -> None:
+        calls.append(target)
+        link(source, target)
+        if len(calls) == 1:
+            raise OSError(errno.ETIMEDOUT, "lost")
+
+    monkeypatch.setattr(os, "link", carried_out)
+    store.create("a", b"mine")
+    assert len(calls) == 2
+    with pytest.raises(ObjectExistsError):
+        store.create("a", b"mine")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
+def test_create_without_hard_links(number: int, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "link", number)
+    store.create("a", b"1")
+    with pytest.raises(ObjectExistsError):
+        store.create("a", b"2")
+    assert store.read("a") == b"1"
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_content_then_name_then_folder_become_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def record_fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        order.append(f"{kind} {Path(path).name if kind == 'folder' else ''}".strip())
+        fsync(descriptor)
+
+    def record_rename(source: str, target: str) -> None:
+        order.append("rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    store = LocalStore(str(tmp_path / "new/run"), url="u", retrying=ONCE)
+    store.write("x/a", b"1")
+    assert sorted(order[:3]) == sorted(["folder run", "folder new", f"folder {tmp_path.name}"])
+    assert order[3:] == ["file", "rename", "folder x"]
+    order.clear()
+    store.write("x/b", b"1")
+    assert order == ["file", "rename", "folder x"]
+
+
+def test_temporary_files_are_hidden(store: LocalStore, tmp_path: Path) -> None:
+    store.write("a/b", b"1")
+    (tmp_path / "a/.tmp-x").write_bytes(b"")
+    with store.open_writer("a/c") as writer:
+        writer.write(b"1")
+        assert [info.key for info in store.list()] == ["a/b"]
+        assert len(list((tmp_path / "a").iterdir())) == 3
+
+
+def test_deleting_the_last_object_removes_its_folders(store: LocalStore, tmp_path: Path) -> None:
+    store.write("a/b/c/1", b"1")
+    store.write("a/2", b"1")
+    store.delete("a/b/c/1")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["2"]
+    store.write("a/b/c/1", b"again")
+    assert store.read("a/b/c/1") == b"again"
+    store.delete("a/b/c/1")
+    store.delete("a/2")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_another_process_pruned(store: LocalStore, tmp_path: Path) -> None:
+    store.write("a/b/1", b"1")
+    LocalStore(str(tmp_path), url="other", retrying=ONCE).delete("a/b/1")
+    store.write("a/b/2", b"2")
+    assert store.read("a/b/2") == b"2"
+
+
+def test_sweep_spares_the_living_and_the_unknown(store: LocalStore, tmp_path: Path) -> None:
+    from elastictrain.storage.temporaries import temporary_name, this_writer
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / temporary_name(this_writer())).write_bytes(b"")
+    (tmp_path / "a" / temporary_name(None)).write_bytes(b"")
+    assert store.sweep_temporaries() == ()
+    assert len(list((tmp_path / "a").iterdir())) == 2
