@@ -6,7 +6,7 @@
 Arguments are those of elastictrain.run. After every block of steps our loop is held up, inside its own observer, while the
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
-BENCH_ALONE=1 leaves the hand-written loop out, where memory does not hold two models.
+BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, where memory does not hold two models.
 """
 
 import os
@@ -154,7 +154,11 @@ def main() -> None:
         other = None if os.environ.get("BENCH_ALONE") else HandWritten(config, started)
         timing = Interleaving(other, synchronize)
         parts = replace(built.loop, observer=timing, checkpointer=NoCheckpoints())
-        Loop(parts).run()
+        profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
+        with profile or nullcontext():
+            Loop(parts).run()
+        if profile is not None:
+            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
         if identity.rank == 0:
             report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
         built.close()

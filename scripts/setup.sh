@@ -57,7 +57,7 @@ if [[ -f "$stamp" && -x "$venv/bin/python" ]]; then
         fi
     fi
 fi
-extras="$(printf '%s\n' $installed "$@" | sort -u | paste -sd ' ' | xargs)"
+extras="$(printf '%s\n' $installed "$@" | sed '/^$/d' | sort -u | paste -sd ' ' -)"
 
 started=$SECONDS
 if [[ ! -x "$venv/bin/python" ]]; then
@@ -70,8 +70,7 @@ rm -f "$stamp"
 target="$root"
 [[ -z "$extras" ]] || target="$root[${extras// /,}]"
 say "installing elastictrain${extras:+ with ${extras// /, }} (a few minutes the first time)"
-# Where there is a GPU torch is left to pip; without one an unpinned torch may bring gigabytes of
-# CUDA libraries.
+# Where there is a GPU torch is left to pip; without one an unpinned torch may bring gigabytes of CUDA libraries.
 constraints="$venv/elastictrain-constraints.txt"
 if ((gpu)); then
     grep -v '^torch==' "$root/constraints-cpu.txt" >"$constraints"

@@ -104,7 +104,11 @@ class Walk:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
         self._tell(passed_over(self._listing, chosen=folder))
         if self._listing.begun:
-            self._store.delete(BEGUN_KEY)
+            try:
+                self._store.delete(BEGUN_KEY)
+            except StorageError as error:
+                # The others train already; the next save tries again.
+                logger.warning("%s could not be deleted: %s", BEGUN_KEY, error)
 
     def _examine(self, decision: Resume) -> bytes | Reject:
         folder: FolderFacts = decision.folder

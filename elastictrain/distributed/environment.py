@@ -54,9 +54,6 @@ def plan_environment(
     ]
     if backend == "nccl":
         wanted += [
-            # Names that torch before 2.12 reads for the two above.
-            Variable("TORCH_NCCL_TRACE_BUFFER_SIZE", entries, "remember the last collectives for the report after a failure"),
-            Variable("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", dump_prefix, "where the flight recorder goes when a collective fails"),
             Variable("TORCH_NCCL_DUMP_ON_TIMEOUT", "1", "dump the flight recorder before the communicator is torn down"),
             Variable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "abort on a failed or timed-out collective instead of hanging"),
             Variable("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "the end of a failed group is reported once, by us"),

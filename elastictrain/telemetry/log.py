@@ -18,6 +18,7 @@ class LogPrefix:
     rank: int
     incarnation: str = "-"
     step: Callable[[], int] = int
+    """Optimizer steps committed by now; 0 is not shown."""
 
     def text(self) -> str:
         """`[incarnation rank 0 step 12]`"""

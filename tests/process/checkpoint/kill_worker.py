@@ -1,7 +1,7 @@
 """Forks a child per operation of a save; each is killed (SIGKILL) just before its operation. Then restores in the parent.
 
-Usage: kill_worker.py FOLDER. Operations are the system calls by which the local store changes the disk, so that deaths between a
-temporary file and its rename, and between deletions, are among them. Prints how many there were.
+Usage: kill_worker.py FOLDER. Operations are the system calls by which the local store changes the disk, so that deaths
+between a temporary file and its rename, and between deletions, are among them. Prints how many there were.
 """
 
 import json
@@ -108,7 +108,7 @@ def main(folder: Path) -> None:
         assert {path.parent.name for path in left} == {"step-000000004"}, left
         shutil.rmtree(run_dir)
     assert steps == sorted(steps), steps
-    print(json.dumps({"before": steps.count(2), "after": steps.count(3)}), flush=True)
+    sys.stdout.write(json.dumps({"before": steps.count(2), "after": steps.count(3)}) + "\n")
 
 
 if __name__ == "__main__":

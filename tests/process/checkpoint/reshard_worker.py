@@ -101,7 +101,7 @@ def main(kind: str, run_dir: str, step: int) -> None:
     assert again.skipped
     assert bool(events) == (rank == 0)
     if rank == 0:
-        print(json.dumps({"kind": kind, "world_size": world_size, "tensors": len(full)}), flush=True)
+        sys.stdout.write(json.dumps({"kind": kind, "world_size": world_size, "tensors": len(full)}) + "\n")
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ def run(script: str, *args: str, ranks: int = 0) -> str:
 
 
 def test_any_sharding_loads_any_other(tmp_path: Path) -> None:
-    chain = [("fsdp", 4), ("ddp", 2), ("single", 0), ("fsdp", 3), ("hsdp", 4), ("fsdp", 1)]
+    chain = [("fsdp", 4), ("ddp", 2), ("single", 0), ("fsdp", 3), ("hsdp", 4)]
     for step, (kind, ranks) in enumerate(chain, start=1):
         output = run("reshard_worker.py", kind, str(tmp_path), str(step), ranks=ranks)
         assert json.loads(output.splitlines()[-1])["world_size"] == max(1, ranks)
     manifests = {path.parent.name: json.loads(path.read_bytes()) for path in tmp_path.glob("checkpoints/*/manifest.json")}
-    # DDP replicas are written once, and shared out: in the last three kept, every rank wrote files.
     hsdp = manifests["step-000000005"]
     assert {file["name"].split("-")[1] for file in hsdp["files"]} == {f"r0000{rank}" for rank in range(4)}
 

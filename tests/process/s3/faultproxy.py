@@ -43,7 +43,7 @@ class Stall:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    """The connection is reset when this many bytes of the request's body have come; the service does not see the request."""
+    """The connection is reset when this many bytes of the request's body (or all) have come; the service does not see it."""
 
     after_bytes: int = 0
 
@@ -177,7 +177,7 @@ class _Connection:
                 if head.headers.get(b"expect", b"").lower() == b"100-continue":
                     self._client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                 if isinstance(fault, DropRequest):
-                    from_client.read(fault.after_bytes)
+                    from_client.read(min(fault.after_bytes, int(head.headers.get(b"content-length", b"0"))))
                     return self._reset()
                 if isinstance(fault, Stall):
                     return time.sleep(fault.seconds)

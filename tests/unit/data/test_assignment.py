@@ -50,6 +50,11 @@ def test_micro_batches_do_not_depend_on_the_world_size(step: int, micro: int, wo
     assert contents[0] == contents[1]
 
 
+@given(batch=BATCHES, world=WORLDS)
+def test_one_pass_suffices_if_a_rank_can_hold_its_share(batch: int, world: int) -> None:
+    assert passes_per_step(global_batch=batch, micro_batch=-(-batch // world), world_size=world) == 1
+
+
 def test_uneven_world() -> None:
     # 10 samples in chunks of 4, 4 and 2 on two ranks: the second rank is short in the last pass and repeats its first chunk.
     assert everyone(3, batch=10, micro=4, world=2) == [

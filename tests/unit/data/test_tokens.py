@@ -59,7 +59,7 @@ def test_index_outside_the_data_set(tmp_path: Path) -> None:
 
 
 def test_travels_to_another_process(tmp_path: Path) -> None:
-    dataset = dataset_of(tmp_path, [7, 10], seq_len=3, num_samples=5)
+    dataset = dataset_of(tmp_path, [7, 10_000], seq_len=3, num_samples=3000)
     before = dataset[2]["tokens"]
     data = pickle.dumps(dataset)
     assert len(data) < 2000

@@ -30,7 +30,7 @@ def test_the_prefix_follows_the_run() -> None:
     logger = logging.getLogger("elastictrain.train.loop")
     logger.info("starting %d", 1)
     prefix.incarnation = "a3f"
-    prefix.step = 12
+    prefix.step = lambda: 12
     logger.warning("slow")
     first, second = stream.getvalue().splitlines()
     assert first.endswith(" INFO [- rank 0] starting 1")

@@ -1,0 +1,79 @@
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from elastictrain.distributed.board import Board
+
+
+def board(store: dist.Store, rank: int, *, where: str = "reduce of step 3", clock: Callable[[], float] = time.time) -> Board:
+    return Board(store, rank=rank, hosts=("a", "b", "c"), where=lambda: where, interval_s=0.005, clock=clock)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_nobody_heard_yet() -> None:
+    reader = board(dist.HashStore(), 1)
+    assert reader.last_heard() == {
+        "rank 2 on c": "never heard in this incarnation",
+        "rank 0 on a": "never heard in this incarnation",
+    }
+
+
+def test_says_where_each_rank_was_oldest_news_first() -> None:
+    store = dist.PrefixStore("incarnation", dist.HashStore())
+    writers = [board(store, rank, where=f"step {rank}", clock=lambda rank=rank: 100.0 + rank) for rank in (0, 2)]
+    for writer in writers:
+        writer.start()
+    reader = board(store, 1, clock=lambda: 103.5)
+    wait_for(lambda: not any("never" in text for text in reader.last_heard().values()))
+    for writer in writers:
+        writer.close()
+    assert list(reader.last_heard().items()) == [("rank 0 on a", "step 0, 3.5 s ago"), ("rank 2 on c", "step 2, 1.5 s ago")]
+
+
+def test_a_closed_board_writes_no_more() -> None:
+    store = dist.HashStore()
+    times = iter(range(10**9))
+    writer = board(store, 0, clock=lambda: float(next(times)))
+    writer.start()
+    wait_for(lambda: store.check(["beat/0"]))
+    writer.close()
+    before = store.get("beat/0")
+    time.sleep(0.03)
+    assert store.get("beat/0") == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+class LostStore:
+    """A store whose host is gone."""
+
+    def clone(self) -> "LostStore":
+        return self
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_lost_store_is_what_was_heard_last() -> None:
+    lost = board(LostStore(), 0)  # type: ignore[arg-type]
+    lost.start()
+    assert lost.last_heard() == {
+        "the shared store": "does not answer (RuntimeError): its host may be the one that is gone",
+    }
+    lost.close()

@@ -1,0 +1,186 @@
+import re
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.distributed.incarnation import Go, Publish, Wait, agree, coordinate
+from elastictrain.errors import StopRequestedError, TransportError
+from elastictrain.identity import Identity
+from tests.unit.distributed.stage import Actor, Stage
+
+SEEDS = range(25)
+
+
+def enter_all(stage: Stage, world_size: int, *, number: int = 1, without: tuple[int, ...] = ()) -> list[Actor]:
+    return [stage.enter(rank, world_size=world_size, number=number) for rank in range(world_size) if rank not in without]
+
+
+def names(actors: list[Actor]) -> set[str]:
+    return {actor.result.name for actor in actors if actor.result is not None}
+
+
+def leftovers(*world_sizes: int) -> dict[str, bytes]:
+    """The shared store after groups of these sizes, one after another."""
+    data: dict[str, bytes] = {}
+    for world_size in world_sizes:
+        stage = Stage(0, data=data)
+        assert len(names(enter_all_and_play(stage, world_size))) == 1
+    return data
+
+
+def enter_all_and_play(stage: Stage, world_size: int, *, number: int = 1) -> list[Actor]:
+    actors = enter_all(stage, world_size, number=number)
+    stage.play()
+    return actors
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_all_ranks_agree_on_one_name_and_know_all_hosts(world_size: int) -> None:
+    for seed in SEEDS:
+        actors = enter_all_and_play(Stage(seed), world_size, number=7)
+        assert [actor.error for actor in actors] == [None] * world_size
+        assert len(names(actors)) == 1
+        for actor in actors:
+            assert actor.result is not None
+            assert re.fullmatch(r"000007-[0-9a-f]{8}", actor.result.name)
+            assert actor.result.hosts == tuple(f"host-{rank}" for rank in range(world_size))
+
+
+@pytest.mark.parametrize("before", [(3,), (2,), (5,), (3, 3), (5, 1, 3)])
+def test_what_predecessors_left_in_the_store_disturbs_nobody(before: tuple[int, ...]) -> None:
+    for seed in SEEDS:
+        data = leftovers(*before)
+        old = {key for key in data if "/go/" in key}
+        actors = enter_all_and_play(Stage(seed, data=data), 3, number=2)
+        assert [actor.error for actor in actors] == [None] * 3
+        assert len(names(actors)) == 1
+        assert not any(key.endswith(name) for key in old for name in names(actors))
+
+
+def test_ranks_may_be_late() -> None:
+    for seed in SEEDS:
+        stage = Stage(seed, data=leftovers(3))
+        actors = []
+        for rank in stage.random.sample(range(3), 3):
+            actors.append(stage.enter(rank, world_size=3))
+            stage.play(turns=stage.random.randrange(60))
+        stage.play()
+        assert len(names(actors)) == 1
+        assert all(actor.result for actor in actors)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_replaced_in_the_middle_leaves_nobody_with_another_name(rank: int) -> None:
+    """If the go was not given yet, all agree in the end; otherwise the newcomer waits in vain, and never with another name."""
+    complete = 0
+    for seed in range(60):
+        stage = Stage(seed, data=leftovers(3))
+        actors = enter_all(stage, 3)
+        stage.play(turns=stage.random.randrange(70))
+        victim = actors[rank]
+        stage.kill(victim)
+        actors[rank] = stage.enter(rank, world_size=3)
+        stage.play()
+        assert len(names([*actors, victim])) <= 1 or victim.result is not None
+        assert len(names(actors)) <= 1
+        left = [actor for actor in actors if actor.result is not None]
+        complete += len(left) == 3
+        assert len(left) in (0, 1, 2, 3)
+        if len(left) < 3:
+            assert isinstance(actors[rank].error, TransportError)
+    assert complete > 20
+
+
+def test_several_replacements_in_a_row_end_in_agreement() -> None:
+    for seed in SEEDS:
+        stage = Stage(seed)
+        actors = enter_all(stage, 3, without=(2,))
+        for _ in range(4):
+            # Rank 2 never gets as far as to acknowledge, so the go cannot have been given.
+            victim = stage.enter(2, world_size=3)
+            stage.play(turns=stage.random.randrange(5))
+            stage.kill(victim)
+            stage.play(turns=stage.random.randrange(40))
+        actors.append(stage.enter(2, world_size=3))
+        if actors[0].result is None:
+            stage.play()
+            assert [actor.error for actor in actors] == [None] * 3
+            assert len(names(actors)) == 1
+
+
+@pytest.mark.parametrize("dead", [(1,), (2, 3)])
+@pytest.mark.parametrize("before", [(), (4,)])
+def test_nobody_leaves_without_a_dead_rank_and_rank_0_names_it(dead: tuple[int, ...], before: tuple[int, ...]) -> None:
+    stage = Stage(1, data=leftovers(*before))
+    actors = enter_all(stage, 4, without=dead)
+    stage.play()
+    assert not names(actors)
+    ranks = ", ".join(map(str, dead))
+    # A predecessor's hello is taken for a rank that is there, until it does not acknowledge.
+    stage_text = "acknowledge" if before else "say hello"
+    assert f"the 4 ranks did not agree within 3 s: rank(s) {ranks} did not {stage_text}" in str(actors[0].error)
+    assert all(isinstance(actor.error, TransportError) for actor in actors)
+
+
+def test_a_dead_rank_0_is_named_by_the_others() -> None:
+    stage = Stage(1)
+    actors = enter_all(stage, 3, without=(0,))
+    stage.play()
+    assert [str(actor.error).rpartition(": ")[2] for actor in actors] == [
+        f"rank {rank} on host-{rank} heard nothing of rank 0" for rank in (1, 2)
+    ]
+
+
+def test_a_rank_that_waits_only_for_others_says_so() -> None:
+    stage = Stage(1, data=leftovers(3))
+    actors = enter_all(stage, 3, without=(2,))
+    stage.play()
+    assert "rank 0 still waits for others" in str(actors[1].error)
+
+
+def test_whoever_polls_may_leave_early() -> None:
+    def stop() -> None:
+        raise StopRequestedError("SIGTERM")
+
+    stage = Stage(0)
+    actor = stage.enter(1, world_size=2, poll=stop)
+    stage.play()
+    assert isinstance(actor.error, StopRequestedError)
+
+
+def test_a_world_of_one_agrees_through_a_store_of_torch() -> None:
+    store = dist.HashStore()
+    identity = Identity(0, 1, 0, 1, 0, "here", launched=False)
+    lives = [agree(store, identity, number=number, timeout_s=5.0) for number in (1, 2, 3)]
+    assert [life.name[:7] for life in lives] == ["000001-", "000002-", "000003-"]
+    assert len({life.name for life in lives}) == 3
+    assert {life.hosts for life in lives} == {("here",)}
+
+
+nonces = st.sampled_from("abc")
+
+
+@given(
+    world_size=st.integers(1, 4),
+    hellos=st.dictionaries(st.integers(0, 6), nonces),
+    proposed=st.none() | st.lists(nonces, max_size=4).map(tuple),
+    acknowledged=st.frozensets(st.integers(0, 6)),
+)
+def test_rank_0_waits_then_publishes_then_waits_then_goes(
+    world_size: int, hellos: dict[int, str], proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
+) -> None:
+    ranks = range(world_size)
+    decision = coordinate(hellos, world_size=world_size, proposed=proposed, acknowledged=acknowledged)
+    silent = tuple(rank for rank in ranks if rank not in hellos)
+    current = tuple(hellos.get(rank, "") for rank in ranks)
+    pending = tuple(rank for rank in ranks if rank not in acknowledged)
+    if silent:
+        assert decision == Wait(silent, "say hello")
+    elif current != proposed:
+        assert decision == Publish(current)
+    elif pending:
+        assert decision == Wait(pending, "acknowledge")
+    else:
+        assert decision == Go()

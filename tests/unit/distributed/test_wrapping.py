@@ -1,0 +1,174 @@
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.distributed.wrapping import Wrapped, accumulation, finish, wrap
+
+CPU = torch.device("cpu")
+TRAIN = TrainGroup(steps=1, global_batch=4, micro_batch=4)
+Kind = Literal["ddp", "fsdp", "hsdp"]
+
+
+class Block(nn.Module):
+    """Two products, attention, dropout: what the policies treat differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise = nn.Linear(8, 24)
+        self.fall = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.rise(x).chunk(3, dim=-1)
+        attended = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        return x + nn.functional.dropout(self.fall(torch.nn.functional.silu(attended)), 0.25)
+
+
+class CompiledByCounter(Block):
+    """A block that a backend without a compiler compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = CompileCounter()  # type: ignore[no-untyped-call]
+
+    def compile(self, *args: object, **kwargs: object) -> None:
+        super().compile(backend=self.counter)
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x
+        for layer in self.layers:
+            out = layer(out)
+        return self.head(out).square().sum()  # type: ignore[no-any-return]
+
+
+def make(kind: Kind, train: TrainGroup = TRAIN, block: Callable[[], nn.Module] = Block) -> tuple[Model, Wrapped]:
+    torch.manual_seed(0)
+    model = Model(block)
+    parallel = ParallelGroup(kind=kind)
+    shape = mesh_shape(kind, world_size=1, local_world_size=1, shard_size=0)
+    wrap(model, list(model.layers), shape=shape, parallel=parallel, train=train, device=CPU)
+    return model, finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=1)
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, dist.tensor.DTensor) else tensor
+
+
+def loss_and_gradients(model: Model, wrapped: Wrapped) -> tuple[Tensor, dict[str, Tensor]]:
+    x = torch.randn(4, 5, 8, generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)
+    with accumulation(wrapped.module, last=True), wrapped.precision_context():
+        loss = wrapped.module(x)
+        loss.backward()
+    return loss.detach(), {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+PLAIN_NAMES = [name for name, _ in Model().named_parameters()]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_changes_neither_loss_nor_gradients_nor_names(
+    group_of_one: dist.HashStore, kind: Kind, mode: Literal["full", "selective"]
+) -> None:
+    plain_loss, plain = loss_and_gradients(*make("ddp"))
+    train = TrainGroup(steps=1, global_batch=4, micro_batch=4, activation_checkpointing=mode)
+    model, wrapped = make(kind, train)
+    loss, gradients = loss_and_gradients(model, wrapped)
+    assert [name for name, _ in wrapped.bare.named_parameters()] == PLAIN_NAMES
+    assert list(wrapped.bare.state_dict()) == list(Model().state_dict())
+    assert torch.equal(loss, plain_loss)
+    assert set(gradients) == set(PLAIN_NAMES)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, plain[name]), name
+
+
+@pytest.mark.parametrize(("mode", "products"), [("none", 4), ("selective", 6), ("full", 8)])
+def test_checkpointing_recomputes_what_it_says(mode: Literal["none", "selective", "full"], products: int) -> None:
+    """Two blocks of two products: `full` does them all again, `selective` every other one."""
+    model, wrapped = make("ddp", TrainGroup(steps=1, global_batch=4, micro_batch=4, activation_checkpointing=mode))
+    counted = _Products()
+    with counted:
+        loss = wrapped.module(torch.randn(4, 5, 8))
+        forward = counted.count
+        loss.backward()
+    plain, plain_wrapped = make("ddp")
+    again = _Products()
+    with again:
+        loss = plain_wrapped.module(torch.randn(4, 5, 8))
+        before = again.count
+        loss.backward()
+    assert forward == before
+    assert counted.count - again.count == products - 4
+    assert model.layers[0].training == plain.layers[0].training
+
+
+class _Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products with a bias: forward passes only have these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func is torch.ops.aten.addmm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_checkpointed_block_is_compiled_too(mode: Literal["none", "selective", "full"]) -> None:
+    train = TrainGroup(steps=1, global_batch=4, micro_batch=4, compile=True, activation_checkpointing=mode)
+    torch._dynamo.reset()
+    model, wrapped = make("ddp", train, CompiledByCounter)
+    wrapped.module(torch.randn(4, 5, 8))
+    assert sum(layer.counter.frame_count for layer in model.layers) > 0  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_sharded_units_are_the_blocks_and_the_rest(group_of_one: dist.HashStore, kind: Kind) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    model, wrapped = make(kind)
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(layer, FSDPModule) for layer in model.layers)
+    assert not isinstance(model.head, FSDPModule)
+    assert wrapped.module is wrapped.bare is model
+    assert wrapped.gradient_divisor == 1
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_accumulated_gradients_are_the_sum(group_of_one: dist.HashStore, kind: Kind) -> None:
+    def accumulate(passes: int) -> dict[str, Tensor]:
+        model, wrapped = make(kind, TRAIN, partial(nn.Linear, 8, 8))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+        for index, part in enumerate(x.chunk(passes)):
+            with accumulation(wrapped.module, last=index == passes - 1):
+                wrapped.module(part).backward()
+        return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    whole, parts = accumulate(1), accumulate(4)
+    for name, gradient in whole.items():
+        torch.testing.assert_close(parts[name], gradient)
+
+
+def test_bf16_is_autocast_under_ddp() -> None:
+    _, wrapped = make("ddp", TrainGroup(steps=1, global_batch=4, micro_batch=4, precision="bf16"))
+    with wrapped.precision_context():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")

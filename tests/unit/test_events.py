@@ -1,0 +1,143 @@
+import inspect
+import json
+import math
+import threading
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain import events
+from elastictrain.events import Event, Journal, encode
+
+STEP = events.Step(step=3, loss=0.1 + 0.2, lr=3e-4, grad_norm=1 / 3, positions=(64, 96), tokens_per_s=1e5)
+SECONDS: Mapping[str, float] = MappingProxyType({"read": 0.25})
+EXAMPLES: list[Event] = [
+    events.Start(
+        world_size=2,
+        hosts=("a", "b"),
+        backend="gloo",
+        device="cpu",
+        config_digest="d",
+        versions={"torch": "2"},
+        seconds=SECONDS,
+    ),
+    events.Resume(step=7, tier="storage", checkpoint="step-000000007", bytes=10, seconds=SECONDS),
+    STEP,
+    events.Skip(step=3, loss=math.nan, grad_norm=math.inf, positions=(0, 4), in_a_row=1),
+    events.Evaluated(step=3, loss=2.5, samples=256, seconds=1.5),
+    events.CheckpointSaved(step=3, checkpoint="step-000000003", reason="interval", bytes=1, seconds=SECONDS),
+    events.CheckpointFailed(step=3, error="disk full", in_a_row=2),
+    events.CheckpointRejected(checkpoint="step-000000003", file="a.safetensors", reason="digest"),
+    events.CheckpointsPruned(checkpoints=("step-000000001",)),
+    events.Failure(
+        exit_code=71, error="line 1\nline 2 é", phase="reduce", step=3, last_heard={"rank 1": "x"}, flight_recorder=None
+    ),
+    events.Stop(step=3, reason="SIGTERM", exit_code=75, seconds=3.0),
+]
+NAMES = {
+    "start",
+    "resume",
+    "step",
+    "skip",
+    "eval",
+    "checkpoint_saved",
+    "checkpoint_failed",
+    "checkpoint_rejected",
+    "checkpoints_pruned",
+    "failure",
+    "stop",
+}
+
+
+def decoded(event: Event) -> dict[str, object]:
+    record = json.loads(encode(event, now=12.5, incarnation="000001-ab", rank=2))
+    assert isinstance(record, dict)
+    return record
+
+
+def test_there_is_an_example_of_every_event() -> None:
+    kinds = {kind for _, kind in inspect.getmembers(events, inspect.isclass) if issubclass(kind, Event) and kind is not Event}
+    assert {type(example) for example in EXAMPLES} == kinds
+    assert {example.event for example in EXAMPLES} == NAMES
+
+
+@pytest.mark.parametrize("event", EXAMPLES, ids=lambda event: event.event)
+def test_every_event_is_one_line_of_json_with_all_its_fields(event: Event) -> None:
+    line = encode(event, now=12.5, incarnation="000001-ab", rank=2)
+    assert line.endswith(b"\n")
+    assert line.count(b"\n") == 1
+    record = decoded(event)
+    assert list(record)[:4] == ["time", "event", "incarnation", "rank"]
+    assert (record["time"], record["event"], record["incarnation"], record["rank"]) == (12.5, event.event, "000001-ab", 2)
+    assert set(record) == {"time", "event", "incarnation", "rank", *type(event).__dataclass_fields__}
+
+
+def test_the_step_event_has_the_names_that_scripts_rely_on() -> None:
+    record = decoded(STEP)
+    assert {"step", "loss", "lr", "grad_norm", "positions", "tokens_per_s"} <= set(record)
+    assert record["positions"] == [64, 96]
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_keep_every_bit(loss: float) -> None:
+    record = decoded(events.Step(step=1, loss=loss, lr=0.0, grad_norm=0.0, positions=(0, 1), tokens_per_s=0.0))
+    assert isinstance(record["loss"], float)
+    assert record["loss"].hex() == loss.hex()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_null(value: float) -> None:
+    line = encode(
+        events.Step(step=1, loss=value, lr=1.0, grad_norm=value, positions=(0, 1), tokens_per_s=1.0),
+        now=0.0,
+        incarnation="i",
+        rank=0,
+    )
+
+    def refuse(text: str) -> object:
+        raise AssertionError(text)
+
+    record = json.loads(line, parse_constant=refuse)
+    assert record["loss"] is None
+    assert record["grad_norm"] is None
+
+
+class Log:
+    """A log in memory."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.closed = 0
+
+    def append(self, data: bytes) -> None:
+        self.pieces.append(data)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_the_journal_appends_one_piece_per_event_with_its_own_time() -> None:
+    log, times = Log(), iter([1.0, 2.0])
+    journal = Journal(log, incarnation="000002-cd", rank=1, clock=lambda: next(times))
+    journal.record(STEP)
+    journal.record(EXAMPLES[-1])
+    journal.close()
+    records = [json.loads(piece) for piece in log.pieces]
+    assert [(record["time"], record["event"]) for record in records] == [(1.0, "step"), (2.0, "stop")]
+    assert {(record["incarnation"], record["rank"]) for record in records} == {("000002-cd", 1)}
+    assert log.closed == 1
+
+
+def test_the_journal_takes_events_from_several_threads_in_the_order_of_their_times() -> None:
+    log = Log()
+    ticks = iter(range(10_000))
+    journal = Journal(log, incarnation="i", rank=0, clock=lambda: float(next(ticks)))
+    threads = [threading.Thread(target=lambda: [journal.record(STEP) for _ in range(100)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [json.loads(piece)["time"] for piece in log.pieces] == [float(number) for number in range(400)]

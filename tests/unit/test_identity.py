@@ -1,0 +1,64 @@
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.errors import ConfigError
+from elastictrain.identity import Identity, read_identity
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PATH": "/bin"}
+
+
+def test_without_torchrun_a_world_of_one() -> None:
+    assert read_identity({"PATH": "/bin"}) == Identity(0, 1, 0, 1, 0, socket.gethostname(), launched=False)
+
+
+def test_reads_what_torchrun_sets() -> None:
+    identity = read_identity(TORCHRUN)
+    assert identity == Identity(5, 8, 1, 4, 1, socket.gethostname(), launched=True)
+    assert not identity.speaks
+    assert identity.num_nodes == 2
+
+
+def test_rank_zero_speaks() -> None:
+    assert read_identity(TORCHRUN | {"RANK": "0"}).speaks
+
+
+def test_local_values_have_defaults() -> None:
+    identity = read_identity({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, 0)
+    assert identity.launched
+
+
+@given(world=st.integers(1, 200), local=st.integers(1, 16))
+def test_number_of_nodes_is_rounded_up(world: int, local: int) -> None:
+    nodes = Identity(0, world, 0, local, 0, "host", launched=True).num_nodes
+    assert (nodes - 1) * local < world <= nodes * local
+
+
+@pytest.mark.parametrize(("present", "absent"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
+def test_half_of_torchrun_is_refused_by_name(present: str, absent: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{absent}` must be set in the environment when {present} is"):
+        read_identity({present: "1"})
+
+
+@pytest.mark.parametrize("text", ["", "two", "-1", "1.0"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
+def test_a_value_that_is_no_number_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_identity(TORCHRUN | {name: text})
+    assert [problem.key for problem in caught.value.problems] == [name]
+    assert repr(text) in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_identity(TORCHRUN | {"RANK": "x", "LOCAL_RANK": "y"})
+    assert {problem.key for problem in caught.value.problems} == {"RANK", "LOCAL_RANK"}
+
+
+@pytest.mark.parametrize("world", ["0", "5"])
+def test_a_rank_outside_the_world_is_refused(world: str) -> None:
+    with pytest.raises(ConfigError, match=f"`RANK` must be < WORLD_SIZE={world}, but is 5"):
+        read_identity(TORCHRUN | {"WORLD_SIZE": world})
