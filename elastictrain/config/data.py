@@ -15,8 +15,8 @@ class DataGroup:
     text of the Python standard library that runs the program, prepared on first use."""
 
     cache_dir: str | None = None
-    """Local folder in which remote token files and the `stdlib` corpus are kept; null for a folder per user under the system's
-    cache folder."""
+    """Local folder in which remote token files and the `stdlib` corpus are kept; null for
+    $XDG_CACHE_HOME/elastictrain, or ~/.cache/elastictrain."""
 
     cache_gb: Annotated[float, Range(0.0, exclusive=True)] = 20.0
     """Upper bound on what `cache_dir` may hold (10^9 bytes); the least recently used files are removed first."""

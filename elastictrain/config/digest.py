@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from omegaconf import OmegaConf
@@ -80,13 +80,16 @@ def _flatten(values: object, path: str) -> dict[str, object]:
     return {key: value for name, one in values.items() for key, value in _flatten(one, f"{path}.{name}").items()}
 
 
-def changed_answers(stored: Mapping[str, object], *, now: RunConfig) -> list[tuple[str, object, object]]:
+def changed_answers(
+    stored: Mapping[str, object], *, now: RunConfig, neutral: Collection[str] = ()
+) -> list[tuple[str, object, object]]:
     """Each key that changes the answer and differs: (key, stored value, value now), in order of key.
 
     `stored` is the tree of a stored config.yaml (`from_yaml`). A key that only one side has counts, with None for the other.
+    `neutral` names options of the task that do not count.
     """
     before, after = _answers(stored), answer_keys(now)
-    keys = sorted(before.keys() | after.keys())
+    keys = sorted((before.keys() | after.keys()) - {f"task.{name}" for name in neutral})
     differ = [key for key in keys if _canonical(_number(before.get(key))) != _canonical(_number(after.get(key)))]
     return [(key, before.get(key), after.get(key)) for key in differ]
 

@@ -108,8 +108,11 @@ class WorkerPool:
         return True
 
     def _receive(self, worker: _Worker) -> Batch:
-        wait([worker.connection, worker.process.sentinel])
+        # The end of the process counts, not that of the connection: a child of the worker may hold that open.
+        ready = wait([worker.connection, worker.process.sentinel])
         try:
+            if worker.connection not in ready:
+                raise EOFError
             answer: Batch | _Failure = worker.connection.recv()
         except (OSError, EOFError):
             worker.process.join()

@@ -120,10 +120,14 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
 def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
     change the names of parameters, and with them every checkpoint."""
-    if selective:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=_selective_contexts)
-    else:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    options = {"context_fn": _selective_contexts} if selective else {}
+    forward = block.forward
+
+    # A function and not a `partial`: torch.compile does not look into the latter, and would compile nothing at all.
+    def checkpointed(*args: object, **kwargs: object) -> object:
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)  # type: ignore[arg-type]
+
+    block.forward = checkpointed
 
 
 def _buffer_option(model: nn.Module) -> dict[str, bool]:

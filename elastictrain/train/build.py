@@ -109,7 +109,7 @@ def bring_up(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts,
         task = cast(Task, build_task(config))
         store = open_store(config.run.dir)
         if identity.local_rank == 0:
-            check_run_folder(store, config)
+            check_run_folder(store, config, task=task)
         samples = open_samples(task, config)
     dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
     for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):

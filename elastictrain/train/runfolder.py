@@ -5,23 +5,27 @@ import re
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, from_yaml, to_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
+from elastictrain.train.task import Task
 
 CONFIG_FILE = "config.yaml"
 _EVENTS_FILE = re.compile(r"events/(\d{6,})-")
 
 
-def check_run_folder(store: Store, config: RunConfig) -> None:
+def check_run_folder(store: Store, config: RunConfig, *, task: Task) -> None:
     """The folder takes writes, and this configuration continues what is in it.
 
     Raises: StorageError; ConfigError that names the keys which would change the answer.
     """
     check_writable(store)
+    if isinstance(store, LocalStore):
+        store.sweep_temporaries("checkpoints")
     stored = _stored_config(store)
     if stored is None or config.run.on_change == "continue" or not any(True for _ in store.list("checkpoints")):
         return
-    changes = changed_answers(stored, now=config)
+    changes = changed_answers(stored, now=config, neutral=getattr(task, "neutral_options", ()))
     if changes:
         advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
         raise ConfigError(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
-from elastictrain.errors import DataError, Problem
-from elastictrain.train.task import BringsDatasets, Task
+from elastictrain.errors import ConfigError, DataError, Problem
+from elastictrain.train.task import BringsDatasets, ChecksTokens, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,10 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
     else:
         opened = open_datasets(config.data, seq_len=config.train.seq_len)
         train, held_out, digest = opened.train, opened.holdout, opened.description.digest
+        if isinstance(task, ChecksTokens):
+            vocab_size = opened.description.tokenizer.vocab_size
+            if problems := task.check_tokens(seq_len=config.train.seq_len, vocab_size=vocab_size):
+                raise ConfigError(problems)
     if len(train) == 0:
         raise DataError([Problem("data.path", "must have at least one training sample, but has none")])
     if config.train.eval_every_steps and not held_out:

@@ -8,12 +8,13 @@ defining its methods.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from elastictrain.data.dataset import Batch, Dataset
+from elastictrain.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,13 @@ class Task(Protocol):
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         """Forward one micro-batch. Call `model(...)` itself and exactly once: DDP and FSDP act in its call."""
+
+
+class HasNeutralOptions(Protocol):
+    """Some keys of the task change how the answer is computed, and not the answer: a run may go on with others."""
+
+    neutral_options: ClassVar[frozenset[str]]
+    """Names of constructor parameters."""
 
 
 @runtime_checkable
@@ -67,6 +75,14 @@ class BringsDatasets(Protocol):
 
     def eval_dataset(self) -> Dataset | None:
         """The held-out samples, or None."""
+
+
+@runtime_checkable
+class ChecksTokens(Protocol):
+    """The task knows which token files it can be trained on; asked before any process group exists."""
+
+    def check_tokens(self, *, seq_len: int, vocab_size: int) -> Sequence[Problem]:
+        """What is wrong with samples of `seq_len` + 1 token ids below `vocab_size`; empty if nothing is."""
 
 
 @runtime_checkable

@@ -51,5 +51,6 @@ class Rotary(nn.Module):
         """`x` [B, T, heads, head_dim], position = index along T; the halves of head_dim are the pairs, as in Hugging Face."""
         cos = self.cos[: x.shape[1], None, :]
         sin = self.sin[: x.shape[1], None, :]
-        first, second = x.float().chunk(2, dim=-1)
+        # The tables are float32, so the products are, whatever `x` is.
+        first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

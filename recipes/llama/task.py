@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.data.dataset import Batch
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file
-from elastictrain.errors import ConfigError, Problem
+from elastictrain.errors import Problem
 from elastictrain.storage.opening import open_store
 from elastictrain.train.task import LossOutput
 from recipes.llama.config import LlamaConfig
@@ -29,6 +29,8 @@ _SHOWN_TEMPERATURE = 0.6
 
 class LlamaTask:
     """A Llama 3 that learns to predict the next token."""
+
+    neutral_options = frozenset({"loss_chunk_tokens", "compile_loss", "tokenizer", "prompt"})
 
     def __init__(
         self,
@@ -52,17 +54,22 @@ class LlamaTask:
         return Llama(self._config, self._loss)
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-        """`tokens` [B, T + 1] int64: T tokens in, each predicting the one behind it.
-
-        Raises: ConfigError if T is more than the model's rotary tables hold.
-        """
+        """`tokens` [B, T + 1] int64: T tokens in, each predicting the one behind it."""
         tokens = batch["tokens"]
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        if inputs.shape[1] > self._config.max_seq_len:
-            limit = self._config.max_seq_len
-            raise ConfigError([Problem("train.seq_len", f"must be <= model.max_seq_len = {limit}, but is {inputs.shape[1]}")])
         loss_sum = model(inputs, targets)
         return LossOutput(loss_sum, torch.full((), targets.numel(), dtype=torch.float32, device=tokens.device))
+
+    def check_tokens(self, *, seq_len: int, vocab_size: int) -> list[Problem]:
+        """Samples must fit the rotary tables, and token ids the embedding."""
+        config = self._config
+        problems = []
+        if seq_len > config.max_seq_len:
+            problems.append(Problem("train.seq_len", f"must be <= model.max_seq_len = {config.max_seq_len}, but is {seq_len}"))
+        if vocab_size > config.vocab_size:
+            message = f"must be >= {vocab_size}, the vocabulary of the tokens in data.path, but is {config.vocab_size}"
+            problems.append(Problem("model.vocab_size", message))
+        return problems
 
     def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
         """From `init_from` if there is one; else norms are 1 and matrices normal with standard deviation 0.02, divided by

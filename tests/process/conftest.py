@@ -1,4 +1,4 @@
-"""Nothing here yet but the path of the tests' own module."""
+"""The process tests share the module `torchruns`."""
 
 import sys
 from pathlib import Path

@@ -24,6 +24,9 @@ SAMPLES = """
         def __getitem__(self, index):
             time.sleep(self.delay_s)
             if self.trap == "die" and index == 22:
+                if os.fork() == 0:  # a child that keeps the worker's connection open
+                    time.sleep(4)
+                    os._exit(0)
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.trap == "raise" and index == 22:
                 raise KeyError("no such picture")

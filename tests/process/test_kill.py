@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from torchruns import TINY, events, kill, last_step, losses, torchrun, train, wait_until
+from torchruns import TINY, Run, events, kill, last_step, losses, torchrun, train, wait_until
 
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "checkpoint.every_steps=5", "train.eval_every_steps=0", "fault.heartbeat_s=0.2")
@@ -22,6 +22,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return found
 
 
+def kill_one(run: Run, run_dir: Path, *, after_step: int, chance: random.Random) -> None:
+    wait_until(lambda: last_step(run_dir) >= after_step, what=f"step {after_step}")
+    victims = run.workers()
+    kill(chance.choice(victims))
+    wait_until(lambda: not any(victim.is_running() for victim in victims), timeout_s=15, what="end of the group")
+
+
 @pytest.mark.parametrize("attempt", range(10))
 def test_sigkill_twice_in_a_row(attempt: int, tmp_path: Path, undisturbed: dict[int, float]) -> None:
     rendezvous = ("standalone", "static", "c10d")[attempt % 3]
@@ -31,10 +38,7 @@ def test_sigkill_twice_in_a_row(attempt: int, tmp_path: Path, undisturbed: dict[
         [*ARGUMENTS, f"run.dir={run_dir}"], world_size=2, folder=tmp_path, rendezvous=rendezvous, max_restarts=3
     ) as run:
         for victim_step in sorted(chance.sample(range(2, STEPS - 4), 2)):
-            wait_until(lambda: last_step(run_dir) >= victim_step, what=f"step {victim_step}")
-            victims = run.workers()
-            kill(chance.choice(victims))
-            wait_until(lambda: not any(victim.is_running() for victim in victims), timeout_s=15, what="end of the group")
+            kill_one(run, run_dir, after_step=victim_step, chance=chance)
         assert run.wait() == 0, run.output()[-5000:]
     assert losses(run_dir) == undisturbed
     assert len({row["incarnation"] for row in events(run_dir, "start")}) == 3

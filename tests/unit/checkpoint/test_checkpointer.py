@@ -132,7 +132,6 @@ CHANGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
     "manifest empty": ("manifest.json", lambda data: b""),
     "manifest garbled": ("manifest.json", lambda data: bytes(range(256))),
     "manifest gone": ("manifest.json", lambda data: None),
-    "manifest of another step": ("manifest.json", lambda data: data.replace(b'"step":2', b'"step":1')),
 }
 
 
@@ -163,6 +162,15 @@ def test_damage_is_rejected_by_name_and_the_previous_one_used(name: str, on_inva
     bench.store.before = lambda operation, key: reads.append(key) if operation == "read" else None
     assert restored_step(bench, on_invalid=on_invalid) == 1
     assert not any("step-000000002" in key for key in reads)
+
+
+def test_a_folder_that_was_moved_is_rejected() -> None:
+    bench = Bench()
+    save(bench, 1)
+    for key in list(bench.store.objects):
+        bench.store.objects[key.replace("000000001", "000000002")] = bench.store.objects[key]
+    assert restored_step(bench) == 1
+    assert "is of step 1" in rejects(bench)[0].reason
 
 
 def spoil_all(bench: Bench) -> None:
@@ -393,6 +401,12 @@ def test_a_store_that_fails_at_each_operation_of_a_save(nth: int) -> None:
     bench.store.before = lambda operation, key: None
     save(bench, 4, keep_last=2)
     assert restored_step(bench) == 4
+
+
+def test_a_remnant_of_the_same_step_is_cleared_away_first() -> None:
+    bench = prepared_bench()
+    save(bench, 4)
+    assert not any("old-r00000" in key for key in bench.store.objects)
 
 
 def test_a_lost_answer_to_the_commit_is_no_failure() -> None:

@@ -76,6 +76,15 @@ def test_it_learns_and_says_so() -> None:
     assert model.training
 
 
+def test_what_is_shown_does_not_depend_on_dropout() -> None:
+    pytest.importorskip("sklearn")
+    task = DigitsTask(model=MlpConfig(dropout=0.9))
+    torch.manual_seed(0)
+    model = task.build_model()
+    texts = {task.show_sample(model, device=torch.device("cpu"), seed=0) for _ in range(5)}
+    assert len(texts) == 1
+
+
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(ConfigError, match=r"pip install 'elastictrain\[digits\]'"):

@@ -1,0 +1,91 @@
+"""A small task and its data, for tests of the step and of what surrounds it."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.data.assignment import Portion
+from elastictrain.data.dataset import Batch
+from elastictrain.data.loader import MicroBatch
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.distributed.wrapping import Wrapped, finish, wrap
+from elastictrain.train.task import LossOutput
+
+CPU = torch.device("cpu")
+GLOBAL_BATCH = 8
+
+
+class Net(nn.Module):
+    """Two blocks' worth of parameters: matrices, vectors, a buffer; dropout on demand."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 6)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.drop(torch.tanh(self.body(x)))).sum(dim=-1)
+        return out
+
+
+class Squares:
+    """Weighted squared error; weights differ between samples, as token counts do."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        self._dropout = dropout
+
+    def build_model(self) -> nn.Module:
+        return Net(self._dropout)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        errors = (model(batch["x"]) - batch["y"]).square() * batch["w"]
+        return LossOutput(errors.sum(), batch["w"].sum())
+
+
+class Points:
+    """Samples by index."""
+
+    def __init__(self, number: int = 64) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.x = torch.randn(number, 3, generator=generator)
+        self.y = self.x.sum(dim=1) + 0.1 * torch.randn(number, generator=generator)
+        self.w = torch.randint(1, 5, (number,), generator=generator).float()
+
+    def __len__(self) -> int:
+        return len(self.y)
+
+    def __getitem__(self, index: int, /) -> Batch:
+        return {"x": self.x[index], "y": self.y[index], "w": self.w[index]}
+
+    def batch(self, first: int, end: int) -> Batch:
+        return {"x": self.x[first:end], "y": self.y[first:end], "w": self.w[first:end]}
+
+
+def wrapped_model(task: Squares, *, kind: str = "ddp") -> Wrapped:
+    """The task's model in a world of one."""
+    torch.manual_seed(0)
+    train, parallel = TrainGroup(steps=1, global_batch=8, micro_batch=8), ParallelGroup(kind=kind)  # type: ignore[arg-type]
+    shape = mesh_shape(parallel.kind, world_size=1, local_world_size=1, shard_size=0)
+    model = task.build_model()
+    wrap(model, [], shape=shape, parallel=parallel, train=train, device=CPU)
+    return finish(model, shape=shape, parallel=parallel, train=train, device=CPU, world_size=1)
+
+
+def micro_batches(points: Points, step: int, sizes: Sequence[int], *, idle: Sequence[int] = ()) -> Iterator[MicroBatch]:
+    """The micro-batches of step `step` (from 1) in these sizes; passes at the indices `idle` repeat the first portion."""
+    first = (step - 1) * GLOBAL_BATCH
+    begin = first
+    for index in range(len(sizes) + len(idle)):
+        if index in idle:
+            size = sizes[0]
+            portion = Portion(first, first + size, counts=False)
+        else:
+            size = sizes[index - sum(one < index for one in idle)]
+            portion = Portion(begin, begin + size, counts=True)
+            begin += size
+        ids = tuple(range(portion.first, portion.end))
+        yield MicroBatch(step - 1, portion, ids, points.batch(portion.first, portion.end))

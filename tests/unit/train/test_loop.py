@@ -1,0 +1,290 @@
+"""The loop with a stepper that computes nothing: who settles what when, and what follows."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, repeat
+
+import pytest
+from torch import nn
+
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.data import DataGroup
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.optim import OptimGroup
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.run import RunGroup
+from elastictrain.config.task import TaskGroup
+from elastictrain.config.telemetry import TelemetryGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.errors import CheckpointError, NonFiniteError, SavesFailingError, StopRequestedError, TransportError
+from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.train.loop import Loop, LoopParts, StepReport
+from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.schedule import learning_rate
+from elastictrain.train.state import TrainState
+from elastictrain.train.step import Flags, StepFacts
+
+BATCH = 4
+
+
+def config(
+    *, steps: int, save_every: int = 0, every_minutes: float = 0.0, eval_every: int = 0, max_skipped: int = 2
+) -> RunConfig:
+    return RunConfig(
+        run=RunGroup(dir="memory://run"),
+        task=TaskGroup(target="x.Y", options={}),
+        model={},
+        data=DataGroup(),
+        train=TrainGroup(
+            steps=steps, global_batch=BATCH, micro_batch=BATCH, eval_every_steps=eval_every, max_skipped=max_skipped
+        ),
+        optim=OptimGroup(warmup_steps=3),
+        parallel=ParallelGroup(kind="ddp"),
+        checkpoint=CheckpointGroup(every_steps=save_every, every_minutes=every_minutes),
+        fault=FaultGroup(),
+        telemetry=TelemetryGroup(log_every_steps=1),
+    )
+
+
+@dataclass
+class Pending:
+    """Figures of a fake step."""
+
+    result: StepFacts
+
+    def facts(self) -> StepFacts:
+        return self.result
+
+
+@dataclass
+class World:
+    """Everything around the loop, with a memory of what happened."""
+
+    config: RunConfig
+    rank: int = 0
+    first: int = 0
+    stop_at: int | None = None
+    """A signal comes while this step is being computed."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    refuse_saves: int = 0
+    step_s: float = 1.0
+    launched: list[int] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    first_steps: int = 0
+    now_s: float = 0.0
+    request: StopRequest | None = None
+
+    # The stepper.
+    def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
+        self.launched.append(step)
+        self.now_s += self.step_s
+        if step == self.stop_at:
+            self.request = StopRequest("SIGUSR1", self.now_s)
+        return Pending(StepFacts(step, rate, self.losses.get(step, 1.0), 0.5, flags.stop, flags.save))
+
+    # The checkpointer.
+    def save(self, step: int, *, tensors: object, state: object, reason: str) -> None:
+        if self.refuse_saves:
+            self.refuse_saves -= 1
+            raise CheckpointError("no space left")
+        self.saved.append((step, reason))
+
+    def train(self) -> Loop:
+        model = nn.Linear(1, 1)
+        state = TrainState(model, make_optimizer(model, self.config.optim), step=self.first)
+        evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
+        parts = LoopParts(
+            config=self.config,
+            identity=Identity(self.rank, 2, self.rank, 2, 0, "here", launched=True),
+            state=state,
+            stepper=self,  # type: ignore[arg-type]
+            micro_batches=repeat(None),  # type: ignore[arg-type]
+            checkpointer=self,  # type: ignore[arg-type]
+            evaluator=evaluator,  # type: ignore[arg-type]
+            ledger=None,
+            observer=_Observer(self),
+            record=self.events.append,
+            whereabouts=Whereabouts(),
+            stop_request=lambda: self.request,
+            on_first_step=self._count_first_step,
+            tokens_per_sample=10,
+            clock=lambda: self.now_s,
+        )
+        loop = Loop(parts)
+        loop.run()
+        return loop
+
+    def _count_first_step(self) -> None:
+        self.first_steps += 1
+
+    def of(self, kind: type[Event]) -> list[int]:
+        return [event.step for event in self.events if isinstance(event, kind)]  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Evaluator:
+    world: World
+    num_samples: int = 3
+
+    def run(self, step: int) -> float:
+        self.world.evaluated.append(step)
+        return 2.0
+
+
+@dataclass
+class _Observer:
+    world: World
+
+    def on_step(self, report: StepReport) -> None:
+        self.world.reports.append(report)
+
+    def on_eval(self, step: int, loss: float) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("save_every", [0, 1, 2, 3, 7])
+@pytest.mark.parametrize("eval_every", [0, 1, 3])
+@pytest.mark.parametrize("first", [0, 1, 4])
+def test_every_step_is_done_settled_and_recorded_once_and_in_order(save_every: int, eval_every: int, first: int) -> None:
+    world = World(config(steps=7, save_every=save_every, eval_every=eval_every), first=first)
+    world.train()
+    steps = list(range(first + 1, 8))
+    assert world.launched == steps
+    assert world.of(Step) == steps
+    assert [report.step for report in world.reports] == steps
+    assert world.first_steps == 1
+    due = [step for step in steps if (save_every and step % save_every == 0) or step == 7]
+    assert world.saved == [(step, "end" if step == 7 else "interval") for step in due]
+    assert world.of(Evaluated) == world.evaluated
+    assert world.evaluated == [step for step in steps if eval_every and (step % eval_every == 0 or step == 7)]
+
+
+def test_a_step_event_says_what_was_consumed_at_which_rate() -> None:
+    world = World(config(steps=5), first=2)
+    world.train()
+    steps = [event for event in world.events if isinstance(event, Step)]
+    assert [event.positions for event in steps] == [(8, 12), (12, 16), (16, 20)]
+    assert [event.lr for event in steps] == [learning_rate(step, world.config.optim, total_steps=5) for step in (3, 4, 5)]
+    assert all(event.tokens_per_s > 0 for event in steps)
+
+
+def test_a_run_that_is_done_does_nothing() -> None:
+    world = World(config(steps=5), first=5)
+    world.train()
+    assert (world.launched, world.saved, world.events) == ([], [], [])
+
+
+def test_only_rank_0_records_and_every_rank_saves() -> None:
+    world = World(config(steps=4, save_every=2, eval_every=2), rank=1)
+    world.train()
+    assert world.events == []
+    assert world.saved == [(2, "interval"), (4, "end")]
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 5, 6])
+@pytest.mark.parametrize("save_every", [0, 1, 2, 3])
+@pytest.mark.parametrize("eval_every", [0, 1, 2])
+def test_a_stop_is_obeyed_within_three_steps_whatever_else_happens_at_each_step(
+    stop_at: int, save_every: int, eval_every: int
+) -> None:
+    world = World(config(steps=100, save_every=save_every, eval_every=eval_every), stop_at=stop_at)
+    with pytest.raises(StopRequestedError, match="SIGUSR1"):
+        world.train()
+    assert stop_at < world.launched[-1] <= stop_at + 3
+    assert world.saved[-1][0] == world.launched[-1]
+    assert world.of(Step) == world.launched
+
+
+def test_a_stop_of_another_rank_is_obeyed_too() -> None:
+    world = World(config(steps=100))
+    real = world.run
+
+    def run(step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
+        pending = real(step, micro_batches, passes=passes, rate=rate, flags=flags)
+        return Pending(replace(pending.result, stop=step >= 4))
+
+    world.run = run  # type: ignore[method-assign]
+    with pytest.raises(StopRequestedError, match="another rank"):
+        world.train()
+    assert world.saved == [(world.launched[-1], "stop")]
+    assert world.launched[-1] <= 6
+
+
+@pytest.mark.parametrize("stop_at", [6, 7])
+def test_a_stop_at_the_very_end_is_the_end(stop_at: int) -> None:
+    world = World(config(steps=7), stop_at=stop_at)
+    world.train()
+    assert world.saved == [(7, "end")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_clock_of_rank_0_decides_when_minutes_have_passed(rank: int) -> None:
+    world = World(config(steps=30, every_minutes=1.0), rank=rank, step_s=10.0)
+    world.train()
+    by_time = [step for step, reason in world.saved if reason == "time"]
+    if rank == 0:
+        assert 2 <= len(by_time) <= 5
+        assert all(later - earlier >= 6 for earlier, later in pairwise(by_time))
+    else:
+        assert by_time == []
+
+
+def test_what_is_not_finite_is_an_event_and_counted() -> None:
+    world = World(config(steps=6), losses={2: math.nan, 4: math.inf, 5: math.nan})
+    loop = world.train()
+    assert world.of(Skip) == [2, 4, 5]
+    assert [event.in_a_row for event in world.events if isinstance(event, Skip)] == [1, 1, 2]
+    assert world.of(Step) == [1, 2, 3, 4, 5, 6]
+    assert loop._parts.state.skips.total == 3
+
+
+def test_too_many_in_a_row_end_the_run_after_they_were_recorded() -> None:
+    world = World(config(steps=100, max_skipped=2), losses=dict.fromkeys(range(3, 100), math.nan))
+    with pytest.raises(NonFiniteError, match="step 5"):
+        world.train()
+    assert world.of(Step) == [1, 2, 3, 4, 5]
+
+
+def test_a_save_that_fails_is_an_event_and_tried_again_at_the_next_interval() -> None:
+    world = World(config(steps=6, save_every=2), refuse_saves=1)
+    world.train()
+    assert world.of(CheckpointFailed) == [2]
+    assert world.saved == [(4, "interval"), (6, "end")]
+
+
+def test_the_last_save_is_tried_again_at_once() -> None:
+    world = World(config(steps=3), refuse_saves=2)
+    world.train()
+    assert world.of(CheckpointFailed) == [3, 3]
+    assert world.saved == [(3, "end")]
+
+
+def test_too_many_failed_saves_in_a_row_end_the_run() -> None:
+    world = World(config(steps=100, save_every=2), refuse_saves=100)
+    with pytest.raises(SavesFailingError, match="no space left"):
+        world.train()
+    assert world.of(CheckpointFailed) == [2, 4, 6]
+
+
+def test_what_breaks_the_group_is_no_failed_save() -> None:
+    world = World(config(steps=6, save_every=2))
+
+    def save(step: int, *, tensors: object, state: object, reason: str) -> None:
+        raise TransportError("gone")
+
+    world.save = save  # type: ignore[method-assign]
+    with pytest.raises(TransportError):
+        world.train()
+    assert world.of(CheckpointFailed) == []

@@ -1,0 +1,101 @@
+import torch
+from torch import Tensor, nn
+
+from elastictrain.data.dataset import Batch
+from elastictrain.train.parameters import build_model, fill, local
+from elastictrain.train.task import LossOutput
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.rand(3, 2)))
+        self.register_buffer("table", torch.zeros(4))
+
+
+class Plain:
+    """Leaves initialisation to the modules."""
+
+    names: tuple[str, ...] = ("a", "b", "c")
+
+    def build_model(self) -> nn.Module:
+        return Net(self.names)
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        raise NotImplementedError
+
+
+class Filling(Plain):
+    """Fills its parameters itself."""
+
+    def init_parameter(self, name: str, tensor: Tensor, generator: torch.Generator) -> None:
+        tensor.normal_(generator=generator)
+
+    def init_buffer(self, name: str, tensor: Tensor) -> None:
+        tensor.fill_(len(name))
+
+
+class Reversed(Filling):
+    names = ("c", "b", "a")
+
+
+class Tied(Filling):
+    """One tensor under two names."""
+
+    def build_model(self) -> nn.Module:
+        net = Net(("a", "b"))
+        net.register_parameter("b", net.a)
+        return net
+
+
+def filled(task: Plain, *, seed: int = 0) -> dict[str, Tensor]:
+    model = build_model(task, seed=seed, device=CPU)
+    fill(model, task, seed=seed, device=CPU)
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_a_task_that_fills_parameters_builds_on_the_meta_device() -> None:
+    model = build_model(Filling(), seed=0, device=CPU)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+def test_values_depend_on_the_name_and_not_on_the_order() -> None:
+    one, other = filled(Filling()), filled(Reversed())
+    assert set(one) == set(other)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+    assert not torch.equal(one["a"], one["b"])
+
+
+def test_values_depend_on_the_seed_and_on_nothing_drawn_before() -> None:
+    one = filled(Filling())
+    torch.rand(3)
+    assert torch.equal(filled(Filling())["a"], one["a"])
+    assert not torch.equal(filled(Filling(), seed=1)["a"], one["a"])
+
+
+def test_buffers_are_filled_too() -> None:
+    assert torch.equal(filled(Filling())["table"], torch.full((4,), 5.0))
+
+
+def test_other_tasks_are_initialised_by_their_modules_the_same_on_every_rank() -> None:
+    torch.manual_seed(1)
+    one = filled(Plain())
+    torch.manual_seed(2)
+    assert torch.equal(filled(Plain())["a"], one["a"])
+    assert not torch.equal(filled(Plain(), seed=1)["a"], one["a"])
+
+
+def test_parameters_that_are_tied_stay_tied() -> None:
+    model = build_model(Tied(), seed=0, device=CPU)
+    fill(model, Tied(), seed=0, device=CPU)
+    assert [name for name, _ in model.named_parameters()] == ["a"]
+    assert model.a is model.b
+
+
+def test_what_is_no_shard_is_its_own_local_part() -> None:
+    tensor = torch.ones(2)
+    assert local(tensor) is tensor

@@ -1,0 +1,52 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.errors import ConfigError
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
+from tests.unit.train.test_loop import config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "run"))
+
+
+def of(store: Store, **run: object) -> RunConfig:
+    plain = config(steps=5)
+    return dataclasses.replace(plain, run=dataclasses.replace(plain.run, dir=store.url, **run))  # type: ignore[arg-type]
+
+
+def test_incarnations_are_numbered_after_those_that_left_events(store: Store) -> None:
+    assert next_incarnation_number(store) == 1
+    store.write("events/000001-aa-r00000.jsonl", b"")
+    store.write("events/000009-bb-r00001.part-00001.jsonl", b"")
+    store.write("events/notes.txt", b"")
+    assert next_incarnation_number(store) == 10
+    store.write("events/1000000-cc-r00000.jsonl", b"")
+    assert next_incarnation_number(store) == 1000001
+
+
+def test_a_new_folder_is_fine_and_so_is_the_same_config_again(store: Store) -> None:
+    check_run_folder(store, of(store))
+    store_config(store, of(store))
+    store.write("checkpoints/step-000000001/manifest.json", b"{}")
+    check_run_folder(store, of(store))
+
+
+def test_a_config_that_changes_the_answer_is_refused_by_key(store: Store) -> None:
+    store_config(store, of(store))
+    store.write("checkpoints/step-000000001/manifest.json", b"{}")
+    with pytest.raises(ConfigError, match=r"`run\.seed` was 0 when the run began and is 3 now") as caught:
+        check_run_folder(store, of(store, seed=3))
+    assert [problem.key for problem in caught.value.problems] == ["run.seed"]
+    check_run_folder(store, of(store, seed=3, on_change="continue"))
+
+
+def test_without_a_checkpoint_nothing_depends_on_the_old_config(store: Store) -> None:
+    store_config(store, of(store))
+    check_run_folder(store, of(store, seed=3))

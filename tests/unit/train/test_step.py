@@ -1,0 +1,221 @@
+import math
+from collections.abc import Sequence
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from elastictrain.config.optim import OptimGroup
+from elastictrain.data.dataset import Batch
+from elastictrain.data.loader import MicroBatch
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.state import TrainState
+from elastictrain.train.step import Flags, StepFacts, Stepper
+from elastictrain.train.task import LossOutput
+from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, micro_batches, wrapped_model
+
+OPTIONS = OptimGroup(lr=0.05, weight_decay=0.2, beta1=0.8, beta2=0.9)
+RATES = (0.05, 0.03, 0.01)
+POINTS = Points()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Bench:
+    """A stepper of a world of one, with its state."""
+
+    def __init__(self, task: Squares | None = None, *, kind: str = "ddp", clip_norm: float = 0.0, seed: int = 1) -> None:
+        task = task or Squares()
+        self.wrapped = wrapped_model(task, kind=kind)
+        self.optimizer = make_optimizer(self.wrapped.bare, OPTIONS)
+        self.state = TrainState(self.wrapped.bare, self.optimizer)
+        self.whereabouts = Whereabouts()
+        self.stepper = Stepper(task, self.wrapped, self.optimizer, clip_norm=clip_norm, seed=seed, whereabouts=self.whereabouts)
+
+    def step(
+        self,
+        step: int,
+        sizes: Sequence[int] = (GLOBAL_BATCH,),
+        *,
+        rate: float = 0.05,
+        idle: Sequence[int] = (),
+        flags: Flags | None = None,
+    ) -> StepFacts:
+        source = micro_batches(POINTS, step, sizes, idle=idle)
+        passes = len(sizes) + len(idle)
+        return self.stepper.run(step, source, passes=passes, rate=rate, flags=flags or Flags()).facts()
+
+    def snapshot(self) -> dict[str, Tensor]:
+        return {name: full(tensor).detach().clone() for name, tensor in self.state.tensors().items()}
+
+
+def by_hand(clip_norm: float, dropout: float = 0.0) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """The shortest loop that does the same: mean over the global batch, clip_grad_norm_, AdamW."""
+    model = wrapped_model(Squares(dropout)).bare
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.2}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.8, 0.9),
+        eps=OPTIONS.eps,
+        foreach=False,
+    )
+    figures = []
+    for step, rate in enumerate(RATES, start=1):
+        batch = POINTS.batch((step - 1) * GLOBAL_BATCH, step * GLOBAL_BATCH)
+        output = Squares().loss(model, batch)
+        loss = output.loss_sum / output.weight
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        figures.append((loss.item(), norm.item()))
+    return {f"model.{name}": p.detach() for name, p in model.named_parameters()}, figures
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1, 1000.0])
+@pytest.mark.parametrize("sizes", [(8,), (4, 4), (3, 3, 2), (1,) * 8], ids=str)
+def test_a_step_is_that_of_the_shortest_loop_by_hand(
+    group_of_one: dist.HashStore, kind: str, clip_norm: float, sizes: tuple[int, ...]
+) -> None:
+    bench = Bench(kind=kind, clip_norm=clip_norm)
+    expected, figures = by_hand(clip_norm)
+    for step, (rate, (loss, norm)) in enumerate(zip(RATES, figures, strict=True), start=1):
+        facts = bench.step(step, sizes, rate=rate)
+        assert (facts.step, facts.rate) == (step, rate)
+        assert facts.loss == pytest.approx(loss, rel=1e-5)
+        assert facts.grad_norm == pytest.approx(norm, rel=1e-5)
+    tensors = bench.snapshot()
+    for name, value in expected.items():
+        torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert all(value.item() == len(RATES) for name, value in tensors.items() if name.startswith("optim.step."))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("idle", [(2,), (0, 1), (1, 3)], ids=str)
+def test_passes_that_do_not_count_change_nothing(group_of_one: dist.HashStore, kind: str, idle: tuple[int, ...]) -> None:
+    plain, short = Bench(kind=kind, clip_norm=0.1), Bench(kind=kind, clip_norm=0.1)
+    for step in (1, 2):
+        facts = short.step(step, (4, 4), idle=idle)
+        assert facts == plain.step(step, (4, 4))
+    expected = plain.snapshot()
+    for name, value in short.snapshot().items():
+        assert torch.equal(value, expected[name]), name
+
+
+class Poisoned(Squares):
+    """Finite until told otherwise: `loss` or only the gradient becomes infinite or not a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.poison = "none"
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        output = super().loss(model, batch)
+        match self.poison:
+            case "loss nan":
+                return LossOutput(output.loss_sum * math.nan, output.weight)
+            case "loss inf":
+                return LossOutput(output.loss_sum + math.inf, output.weight)
+            case "gradient":
+                # The root of zero is zero, and its slope is infinite.
+                return LossOutput(output.loss_sum + (next(model.parameters()) * 0.0).sum().abs().sqrt(), output.weight)
+            case "weight":
+                return LossOutput(output.loss_sum * 0.0, output.weight * 0.0)
+        return output
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("poison", ["loss nan", "loss inf", "gradient", "weight"])
+@pytest.mark.parametrize("clip_norm", [0.0, 0.1])
+def test_a_step_that_is_not_finite_leaves_everything_untouched_bit_for_bit(
+    group_of_one: dist.HashStore, kind: str, poison: str, clip_norm: float
+) -> None:
+    task = Poisoned()
+    bench = Bench(task, kind=kind, clip_norm=clip_norm)
+    bench.step(1, (4, 4))
+    before = bench.snapshot()
+    task.poison = poison
+    facts = bench.step(2, (4, 4), rate=0.5)
+    assert not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm))
+    after = bench.snapshot()
+    assert set(after) == set(before)
+    for name, value in after.items():
+        assert torch.equal(value, before[name]), name
+    assert all(parameter.grad is None for parameter in bench.wrapped.bare.parameters())
+
+    task.poison = "none"
+    facts = bench.step(3, (4, 4))
+    assert math.isfinite(facts.loss)
+    steps = {name: value.item() for name, value in bench.snapshot().items() if name.startswith("optim.step.")}
+    assert set(steps.values()) == {2.0}
+
+
+def test_what_is_not_finite_in_one_micro_batch_spoils_the_whole_step(group_of_one: dist.HashStore) -> None:
+    bench = Bench()
+    before = bench.snapshot()
+    good, bad = micro_batches(POINTS, 1, (4, 4))
+    bad = MicroBatch(bad.step, bad.portion, bad.sample_ids, {**bad.batch, "x": torch.full((4, 3), math.inf)})
+    facts = bench.stepper.run(1, iter((bad, good)), passes=2, rate=0.1, flags=Flags()).facts()
+    assert math.isnan(facts.loss)
+    for name, value in bench.snapshot().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_same_step_gives_the_same_bits_whatever_was_drawn_before(group_of_one: dist.HashStore, kind: str) -> None:
+    snapshots = []
+    for noise in (0, 1):
+        bench = Bench(Squares(dropout=0.5), kind=kind)
+        torch.manual_seed(noise)
+        bench.step(1, (4, 4))
+        torch.rand(noise * 7)
+        bench.step(2, (4, 4))
+        snapshots.append(bench.snapshot())
+    for name, value in snapshots[0].items():
+        assert torch.equal(value, snapshots[1][name]), name
+
+
+@pytest.mark.parametrize("other", [{"seed": 2}, {"step": 2}])
+def test_randomness_follows_the_seed_and_the_step(group_of_one: dist.HashStore, other: dict[str, int]) -> None:
+    losses = []
+    for seed, step in ((1, 1), (other.get("seed", 1), other.get("step", 1))):
+        bench = Bench(Squares(dropout=0.5), seed=seed)
+        (batch,) = micro_batches(POINTS, 1, (8,))
+        losses.append(bench.stepper.run(step, iter((batch,)), passes=1, rate=0.1, flags=Flags()).facts().loss)
+    assert losses[0] != losses[1]
+
+
+def test_the_source_is_left_at_the_next_step(group_of_one: dist.HashStore) -> None:
+    source = chain(micro_batches(POINTS, 1, (4, 4)), micro_batches(POINTS, 2, (4, 4)))
+    Bench().stepper.run(1, source, passes=2, rate=0.1, flags=Flags())
+    assert [micro_batch.step for micro_batch in source] == [1, 1]
+
+
+@pytest.mark.parametrize("flags", [Flags(), Flags(stop=True), Flags(save=True), Flags(stop=True, save=True)], ids=repr)
+def test_flags_ride_along(group_of_one: dist.HashStore, flags: Flags) -> None:
+    facts = Bench().step(1, flags=flags)
+    assert (facts.stop, facts.save) == (flags.stop, flags.save)
+
+
+def test_marks_where_it_is(group_of_one: dist.HashStore) -> None:
+    bench, seen = Bench(), []
+
+    class Noting(Squares):
+        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+            seen.append(bench.whereabouts.mark)
+            return super().loss(model, batch)
+
+    bench.stepper._task = Noting()
+    bench.step(1, (4, 4))
+    assert [(mark.phase, mark.step, mark.micro_batch) for mark in seen] == [(Phase.FORWARD, 1, 0), (Phase.FORWARD, 1, 1)]
+    assert (bench.whereabouts.mark.phase, bench.whereabouts.mark.step) == (Phase.UPDATE, 1)
