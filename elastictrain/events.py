@@ -15,6 +15,9 @@ class AppendLog(Protocol):
     def append(self, data: bytes) -> None:
         """Add `data` at the end; when this returns, the death of the process alone no longer loses it on a local disk."""
 
+    def flush(self) -> None:
+        """Make everything durable as far as the store allows within a bounded time; never raises."""
+
     def close(self) -> None:
         """Make everything durable; nothing may be appended afterwards."""
 
@@ -158,9 +161,16 @@ def encode(event: Event, *, now: float, incarnation: str, rank: int) -> bytes:
     """One line of JSON (with its newline); floats in full precision, non-finite ones as null."""
     record: dict[str, object] = {"time": now, "event": event.event, "incarnation": incarnation, "rank": rank}
     for field in fields(event):
-        value = getattr(event, field.name)
-        record[field.name] = None if isinstance(value, float) and not math.isfinite(value) else value
-    return json.dumps(record, allow_nan=False, default=dict).encode() + b"\n"
+        record[field.name] = _plain(getattr(event, field.name))
+    return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class Journal:
@@ -177,6 +187,10 @@ class Journal:
         """Append one event."""
         with self._lock:
             self._log.append(encode(event, now=self._clock(), incarnation=self._incarnation, rank=self._rank))
+
+    def flush(self) -> None:
+        """Make the events so far durable, if the store allows."""
+        self._log.flush()
 
     def close(self) -> None:
         """Make all events durable."""

@@ -48,7 +48,7 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         if text is None:
             if name in ("RANK", "WORLD_SIZE"):
                 problems.append(Problem(name, f"must be set in the environment when {present[0]} is; start with torchrun"))
-        elif not text.isdecimal():
+        elif not text.isdecimal() or (name.endswith("WORLD_SIZE") and int(text) < 1):
             problems.append(Problem(name, f"must be a whole number in the environment, but is {text!r}"))
         else:
             values[name] = int(text)

@@ -12,6 +12,8 @@ from elastictrain.identity import Identity, read_identity
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run to the end; returns the exit code. A process that trained should end with `leave_process`."""
+    # Importing takes seconds, in which the agent that started this worker may die: who it was has to be known before.
+    parent = os.getppid()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         identity = read_identity(os.environ)
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return complain(error, identity)
     from elastictrain.train.worker import Worker
 
-    return Worker(config, identity).run()
+    return Worker(config, identity, parent=parent).run()
 
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:

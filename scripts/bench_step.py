@@ -6,7 +6,8 @@
 Arguments are those of elastictrain.run. After every block of steps our loop is held up, inside its own observer, while the
 hand-written loop runs as many steps of the same model on the same shapes; so a machine whose speed drifts is fair to both.
 BENCH_BLOCKS (default 5) blocks of BENCH_STEPS (default 20) steps are counted after one of warm-up; medians are compared.
-BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, where memory does not hold two models.
+BENCH_PROFILE=1 prints where the device spent its time. BENCH_ALONE=1 leaves the hand-written loop out, where memory does not
+hold two models.
 """
 
 import os
@@ -31,7 +32,8 @@ from elastictrain.config.task_signature import build_task
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import read_identity
 from elastictrain.run import leave_process
-from elastictrain.train.build import Started, bring_up, build
+from elastictrain.train.bringup import Started, bring_up
+from elastictrain.train.build import build
 from elastictrain.train.loop import Loop, StepReport
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
@@ -147,7 +149,7 @@ def main() -> None:
         identity = read_identity(os.environ)
         torch.set_num_threads(config.run.num_threads)
         whereabouts = Whereabouts()
-        started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None)
+        started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
         built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None)
         cuda = started.group.device.type == "cuda"
         synchronize = torch.cuda.synchronize if cuda else (lambda: None)

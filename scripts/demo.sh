@@ -14,13 +14,52 @@ for argument in "$@"; do
     case "$argument" in run.dir=*) dir="${argument#run.dir=}" ;; esac
 done
 
-"$bin/torchrun" --standalone --nproc-per-node 2 -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@"
+cat <<TEXT
+A Llama of 0.9 M parameters learns to write Python, byte by byte, from the source text of the standard library:
+two workers on this machine's CPU, about a minute. Everything it writes is in $dir.
+Ctrl-C stops it with its state saved, kill -9 does not hurt it: the same command goes on.
+
+TEXT
+
+status=0
+"$bin/torchrun" --standalone --nproc-per-node 2 --max-restarts 3 \
+    -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@" || status=$?
+if ((status)); then
+    printf '\nThe run did not reach its end; the reason is above. The same command continues from the newest checkpoint.\n' >&2
+    exit "$status"
+fi
+
+printf '\nWhat happened\n'
+"$bin/python" - "$dir" <<'PYTHON'
+import json
+import sys
+
+from elastictrain.storage.opening import open_store
+
+store = open_store(sys.argv[1])
+losses, held_out, latest = {}, None, ()
+# Names sort in the order of the run's lives, so that a step that was done again replaces its predecessor.
+for key in sorted(info.key for info in store.list("events") if "-r00000." in info.key):
+    latest = [json.loads(line) for line in store.read(key).splitlines()]
+    losses |= {event["step"]: event["loss"] for event in latest if event["event"] == "step"}
+    held_out = next((event["loss"] for event in reversed(latest) if event["event"] == "eval"), held_out)
+if losses and None not in losses.values():
+    last = [losses[step] for step in sorted(losses)[-10:]]
+    print(f"  loss: {losses[min(losses)]:.1f} -> {sum(last) / len(last):.1f}   "
+          f"(nats per byte; step {min(losses)}, and the mean of the last {len(last)} of {max(losses)} steps)")
+if held_out is not None:
+    print(f"  on text that it was not trained on: {held_out:.1f}")
+if not any(event["event"] == "step" for event in latest):
+    print(f"  the run in {sys.argv[1]} was complete before; to see it learn again, delete that folder first")
+PYTHON
 
 cat <<TEXT
+  the lines of Python above are its own
 
 Where to look next
   curves       $bin/tensorboard --logdir $dir/tensorboard
-  events       $dir/events/*.jsonl (one JSON object a line)
-  checkpoints  $dir/checkpoints/
-  go on        run the same command again after any interruption: it continues from the newest checkpoint
+  events       tail -n 3 $dir/events/*-r00000.jsonl      (one JSON object a line)
+  checkpoints  ls $dir/checkpoints
+  every key    $bin/python -m elastictrain.run --help
+  break it     README.md, "Try to break it"
 TEXT

@@ -24,6 +24,8 @@ _ANSWER: Mapping[str, frozenset[str]] = {
     "telemetry": frozenset(),
 }
 
+_HOSTS_OWN_DATA_KEYS = frozenset({"cache_dir", "cache_gb", "workers", "prefetch"})
+
 _HEADER = """\
 # @package _global_
 # The resolved configuration of this run. As a recipe in a folder of your own it starts the same run elsewhere:
@@ -42,6 +44,13 @@ def to_tree(config: RunConfig) -> dict[str, object]:
 def config_digest(config: RunConfig) -> str:
     """SHA-256 (64 hex digits) of every key, independent of their order and of how a number was written."""
     return hashlib.sha256(_canonical(to_tree(config)).encode()).hexdigest()
+
+
+def group_digest(config: RunConfig, *, data_digest: str) -> str:
+    """SHA-256 of what all ranks of a group must have in common: every key that is not one host's own business, and the data."""
+    tree = to_tree(config)
+    data = {key: value for key, value in asdict(config.data).items() if key not in _HOSTS_OWN_DATA_KEYS}
+    return hashlib.sha256(_canonical([{**tree, "data": data}, data_digest]).encode()).hexdigest()
 
 
 def _canonical(value: object) -> str:

@@ -1,6 +1,6 @@
 """Decides what each override of a command line means: a group's choice, a value, a deletion, or a mistake."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -47,7 +47,7 @@ def plan_overrides(overrides: Sequence[str], *, folders: ConfFolders) -> Plan:
         try:
             override = parser.parse_override(text)
         except HydraException as error:
-            problems.append(Problem(text, _unreadable(text, error)))
+            problems.append(Problem(text, _unreadable(text, error, recipes=folders.choices["recipe"])))
             continue
         key = override.key_or_group
         if problem := _refuse(override, text):
@@ -64,7 +64,9 @@ def plan_overrides(overrides: Sequence[str], *, folders: ConfFolders) -> Plan:
     return Plan(choices, tuple(assignments), tuple(problems), partial)
 
 
-def _unreadable(text: str, error: HydraException) -> str:
+def _unreadable(text: str, error: HydraException, *, recipes: Collection[str]) -> str:
+    if text in recipes:
+        return f"must be KEY=VALUE; did you mean recipe={text}?"
     if "=" not in text:
         return "must be KEY=VALUE"
     key, _, value = text.partition("=")

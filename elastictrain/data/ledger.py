@@ -53,6 +53,10 @@ class Ledger:
         }
         self._log.append(json.dumps(row).encode() + b"\n")
 
+    def flush(self) -> None:
+        """Make the lines so far durable, if the store allows."""
+        self._log.flush()
+
     def close(self) -> None:
         """Make all lines durable."""
         self._log.close()

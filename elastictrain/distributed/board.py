@@ -9,9 +9,12 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from elastictrain.distributed.bounded import within
+
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT = timedelta(seconds=2)
+_READ_LIMIT_S = 3.0
 
 
 class Board:
@@ -51,6 +54,11 @@ class Board:
 
     def last_heard(self) -> dict[str, str]:
         """For each other rank, oldest news first: where it was, and how long ago. Bounded in time, never raises."""
+        # The host of the store may be the one that is gone, without a word: then a question to it never returns.
+        heard = within(_READ_LIMIT_S, self._read)
+        return {"the shared store": "does not answer: its host may be the one that is gone"} if heard is None else heard
+
+    def _read(self) -> dict[str, str]:
         news: list[tuple[float, str, str]] = []
         for rank, host in enumerate(self._hosts):
             if rank == self._rank:
@@ -69,10 +77,11 @@ class Board:
         return {name: text for _, name, text in news}
 
     def _write(self) -> None:
-        while not self._closed.wait(self._interval_s):
+        while True:
             try:
                 self._store.set(f"beat/{self._rank}", json.dumps({"time": self._clock(), "where": self._where()}))
             except RuntimeError as error:
-                # The store's host is gone. The collectives will notice; heartbeats have nowhere to go.
+                # The store's host may be gone; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)
+            if self._closed.wait(self._interval_s):
                 return

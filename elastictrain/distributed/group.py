@@ -1,6 +1,7 @@
 """The process group of one incarnation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +13,8 @@ from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 
 logger = logging.getLogger(__name__)
+
+_NCCL_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,32 +46,40 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
     return store
 
 
-def make_group(store: dist.Store, identity: Identity, *, incarnation: str, backend: Backend, init_timeout_s: float) -> Group:
-    """Make the training group and its control group. Collective: yes."""
+def make_group(
+    store: dist.Store, identity: Identity, *, backend: Backend, init_timeout_s: float, save_timeout_s: float
+) -> Group:
+    """Make the training group and its control group over a store that no other incarnation uses. Collective: yes."""
     device = torch.device("cuda", identity.local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
-    fresh = dist.PrefixStore(f"elastictrain/{incarnation}", store)
     dist.init_process_group(
         backend,
-        store=fresh,
+        store=store,
         rank=identity.rank,
         world_size=identity.world_size,
-        timeout=timedelta(seconds=init_timeout_s),
+        timeout=_collective_timeout(init_timeout_s, backend),
         # Binding the device makes NCCL connect now, while the generous timeout holds, and not inside the first step.
         device_id=device if backend == "nccl" else None,
     )
-    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=init_timeout_s))
-    return Group(fresh, control, backend, device)
+    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(init_timeout_s, save_timeout_s)))
+    return Group(store, control, backend, device)
 
 
-def tighten(*, step_timeout_s: float) -> None:
-    """The first step is through: from now on a training collective that takes longer than a step may take has failed.
+def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
+    """From now on a collective of these groups (of the default one, if none is given) fails after `timeout_s`.
 
-    Start-up, restore and compilation take minutes and differ between ranks, so the group is made with a generous timeout.
+    Start-up, restore and compilation take minutes and differ between ranks, so groups begin with a generous timeout, and get
+    the tight one when the first step is through.
     """
-    # The one way torch has to change the timeout of a group that exists; TorchTitan relies on it too.
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=step_timeout_s))
+    for group in groups or (None,):
+        # The one way torch has to change the timeout of a group that exists; TorchTitan relies on it too.
+        dist.distributed_c10d._set_pg_timeout(_collective_timeout(timeout_s, backend), group)
+
+
+def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
+    # NCCL's own watchdog ends the process without a word that a person could use. It is the second line: ours is faster.
+    return timedelta(seconds=timeout_s + (_NCCL_MARGIN_S if backend == "nccl" else 0.0))
 
 
 def flight_recorder() -> str | None:

@@ -14,13 +14,14 @@ A stale hello has a nonce that no living rank acknowledges; it is replaced as so
 """
 
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from elastictrain.errors import TransportError
+from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
 
 _ROOT = "elastictrain"
@@ -37,11 +38,22 @@ class SharedStore(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a rank tells of itself, so that all know what only each host can see."""
+
+    host: str
+    local_world_size: int
+    backend: str
+    digest: str
+    """Of configuration and data: ranks that differ must not train together."""
+
+
+@dataclass(frozen=True, slots=True)
 class Hello:
     """One rank's word that it is there."""
 
     nonce: str
-    host: str
+    introduction: Introduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,32 @@ class Incarnation:
     """One life of the group. `name` sorts in the order of lives within a run folder."""
 
     name: str
-    hosts: tuple[str, ...]
-    """Host of each rank."""
+    ranks: tuple[Introduction, ...]
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Host of each rank."""
+        return tuple(rank.host for rank in self.ranks)
+
+    @property
+    def shared_local_size(self) -> int:
+        """The largest number of ranks that divides every host evenly; the same on all ranks, however uneven the hosts are."""
+        return math.gcd(*(rank.local_world_size for rank in self.ranks))
+
+
+def check_alike(incarnation: Incarnation) -> None:
+    """Raises: ConfigError that names the hosts which differ from rank 0's in backend, or in configuration or data."""
+    first = incarnation.ranks[0]
+    problems = []
+    for host, other in {rank.host: rank for rank in incarnation.ranks}.items():
+        if other.backend != first.backend:
+            message = f"is {other.backend} on {host} but {first.backend} on {first.host}; do all hosts show their GPUs?"
+            problems.append(Problem("parallel.backend", message))
+        if other.digest != first.digest:
+            message = f"differ between {host} and {first.host}; give all hosts the same command, data and version"
+            problems.append(Problem("configuration or data", message))
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +126,7 @@ def coordinate(
 def agree(
     store: SharedStore,
     identity: Identity,
+    introduction: Introduction,
     *,
     number: int,
     timeout_s: float,
@@ -102,7 +139,7 @@ def agree(
     Collective: yes. Raises: TransportError that names the ranks that are missing.
     """
     nonce = uuid.uuid4().hex
-    store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "host": identity.host}))
+    store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "introduction": asdict(introduction)}))
     seat = _Seat(store, identity, nonce, number)
     deadline = clock() + timeout_s
     pause_s = _FIRST_PAUSE_S
@@ -135,6 +172,8 @@ class _Seat:
 
     def lead(self) -> None:
         hellos = self._hellos()
+        if hellos[0].nonce != self._nonce:
+            raise TransportError("another rank 0 has taken this one's place: its agent has started the group again")
         for rank in range(self._identity.world_size):
             if self._name and rank not in self._acknowledged and self._has(f"ack/{self._name}/{rank}"):
                 self._acknowledged.add(rank)
@@ -149,8 +188,8 @@ class _Seat:
             self._proposed = decision.nonces
             self._acknowledged = set()
             self._name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
-            hosts = [hellos[rank].host for rank in range(self._identity.world_size)]
-            self._set("proposal", json.dumps({"name": self._name, "nonces": decision.nonces, "hosts": hosts}))
+            ranks = [asdict(hellos[rank].introduction) for rank in range(self._identity.world_size)]
+            self._set("proposal", json.dumps({"name": self._name, "nonces": decision.nonces, "ranks": ranks}))
         elif isinstance(decision, Go):
             self._set(f"go/{self._name}", "")
 
@@ -165,7 +204,9 @@ class _Seat:
         if self._joined != name:
             self._set(f"ack/{name}/{rank}", "")
             self._joined = name
-        return Incarnation(name, tuple(proposal["hosts"])) if self._has(f"go/{name}") else None
+        if not self._has(f"go/{name}"):
+            return None
+        return Incarnation(name, tuple(Introduction(**rank) for rank in proposal["ranks"]))
 
     def missing(self) -> str:
         if self._identity.rank != 0:
@@ -181,7 +222,7 @@ class _Seat:
         for rank in range(self._identity.world_size):
             if self._has(f"hello/{rank}"):
                 hello = json.loads(self._store.get(f"{_ROOT}/hello/{rank}"))
-                hellos[rank] = Hello(hello["nonce"], hello["host"])
+                hellos[rank] = Hello(hello["nonce"], Introduction(**hello["introduction"]))
         return hellos
 
     def _set(self, key: str, value: str) -> None:

@@ -20,7 +20,7 @@ def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_w
     if kind == "ddp":
         return MeshShape(world_size, 1)
     wanted = shard_size or local_world_size
-    if kind == "fsdp" or world_size % wanted:
+    if kind == "fsdp" or wanted == 1 or world_size % wanted:
         return MeshShape(1, world_size)
     return MeshShape(world_size // wanted, wanted)
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -42,6 +44,9 @@ class Wrapped:
 
     precision_context: Callable[[], AbstractContextManager[object]]
     """Entered around each forward pass and loss."""
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    """The groups that the model communicates through, where they are not the default one alone."""
 
 
 def wrap(
@@ -87,16 +92,18 @@ def finish(
 ) -> Wrapped:
     """Make a filled model trainable: DDP where asked, and the precision of the forward pass. Collective: yes."""
     if parallel.kind != "ddp":
-        return Wrapped(model, model, shape, world_size, nullcontext)
-    module = model
+        return Wrapped(model, model, shape, world_size, nullcontext, _groups_of(model))
+    module: nn.Module = model
     if world_size > 1:
-        module = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             model,
             device_ids=[device.index] if device.type == "cuda" else None,
             bucket_cap_mb=parallel.bucket_mb,
             gradient_as_bucket_view=True,
             **_buffer_option(model),  # type: ignore[arg-type]
         )
+        _settle_buckets(ddp)
+        module = ddp
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     if train.precision == "bf16":
         context = partial(torch.autocast, device.type, dtype=torch.bfloat16)
@@ -117,6 +124,21 @@ def accumulation(module: nn.Module, *, last: bool) -> Iterator[None]:
     yield
 
 
+def _groups_of(model: nn.Module) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of the mesh that the parameters are sharded over."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return tuple(parameter.device_mesh.get_all_groups())
+    return ()
+
+
+def gather_no_more(module: nn.Module) -> None:
+    """After a forward pass without a backward pass: free what FSDP gathered, and put the sharded parameters back in place."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     """Recompute the block's activations in the backward pass. The forward method is replaced in place: a wrapper module would
     change the names of parameters, and with them every checkpoint."""
@@ -128,6 +150,23 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)  # type: ignore[arg-type]
 
     block.forward = checkpointed
+
+
+def _settle_buckets(ddp: DistributedDataParallel) -> None:
+    """Have DDP lay out its gradient buckets for good, before the first step. Collective: yes.
+
+    DDP lays them out anew after its first backward pass, in the order in which gradients became ready. The place of a gradient
+    in its bucket decides in which order three or more ranks are summed, so the first step after a restart would round
+    differently than the same step of the run that was not disturbed. A rehearsal with gradients of zero, last parameter first,
+    takes the place of that first pass.
+    """
+    parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    for parameter in reversed(parameters):
+        parameter.backward(torch.zeros_like(parameter))
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _buffer_option(model: nn.Module) -> dict[str, bool]:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, TransportError
 from elastictrain.fault.whereabouts import Mark, Phase
 
-_TRANSPORT_CLASSES = frozenset(
-    ("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError", "BrokenPipeError")
-)
+_TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
 _TRANSPORT_WORDS = (
     "gloo",
     "nccl",

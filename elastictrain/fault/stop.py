@@ -48,7 +48,8 @@ class StopListener:
         """Put the previous handlers back and end the thread; call from the main thread."""
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned it also takes
+            if handler is not None:  # None: it was not installed from Python, and cannot be put back
+                signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned it also takes
         os.close(self._writer)
         self._thread.join(timeout=1.0)
         os.close(self._reader)

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from elastictrain.config.fault import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Mark, Phase
-
-_STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL))
+from elastictrain.fault.whereabouts import STEP_PHASES, Mark, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,8 @@ def bound_s(mark: Mark, options: FaultGroup) -> float:
     if mark.phase is Phase.SAVE:
         return options.save_timeout_s
     if mark.phase is Phase.END:
-        return options.save_timeout_s + options.shutdown_grace_s
-    if mark.phase in _STEP_PHASES and mark.first_step_done:
+        return options.shutdown_grace_s
+    if mark.phase in STEP_PHASES and mark.first_step_done:
         return options.step_timeout_s
     return options.init_timeout_s
 
@@ -43,11 +41,12 @@ def judge(mark: Mark, *, now_s: float, stop: StopRequest | None, options: FaultG
     if stop is None or mark.phase in (Phase.SAVE, Phase.END):
         return None
     # A survivor of a dead group hangs in a collective that nobody will join, and torchrun waits half a minute for it.
+    # But a phase that takes long in a healthy run is given the time that it is known to take.
+    patience_s = max(options.shutdown_grace_s, 2 * mark.longest_s)
     waited_s = now_s - max(stop.since_s, mark.since_s)
-    if waited_s > options.shutdown_grace_s:
-        reason = f"asked to stop ({stop.reason}), but {mark} did not end within {options.shutdown_grace_s:g} s"
-        saved = mark.step == 0
-        return Overdue(EXIT_STOPPED if saved else EXIT_TRANSPORT, reason)
+    if waited_s > patience_s:
+        reason = f"asked to stop ({stop.reason}), but {mark} did not end within {patience_s:g} s"
+        return Overdue(EXIT_TRANSPORT if mark.first_step_done else EXIT_STOPPED, reason)
     return None
 
 

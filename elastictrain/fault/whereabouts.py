@@ -24,6 +24,10 @@ class Phase(StrEnum):
     END = "end"
 
 
+STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE, Phase.UPDATE, Phase.EVAL))
+"""What recurs in every step, or nearly so, and is short."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """One moment: what began, in which step, and when (monotonic seconds)."""
@@ -33,6 +37,8 @@ class Mark:
     micro_batch: int
     since_s: float
     first_step_done: bool
+    longest_s: float = 0.0
+    """The longest that any phase of a step has taken since the first step was through."""
 
     def __str__(self) -> str:
         where = f"{self.phase} of step {self.step}" if self.step else f"{self.phase}"
@@ -45,11 +51,15 @@ class Whereabouts:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._first_step_done = False
+        self._longest_s = 0.0
         self.mark = Mark(Phase.START, 0, 0, clock(), False)
 
     def enter(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
         """Note that `phase` begins now."""
-        self.mark = Mark(phase, step, micro_batch, self._clock(), self._first_step_done)
+        now_s, before = self._clock(), self.mark
+        if before.first_step_done and before.phase in STEP_PHASES:
+            self._longest_s = max(self._longest_s, now_s - before.since_s)
+        self.mark = Mark(phase, step, micro_batch, now_s, self._first_step_done, self._longest_s)
 
     def first_step_done(self) -> None:
         """From now on the tight bounds hold."""

@@ -75,6 +75,9 @@ class _FileLog:
             self._waiting += data
         self._write()
 
+    def flush(self) -> None:
+        self._write()
+
     def close(self) -> None:
         self._write()
         try:
@@ -115,6 +118,8 @@ class _SegmentLog:
         self._sent_bytes = 0
         self._lost = 0
         self._closing = False
+        self._flushes_wanted = 0
+        self._flushes_done = 0
         # Used by the thread alone.
         self._number: int | None = None
         self._failing = False
@@ -134,10 +139,17 @@ class _SegmentLog:
                 self._newest.clear()
                 self._sent_bytes = 0
 
+    def flush(self) -> None:
+        with self._changed:
+            self._flushes_wanted += 1
+            wanted = self._flushes_wanted
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._flushes_done >= wanted or not self._thread.is_alive(), self._close_s)
+
     def close(self) -> None:
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join(self._close_s)
         with self._changed:
             waiting_bytes = self._waiting_bytes() - self._sent_bytes
@@ -152,9 +164,11 @@ class _SegmentLog:
         flushed = self._clock()
         while True:
             with self._changed:
-                while not self._closing and (pause_s := flushed + self._flush_s - self._clock()) > 0:
+                while (pause_s := flushed + self._flush_s - self._clock()) > 0:
+                    if self._closing or self._flushes_wanted > self._flushes_done:
+                        break
                     self._changed.wait(pause_s)
-                closing = self._closing
+                closing, wanted = self._closing, self._flushes_wanted
             flushed = self._clock()
             try:
                 self._send_all()
@@ -167,6 +181,9 @@ class _SegmentLog:
                 return
             else:
                 self._failing = False
+            with self._changed:
+                self._flushes_done = wanted
+                self._changed.notify_all()
             if closing:
                 return
 

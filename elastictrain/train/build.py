@@ -1,15 +1,10 @@
 """The only place where parts are put together: from a configuration to a loop that is ready to run."""
 
 import logging
-import os
 import platform
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -18,66 +13,28 @@ from elastictrain import __version__
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
-from elastictrain.config.task_signature import build_task
 from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger, ledger_key
 from elastictrain.data.loader import Loader, ReadAhead
-from elastictrain.distributed.board import Board
-from elastictrain.distributed.environment import choose_backend, plan_environment
-from elastictrain.distributed.group import Group, connect, make_group, tighten
-from elastictrain.distributed.incarnation import Incarnation, agree
+from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, wrap
-from elastictrain.errors import DataError, Problem, StopRequestedError
-from elastictrain.events import Journal, Resume, Start
-from elastictrain.fault.stop import StopRequest
+from elastictrain.errors import DataError, Problem
+from elastictrain.events import Resume, Start
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
-from elastictrain.storage.appendlog import open_append_log
-from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import Store
+from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import LoopParts
 from elastictrain.train.observing import make_observer
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.parameters import build_model, fill
-from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
-from elastictrain.train.samples import Samples, open_samples
+from elastictrain.train.runfolder import store_config
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
-from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
+from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample
 
 logger = logging.getLogger(__name__)
-
-StopRequested = Callable[[], StopRequest | None]
-
-
-@dataclass(slots=True)
-class Timings:
-    """Seconds of each phase of a start, by name."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time what is inside."""
-        began = time.monotonic()
-        yield
-        self.seconds[name] = round(time.monotonic() - began, 4)
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A group of ranks that has come up, with everything that does not depend on the model."""
-
-    task: Task
-    samples: Samples
-    store: Store
-    group: Group
-    incarnation: Incarnation
-    journal: Journal
-    board: Board
-    timings: Timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,61 +54,11 @@ class Built:
         self.close_observer()
 
 
-def bring_up(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts, stop_request: StopRequested) -> Started:
-    """Check everything that can be checked alone, then meet the other ranks. Collective: yes."""
-    timings = Timings()
-    with timings.phase("checks"):
-        backend = choose_backend(
-            config.parallel.backend,
-            num_cuda_devices=torch.cuda.device_count(),
-            local_world_size=identity.local_world_size,
-        )
-        task = cast(Task, build_task(config))
-        store = open_store(config.run.dir)
-        if identity.local_rank == 0:
-            check_run_folder(store, config, task=task)
-        samples = open_samples(task, config)
-    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
-    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
-        os.environ[variable.name] = variable.value
-
-    def leave_if_asked() -> None:
-        if (request := stop_request()) is not None:
-            raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
-
-    whereabouts.enter(Phase.RENDEZVOUS)
-    with timings.phase("rendezvous"):
-        number = next_incarnation_number(store) if identity.rank == 0 else 0
-        shared = connect(identity, timeout_s=config.fault.rendezvous_timeout_s)
-        incarnation = agree(shared, identity, number=number, timeout_s=config.fault.rendezvous_timeout_s, poll=leave_if_asked)
-    whereabouts.enter(Phase.GROUP)
-    with timings.phase("group"):
-        group = make_group(
-            shared,
-            identity,
-            incarnation=incarnation.name,
-            backend=backend,
-            init_timeout_s=config.fault.init_timeout_s,
-        )
-    board = Board(
-        group.store,
-        rank=identity.rank,
-        hosts=incarnation.hosts,
-        where=lambda: str(whereabouts.mark),
-        interval_s=config.fault.heartbeat_s,
-    )
-    board.start()
-    key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
-    log = open_append_log(store, key, flush_s=config.telemetry.flush_s)
-    journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
-    return Started(task, samples, store, group, incarnation, journal, board, timings)
-
-
 def build(
     config: RunConfig, identity: Identity, started: Started, *, whereabouts: Whereabouts, stop_request: StopRequested
 ) -> Built:
     """Model, state, loader and loop; the state is restored. Collective: yes."""
-    record = started.journal.record
+    record = started.met.journal.record
     device = started.group.device
     whereabouts.enter(Phase.BUILD)
     with started.timings.phase("build"):
@@ -165,7 +72,7 @@ def build(
         group=started.group.control,
         rank=identity.rank,
         world_size=identity.world_size,
-        incarnation=started.incarnation.name,
+        incarnation=started.met.incarnation.name,
         config_digest=config_digest(config),
         record=record,
     )
@@ -183,6 +90,16 @@ def build(
         resume=resume,
         flops_per_token=None if flops is None else flops / tokens,
     )
+    ledger = _make_ledger(config, identity, started)
+
+    def flush_records() -> None:
+        started.met.journal.flush()
+        if ledger is not None:
+            ledger.flush()
+
+    def tighten() -> None:
+        limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.step_timeout_s)
+
     parts = LoopParts(
         config=config,
         identity=identity,
@@ -198,12 +115,13 @@ def build(
         micro_batches=iter(loader),
         checkpointer=checkpointer,
         evaluator=_make_evaluator(config, identity, started, wrapped=wrapped, whereabouts=whereabouts),
-        ledger=_make_ledger(config, identity, started),
+        ledger=ledger,
         observer=observer,
         record=record,
+        flush_records=flush_records,
         whereabouts=whereabouts,
         stop_request=stop_request,
-        on_first_step=lambda: tighten(step_timeout_s=config.fault.step_timeout_s),
+        on_first_step=tighten,
         tokens_per_sample=tokens,
     )
 
@@ -222,7 +140,7 @@ def _build_state(config: RunConfig, identity: Identity, started: Started) -> tup
     shape = mesh_shape(
         config.parallel.kind,
         world_size=identity.world_size,
-        local_world_size=identity.local_world_size,
+        local_world_size=started.met.incarnation.shared_local_size,
         shard_size=config.parallel.shard_size,
     )
     blocks = task.blocks(model) if isinstance(task, HasBlocks) else ()
@@ -236,6 +154,7 @@ def _build_state(config: RunConfig, identity: Identity, started: Started) -> tup
         device=device,
         world_size=identity.world_size,
     )
+    limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.init_timeout_s)
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
 
 
@@ -297,8 +216,8 @@ def _make_evaluator(
 def _make_ledger(config: RunConfig, identity: Identity, started: Started) -> Ledger | None:
     if not config.data.ledger:
         return None
-    key = ledger_key(incarnation=started.incarnation.name, rank=identity.rank)
-    return Ledger(open_append_log(started.store, key, flush_s=config.telemetry.flush_s))
+    key = ledger_key(incarnation=started.met.incarnation.name, rank=identity.rank)
+    return Ledger(open_log(started.store, key, config))
 
 
 def _arithmetic(started: Started, model: nn.Module) -> tuple[int, float | None]:
@@ -313,7 +232,7 @@ def _start_event(config: RunConfig, identity: Identity, started: Started) -> Sta
     device = started.group.device
     return Start(
         world_size=identity.world_size,
-        hosts=tuple(dict.fromkeys(started.incarnation.hosts)),
+        hosts=tuple(dict.fromkeys(started.met.incarnation.hosts)),
         backend=started.group.backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(config),

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from elastictrain.data.assignment import assign
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.workers import read_batch
-from elastictrain.distributed.wrapping import Wrapped
+from elastictrain.distributed.wrapping import Wrapped, gather_no_more
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train.step import to_device
@@ -58,6 +58,7 @@ class Evaluator:
                     figures += torch.stack((output.loss_sum, output.weight)).double()
         finally:
             module.train()
+            gather_no_more(module)
         dist.all_reduce(figures)
         loss_sum, weight = figures.tolist()
         return float("nan") if weight == 0 else loss_sum / weight

@@ -20,7 +20,7 @@ from elastictrain.identity import Identity
 from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.schedule import learning_rate
-from elastictrain.train.skipping import count_step
+from elastictrain.train.skipping import check_skips, count_step
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, PendingStep, Stepper
 
@@ -67,6 +67,7 @@ class LoopParts:
     ledger: Ledger | None
     observer: Observer
     record: Callable[[Event], None]
+    flush_records: Callable[[], None]
     whereabouts: Whereabouts
     stop_request: Callable[[], StopRequest | None]
     on_first_step: Callable[[], None]
@@ -100,17 +101,19 @@ class Loop:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
         state = self._parts.state
         pending: PendingStep | None = None
+        # What the ranks agreed on in a step that was settled at once; it is acted upon after the next, like any other.
+        carried = (False, False)
         while state.step < self._intervals.total_steps:
             step = state.step + 1
             started = self._launch(step)
             state.step = step
             # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
-            stop_agreed, save_agreed = self._settle(pending) if pending else (False, False)
-            pending = started
+            stop_agreed, save_agreed = self._settle(pending) if pending else carried
+            pending, carried = started, (False, False)
             following = after_step(step, self._intervals, stop_agreed=stop_agreed, save_agreed=save_agreed)
             if step == self._first_step or following.save or following.evaluate:
-                self._settle(pending)
-                pending = None
+                stop_next, save_next = self._settle(pending)
+                pending, carried = None, (stop_next, save_next and following.save is None)
             if step == self._first_step:
                 self._parts.whereabouts.first_step_done()
                 self._parts.on_first_step()
@@ -145,27 +148,18 @@ class Loop:
         positions = ((facts.step - 1) * batch, facts.step * batch)
         tokens_per_s = batch * parts.tokens_per_sample / max(step_s, 1e-9)
         before = parts.state.skips.total
-        try:
-            parts.state.skips = count_step(
-                parts.state.skips,
-                loss=facts.loss,
-                grad_norm=facts.grad_norm,
-                step=facts.step,
-                max_skipped=parts.config.train.max_skipped,
-            )
-        finally:
-            if parts.identity.speaks:
-                parts.record(
-                    Step(
-                        step=facts.step,
-                        loss=facts.loss,
-                        lr=facts.rate,
-                        grad_norm=facts.grad_norm,
-                        positions=positions,
-                        tokens_per_s=tokens_per_s,
-                    )
+        skips = parts.state.skips = count_step(parts.state.skips, loss=facts.loss, grad_norm=facts.grad_norm)
+        if parts.identity.speaks:
+            parts.record(
+                Step(
+                    step=facts.step,
+                    loss=facts.loss,
+                    lr=facts.rate,
+                    grad_norm=facts.grad_norm,
+                    positions=positions,
+                    tokens_per_s=tokens_per_s,
                 )
-        skips = parts.state.skips
+            )
         if skips.total > before and parts.identity.speaks:
             parts.record(
                 Skip(
@@ -179,6 +173,7 @@ class Loop:
             parts.observer.say(
                 f"step {facts.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)"
             )
+        check_skips(skips, max_skipped=parts.config.train.max_skipped, step=facts.step, loss=facts.loss)
         parts.observer.on_step(
             StepReport(facts.step, facts.loss, facts.rate, facts.grad_norm, step_s, tokens_per_s, skips.total)
         )
@@ -208,6 +203,8 @@ class Loop:
         parts = self._parts
         while True:
             parts.whereabouts.enter(Phase.SAVE, step=step)
+            # What the checkpoint covers is never done again, so its records must not be lost with this process.
+            parts.flush_records()
             try:
                 parts.checkpointer.save(
                     step,

@@ -25,7 +25,15 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
     """
     if not isinstance(task, InitializesParameters):
         return
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
     model.to_empty(device=device)
+    for first, *others in shared.values():
+        # to_empty gives each of several names of one parameter a memory of its own.
+        for other in others:
+            owner, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _fill_parameter(parameter, name, task, torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name)))

@@ -4,7 +4,7 @@ import re
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, from_yaml, to_yaml
-from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem
+from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, StorageError
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
@@ -19,7 +19,10 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task) -> None:
 
     Raises: StorageError; ConfigError that names the keys which would change the answer.
     """
-    check_writable(store)
+    try:
+        check_writable(store)
+    except StorageError as error:
+        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     if isinstance(store, LocalStore):
         store.sweep_temporaries("checkpoints")
     stored = _stored_config(store)

@@ -14,17 +14,17 @@ class SkipCounts:
     total: int = 0
 
 
-def count_step(counts: SkipCounts, *, loss: float, grad_norm: float, step: int, max_skipped: int) -> SkipCounts:
-    """The counts after a step. The device has left the update out already by the same rule.
-
-    Raises: NonFiniteError at one more than `max_skipped` in a row.
-    """
+def count_step(counts: SkipCounts, *, loss: float, grad_norm: float) -> SkipCounts:
+    """The counts after a step. The device has left the update out already by the same rule."""
     if math.isfinite(loss) and math.isfinite(grad_norm):
         return SkipCounts(0, counts.total)
-    counts = SkipCounts(counts.in_a_row + 1, counts.total + 1)
+    return SkipCounts(counts.in_a_row + 1, counts.total + 1)
+
+
+def check_skips(counts: SkipCounts, *, max_skipped: int, step: int, loss: float) -> None:
+    """Raises: NonFiniteError at one more than `max_skipped` in a row; `step` and its `loss` are the last."""
     if counts.in_a_row > max_skipped:
         raise NonFiniteError(
-            f"{counts.in_a_row} steps in a row were not finite, the last is step {step} (loss {loss}, gradient norm "
-            f"{grad_norm}); `train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
+            f"{counts.in_a_row} steps in a row were not finite, the last is step {step} (loss {loss}); "
+            f"`train.max_skipped` allows {max_skipped}. Lower optim.lr, or look at the data of these steps"
         )
-    return counts

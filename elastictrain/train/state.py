@@ -35,10 +35,9 @@ class TrainState:
         """Handles to all live tensors by their name in a checkpoint; loading into them restores the state."""
         parameters = dict(self.model.named_parameters())
         named: dict[str, Tensor] = {f"model.{name}": parameter for name, parameter in parameters.items()}
-        aliases = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         persistent = set(self.model.state_dict())
         for name, buffer in self.model.named_buffers():
-            if name in persistent and name not in aliases:
+            if name in persistent:
                 named[f"model.{name}"] = buffer
         for name, tensor in optimizer_tensors(self.optimizer, parameters.items()):
             named[f"optim.{name}"] = tensor

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -93,8 +92,9 @@ class Stepper:
         figures = torch.zeros(5, dtype=torch.float64)
         figures[_STOP], figures[_SAVE] = float(flags.stop), float(flags.save)
         figures = figures.to(self._device, non_blocking=True)
-        self._whereabouts.enter(Phase.DATA, step=step)
-        for index, micro_batch in enumerate(islice(micro_batches, passes)):
+        for index in range(passes):
+            self._whereabouts.enter(Phase.DATA, step=step, micro_batch=index)
+            micro_batch = next(micro_batches)
             with accumulation(self._wrapped.module, last=index == passes - 1):
                 self._pass(step, index, micro_batch, figures)
         self._whereabouts.enter(Phase.REDUCE, step=step)

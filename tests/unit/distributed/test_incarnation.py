@@ -124,6 +124,18 @@ def test_nobody_leaves_without_a_dead_rank_and_rank_0_names_it(dead: tuple[int, 
     assert all(isinstance(actor.error, TransportError) for actor in actors)
 
 
+def test_an_acknowledgement_counts_for_its_proposal_only() -> None:
+    """Rank 1 acknowledges and dies; the late rank 2 makes another proposal necessary, which a dead rank cannot acknowledge."""
+    stage = Stage(1, data=leftovers(3))
+    actors = enter_all(stage, 3, without=(2,))
+    stage.play(turns=100)
+    stage.kill(actors[1])
+    late = stage.enter(2, world_size=3)
+    stage.play()
+    assert not names([*actors, late])
+    assert "rank(s) 1 did not acknowledge" in str(actors[0].error)
+
+
 def test_a_dead_rank_0_is_named_by_the_others() -> None:
     stage = Stage(1)
     actors = enter_all(stage, 3, without=(0,))

@@ -35,6 +35,19 @@ def test_the_mean_over_the_first_samples_whatever_the_portions(
     assert all(parameter.grad is None for parameter in wrapped.bare.parameters())
 
 
+def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) -> None:
+    """Five samples for two ranks: the second has samples 1 and 3, and repeats one while the first has its third."""
+    task, points = Squares(), Points()
+    wrapped = wrapped_model(task)
+    second = Identity(1, 2, 1, 2, 0, "here", launched=True)
+    evaluator = Evaluator(
+        task, wrapped, points, num_samples=5, micro_batch=1, identity=second, device=CPU, whereabouts=Whereabouts()
+    )
+    outputs = [task.loss(wrapped.bare, points.batch(index, index + 1)) for index in (1, 3)]
+    expected = sum(output.loss_sum.item() for output in outputs) / sum(output.weight.item() for output in outputs)
+    assert evaluator.run(1) == pytest.approx(expected)
+
+
 def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore) -> None:
     task = Squares()
     evaluator = Evaluator(

@@ -264,6 +264,21 @@ def test_a_save_that_fails_is_an_event_and_tried_again_at_the_next_interval() ->
     assert world.saved == [(4, "interval"), (6, "end")]
 
 
+def test_a_save_that_succeeds_ends_the_row_of_failures() -> None:
+    world = World(config(steps=40, save_every=2))
+    real = world.save
+
+    def save(step: int, *, tensors: object, state: object, reason: str) -> None:
+        world.refuse_saves = int(step % 8 != 0)
+        real(step, tensors=tensors, state=state, reason=reason)
+
+    world.config = replace(world.config, checkpoint=replace(world.config.checkpoint, max_failed_saves=4))
+    world.save = save  # type: ignore[method-assign]
+    world.train()
+    assert [step for step, _ in world.saved] == [8, 16, 24, 32, 40]
+    assert len(world.of(CheckpointFailed)) == 15
+
+
 def test_the_last_save_is_tried_again_at_once() -> None:
     world = World(config(steps=3), refuse_saves=2)
     world.train()

@@ -8,6 +8,7 @@ from elastictrain.errors import ConfigError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
+from tests.unit.train.parts import Squares
 from tests.unit.train.test_loop import config
 
 
@@ -32,21 +33,21 @@ def test_incarnations_are_numbered_after_those_that_left_events(store: Store) ->
 
 
 def test_a_new_folder_is_fine_and_so_is_the_same_config_again(store: Store) -> None:
-    check_run_folder(store, of(store))
+    check_run_folder(store, of(store), task=Squares())
     store_config(store, of(store))
     store.write("checkpoints/step-000000001/manifest.json", b"{}")
-    check_run_folder(store, of(store))
+    check_run_folder(store, of(store), task=Squares())
 
 
 def test_a_config_that_changes_the_answer_is_refused_by_key(store: Store) -> None:
     store_config(store, of(store))
     store.write("checkpoints/step-000000001/manifest.json", b"{}")
     with pytest.raises(ConfigError, match=r"`run\.seed` was 0 when the run began and is 3 now") as caught:
-        check_run_folder(store, of(store, seed=3))
+        check_run_folder(store, of(store, seed=3), task=Squares())
     assert [problem.key for problem in caught.value.problems] == ["run.seed"]
-    check_run_folder(store, of(store, seed=3, on_change="continue"))
+    check_run_folder(store, of(store, seed=3, on_change="continue"), task=Squares())
 
 
 def test_without_a_checkpoint_nothing_depends_on_the_old_config(store: Store) -> None:
     store_config(store, of(store))
-    check_run_folder(store, of(store, seed=3))
+    check_run_folder(store, of(store, seed=3), task=Squares())

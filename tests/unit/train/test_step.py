@@ -185,6 +185,31 @@ def test_the_same_step_gives_the_same_bits_whatever_was_drawn_before(group_of_on
         assert torch.equal(value, snapshots[1][name]), name
 
 
+def test_randomness_belongs_to_the_positions_and_not_to_the_pass(group_of_one: dist.HashStore) -> None:
+    losses = []
+    for turn in (1, -1):
+        batches = list(micro_batches(POINTS, 1, (4, 4)))[::turn]
+        bench = Bench(Squares(dropout=0.5))
+        losses.append(bench.stepper.run(1, iter(batches), passes=2, rate=0.1, flags=Flags()).facts().loss)
+    assert losses[0] == losses[1]
+
+
+def test_only_the_last_pass_reduces_gradients(group_of_one: dist.HashStore) -> None:
+    bench, reduced = Bench(kind="fsdp"), []
+    shards = [parameter for group in bench.optimizer.param_groups for parameter in group["params"]]
+
+    class Noting(Squares):
+        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+            reduced.append(any(shard.grad is not None for shard in shards))
+            return super().loss(model, batch)
+
+    bench.stepper._task = Noting()
+    bench.step(1, (2, 2, 2, 2))
+    bench.step(2, (2, 2, 2, 2))
+    assert reduced == [False] * 8
+    assert bench.step(3).grad_norm > 0
+
+
 @pytest.mark.parametrize("other", [{"seed": 2}, {"step": 2}])
 def test_randomness_follows_the_seed_and_the_step(group_of_one: dist.HashStore, other: dict[str, int]) -> None:
     losses = []

@@ -1,0 +1,161 @@
+"""Bring-up of one incarnation: what each rank checks alone, the agreement, and the process group."""
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import group_digest
+from elastictrain.config.task_signature import build_task
+from elastictrain.distributed.board import Board
+from elastictrain.distributed.environment import choose_backend, plan_environment
+from elastictrain.distributed.group import Group, connect, make_group
+from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
+from elastictrain.errors import StopRequestedError
+from elastictrain.events import AppendLog, Journal
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
+from elastictrain.train.samples import Samples, open_samples
+from elastictrain.train.task import Task
+
+logger = logging.getLogger(__name__)
+
+_CLOSED_AT_THE_END = 4
+
+StopRequested = Callable[[], StopRequest | None]
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of each phase of a start, by name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is inside."""
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The ranks have agreed on an incarnation: from here on what happens can be recorded, and others can be heard."""
+
+    incarnation: Incarnation
+    shared: dist.Store
+    store: Store
+    journal: Journal
+    board: Board
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A group of ranks that has come up, with everything that does not depend on the model."""
+
+    task: Task
+    samples: Samples
+    store: Store
+    met: Met
+    group: Group
+    timings: Timings
+
+
+def bring_up(
+    config: RunConfig,
+    identity: Identity,
+    *,
+    whereabouts: Whereabouts,
+    stop_request: StopRequested,
+    on_meeting: Callable[[Met], None],
+) -> Started:
+    """Check everything that can be checked alone, then meet the other ranks. Collective: yes.
+
+    `on_meeting` is told as soon as failures can be recorded.
+    """
+    timings = Timings()
+    with timings.phase("checks"):
+        backend = choose_backend(
+            config.parallel.backend,
+            num_cuda_devices=torch.cuda.device_count(),
+            local_world_size=identity.local_world_size,
+        )
+        task = cast(Task, build_task(config))
+        store = open_store(config.run.dir)
+        if identity.local_rank == 0:
+            check_run_folder(store, config, task=task)
+        samples = open_samples(task, config)
+    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
+    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
+        os.environ[variable.name] = variable.value
+    introduction = Introduction(
+        identity.host, identity.local_world_size, backend, group_digest(config, data_digest=samples.digest)
+    )
+    whereabouts.enter(Phase.RENDEZVOUS)
+    with timings.phase("rendezvous"):
+        met = _meet(config, identity, introduction, store=store, whereabouts=whereabouts, stop_request=stop_request)
+    on_meeting(met)
+    check_alike(met.incarnation)
+    whereabouts.enter(Phase.GROUP)
+    with timings.phase("group"):
+        group = make_group(
+            met.shared,
+            identity,
+            backend=backend,
+            init_timeout_s=config.fault.init_timeout_s,
+            save_timeout_s=config.fault.save_timeout_s,
+        )
+    return Started(task, samples, store, met, group, timings)
+
+
+def _meet(
+    config: RunConfig,
+    identity: Identity,
+    introduction: Introduction,
+    *,
+    store: Store,
+    whereabouts: Whereabouts,
+    stop_request: StopRequested,
+) -> Met:
+    def leave_if_asked() -> None:
+        if (request := stop_request()) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
+
+    number = next_incarnation_number(store) if identity.rank == 0 else 0
+    timeout_s = config.fault.rendezvous_timeout_s
+    rendezvous = connect(identity, timeout_s=timeout_s)
+    incarnation = agree(rendezvous, identity, introduction, number=number, timeout_s=timeout_s, poll=leave_if_asked)
+    shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", rendezvous)
+    board = Board(
+        shared,
+        rank=identity.rank,
+        hosts=incarnation.hosts,
+        where=lambda: str(whereabouts.mark),
+        interval_s=config.fault.heartbeat_s,
+    )
+    board.start()
+    key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
+    journal = Journal(open_log(store, key, config), incarnation=incarnation.name, rank=identity.rank)
+    return Met(incarnation, shared, store, journal, board)
+
+
+def open_log(store: Store, key: str, config: RunConfig) -> AppendLog:
+    # The logs and curves of a rank are closed one after another within the grace that the end of a run has.
+    return open_append_log(
+        store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.shutdown_grace_s / _CLOSED_AT_THE_END
+    )
