@@ -11,6 +11,7 @@ hold two models.
 """
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -142,7 +143,9 @@ class Interleaving:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    # All ranks must name the same folder; the agent's id is what they share.
+    folder = f"{tempfile.gettempdir()}/elastictrain-bench-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    try:
         steps = STEPS * (BLOCKS + 1) + 1
         fixed = [f"run.dir={folder}", f"train.steps={steps}", "train.eval_every_steps=0", "checkpoint.every_steps=0"]
         config = load([*sys.argv[1:], *fixed, "telemetry.tensorboard=false", "telemetry.progress=off", "optim.warmup_steps=5"])
@@ -164,6 +167,8 @@ def main() -> None:
         if identity.rank == 0:
             report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
         built.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class NoCheckpoints:

@@ -49,6 +49,8 @@ def plan_environment(
     """What to set; what the user has set already is kept. `dump_prefix` is a local path, to which the rank is appended."""
     entries = str(options.flight_recorder_entries)
     wanted = [
+        # The store's client looks up the name of 127.0.0.1, and waits for a resolver that does not answer.
+        Variable("RES_OPTIONS", "timeout:1 attempts:1", "a resolver that does not answer costs a second, not five each time"),
         Variable("TORCH_FR_BUFFER_SIZE", entries, "remember the last collectives for the report after a failure"),
         Variable("TORCH_FR_DUMP_TEMP_FILE", dump_prefix, "where the flight recorder goes when a collective fails"),
     ]

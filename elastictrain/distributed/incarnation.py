@@ -27,6 +27,7 @@ from elastictrain.identity import Identity
 _ROOT = "elastictrain"
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
+_SHOWN_PROBLEMS = 8
 
 
 class SharedStore(Protocol):
@@ -75,18 +76,19 @@ class Incarnation:
 
 
 def check_alike(incarnation: Incarnation) -> None:
-    """Raises: ConfigError that names the hosts which differ from rank 0's in backend, or in configuration or data."""
+    """Raises: ConfigError that names the ranks which differ from rank 0 in backend, or in configuration or data."""
     first = incarnation.ranks[0]
     problems = []
-    for host, other in {rank.host: rank for rank in incarnation.ranks}.items():
+    for number, other in enumerate(incarnation.ranks):
+        name = f"rank {number} on {other.host}"
         if other.backend != first.backend:
-            message = f"is {other.backend} on {host} but {first.backend} on {first.host}; do all hosts show their GPUs?"
+            message = f"is {other.backend} for {name}, but {first.backend} for rank 0 on {first.host}; do all show their GPUs?"
             problems.append(Problem("parallel.backend", message))
         if other.digest != first.digest:
-            message = f"differ between {host} and {first.host}; give all hosts the same command, data and version"
+            message = f"differ between {name} and rank 0 on {first.host}; give all hosts the same command, data and version"
             problems.append(Problem("configuration or data", message))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(problems[:_SHOWN_PROBLEMS])
 
 
 @dataclass(frozen=True, slots=True)

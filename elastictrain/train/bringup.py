@@ -95,14 +95,14 @@ def bring_up(
             num_cuda_devices=torch.cuda.device_count(),
             local_world_size=identity.local_world_size,
         )
+        dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
+        for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
+            os.environ[variable.name] = variable.value
         task = cast(Task, build_task(config))
         store = open_store(config.run.dir)
         if identity.local_rank == 0:
             check_run_folder(store, config, task=task)
         samples = open_samples(task, config)
-    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
-    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
-        os.environ[variable.name] = variable.value
     introduction = Introduction(
         identity.host, identity.local_world_size, backend, group_digest(config, data_digest=samples.digest)
     )

@@ -1,0 +1,118 @@
+"""What a person meets who starts a run that cannot work: one message that says what to do, the right exit code, and nothing
+left behind. Mistakes that configuration alone shows are in tests/unit/test_run.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from refusals import START, RefusingHost, files_in, running_host
+from torchruns import torchrun
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[RefusingHost]:
+    with running_host() as started:
+        yield started
+
+
+def test_missing_data(host: RefusingHost, tmp_path: Path) -> None:
+    refusal = host.start("data=tokens", "data.path=/nowhere/tokens", folder=tmp_path)
+    refusal.check(78, "/nowhere/tokens must be a folder of token files", "python -m elastictrain.data prepare")
+    assert files_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ("{garbled", "must be a JSON file, but is damaged"),
+        ("[]", "prepare the data again"),
+        ("{}", "prepare the data again"),
+        (json.dumps({"format": "elastictrain-tokens", "version": 99}), "prepare the data again"),
+    ],
+)
+def test_garbled_index(index: str, says: str, host: RefusingHost, tmp_path: Path) -> None:
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / "index.json").write_text(index)
+    host.start(f"data.path={tmp_path}/tokens", folder=tmp_path).check(78, f"{tmp_path}/tokens/index.json", says)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs")
+def test_nccl_without_gpu(host: RefusingHost, tmp_path: Path) -> None:
+    refusal = host.start("parallel.backend=nccl", folder=tmp_path)
+    refusal.check(78, "`parallel.backend`", "needs CUDA devices", "set parallel.backend=auto")
+    assert not (tmp_path / "run").exists()
+
+
+def test_sequence_longer_than_the_model(host: RefusingHost, tmp_path: Path) -> None:
+    refusal = host.start("train.seq_len=300", "model.max_seq_len=256", folder=tmp_path)
+    refusal.check(78, "`train.seq_len` must be <= model.max_seq_len = 256, but is 300")
+    assert files_in(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("place", ["file", "file/run", "/proc/run"])
+def test_run_dir_that_cannot_be(place: str, host: RefusingHost, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    refusal = host.start(f"run.dir={tmp_path / place}", folder=tmp_path)
+    refusal.check(74, "`run.dir` cannot be used: cannot create", str(tmp_path / place), "Set run.dir to another place")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+def test_run_dir_without_permission(host: RefusingHost, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "locked").mkdir(mode=0o500)
+    refusal = host.start(f"run.dir={tmp_path}/locked/run", folder=tmp_path)
+    refusal.check(74, "`run.dir` cannot be used", "Permission denied", "Set run.dir to another place")
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if not mounted or mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        (folder / "filler").write_bytes(bytes(64 << 10))
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(full_disk: Path, host: RefusingHost, tmp_path: Path) -> None:
+    refusal = host.start(f"run.dir={full_disk}/run", folder=tmp_path)
+    refusal.check(74, "`run.dir` cannot be used", "No space left on device", "free space or raise the quota")
+    assert files_in(full_disk) == [f"{full_disk}/filler"]
+
+
+def test_disk_that_fills_up_during_the_run(full_disk: Path, host: RefusingHost, tmp_path: Path) -> None:
+    os.truncate(full_disk / "filler", 32 << 10)
+    refusal = host.start(f"run.dir={full_disk}/run", "checkpoint.every_steps=1", folder=tmp_path)
+    refusal.check(74, "step 1: checkpoint failed (1 in a row)", "3 checkpoints in a row could not be saved", "free space")
+    assert not [name for name in files_in(full_disk) if "safetensors" in name]
+
+
+@pytest.mark.parametrize(("package", "url", "extra"), [("s3fs", "s3://bucket/run", "s3"), ("gcsfs", "gs://bucket/run", "gcs")])
+def test_missing_extra(package: str, url: str, extra: str, host: RefusingHost, tmp_path: Path) -> None:
+    (tmp_path / "blocked" / package).mkdir(parents=True)
+    (tmp_path / "blocked" / package / "__init__.py").write_text(f"raise ImportError('no {package} here')\n")
+    refusal = host.start(f"run.dir={url}", folder=tmp_path, path=[tmp_path / "blocked"])
+    refusal.check(78, url, f'pip install "elastictrain[{extra}]"')
+
+
+@pytest.mark.parametrize("wrong", ["data.path=/nowhere/tokens", "train.stepz=3"])
+def test_one_message_per_host_under_torchrun(wrong: str, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with torchrun([*START, f"run.dir={tmp_path}/run", wrong], world_size=2, folder=tmp_path) as run:
+        assert run.wait(60) == 1
+        assert run.output().count("elastictrain: ") == 1, run.output()
+    assert time.monotonic() - began < 30
+    assert files_in(tmp_path / "run") == []
