@@ -44,12 +44,12 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     problems = []
     values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
     for name in (*names, "GROUP_RANK"):
-        text = environment.get(name)
+        text, least = environment.get(name), 1 if name.endswith("WORLD_SIZE") else 0
         if text is None:
             if name in ("RANK", "WORLD_SIZE"):
                 problems.append(Problem(name, f"must be set in the environment when {present[0]} is; start with torchrun"))
-        elif not text.isdecimal() or (name.endswith("WORLD_SIZE") and int(text) < 1):
-            problems.append(Problem(name, f"must be a whole number in the environment, but is {text!r}"))
+        elif not text.isdecimal() or int(text) < least:
+            problems.append(Problem(name, f"must be a whole number >= {least} in the environment, but is {text!r}"))
         else:
             values[name] = int(text)
     if problems:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, ElasticTrainError
+from elastictrain.fault.speaker import must_speak
 from elastictrain.identity import Identity, read_identity
 
 
@@ -38,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
     """Say once per host what is wrong; returns the exit code."""
-    if identity is None or identity.local_rank == 0:
+    # A SIGTERM ends this process here: nothing listens to it yet.
+    if identity is None or must_speak(identity.local_rank, ending=lambda: False):
         sys.stderr.write(f"elastictrain: {error}\n")
     return error.exit_code
 

@@ -16,16 +16,20 @@ done
 
 cat <<TEXT
 A Llama of 0.9 M parameters learns to write Python, byte by byte, from the source text of the standard library:
-two workers on this machine's CPU, about a minute. Everything it writes is in $dir.
+two workers on this machine's CPU, one to two minutes. Everything it writes is in $dir.
 Ctrl-C stops it with its state saved, kill -9 does not hurt it: the same command goes on.
 
 TEXT
+
+# A wrong key is said once here; torchrun would start the workers again and again.
+"$bin/python" -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@" --cfg job >/dev/null
 
 status=0
 "$bin/torchrun" --standalone --nproc-per-node 2 --max-restarts 3 \
     -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@" || status=$?
 if ((status)); then
-    printf '\nThe run did not reach its end; the reason is above. The same command continues from the newest checkpoint.\n' >&2
+    printf '\nThe run did not reach its end. Why stands above, before the traceback that torchrun adds.\n' >&2
+    printf 'The same command continues from the newest checkpoint in %s.\n' "$dir" >&2
     exit "$status"
 fi
 

@@ -5,7 +5,8 @@ in the environment tells attempts apart reliably either: each agent counts resta
 store itself, in a way that a predecessor's leftovers cannot disturb:
 
     every rank      writes hello/RANK = a nonce of its own
-    rank 0          reads all hellos, publishes proposal = (incarnation, all nonces); again whenever a hello changes
+    rank 0          reads all hellos, publishes proposal = (incarnation, all nonces); again whenever a hello changes,
+                    or another rank 0, whose place it took, has written over it
     every rank      that finds its own nonce in the proposal writes ack/INCARNATION/RANK
     rank 0          when all have acknowledged, writes go/INCARNATION
     every rank      leaves when it sees go/INCARNATION of the proposal it acknowledged
@@ -19,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypedDict
 
 from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
@@ -158,6 +159,14 @@ def agree(
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
+class _Proposal(TypedDict):
+    """What rank 0 publishes."""
+
+    name: str
+    nonces: list[str]
+    ranks: list[dict[str, Any]]
+
+
 class _Seat:
     """One rank's side of the exchange."""
 
@@ -170,7 +179,7 @@ class _Seat:
         self._name = ""
         self._acknowledged: set[int] = set()
         self._waiting: Wait | None = None
-        self._joined = ""
+        self._joined: Incarnation | None = None
 
     def lead(self) -> None:
         hellos = self._hellos()
@@ -179,6 +188,9 @@ class _Seat:
         for rank in range(self._identity.world_size):
             if self._name and rank not in self._acknowledged and self._has(f"ack/{self._name}/{rank}"):
                 self._acknowledged.add(rank)
+        if self._proposed is not None and self._read_proposal()["name"] != self._name:
+            # A rank 0 whose place was taken may have written its last word over ours.
+            self._proposed = None
         decision = coordinate(
             {rank: hello.nonce for rank, hello in hellos.items()},
             world_size=self._identity.world_size,
@@ -196,19 +208,25 @@ class _Seat:
             self._set(f"go/{self._name}", "")
 
     def follow(self) -> Incarnation | None:
-        if not self._has("proposal"):
-            return None
-        proposal = json.loads(self._store.get(f"{_ROOT}/proposal"))
-        nonces, rank = proposal["nonces"], self._identity.rank
+        # The go is looked for before another proposal is joined: one that comes after it is no business of this group's.
+        if not self._may_go() and self._has("proposal"):
+            self._join(self._read_proposal())
+        return self._joined if self._may_go() else None
+
+    def _may_go(self) -> bool:
+        return self._joined is not None and self._has(f"go/{self._joined.name}")
+
+    def _join(self, proposal: _Proposal) -> None:
+        name, nonces, rank = proposal["name"], proposal["nonces"], self._identity.rank
         if len(nonces) != self._identity.world_size or nonces[rank] != self._nonce:
-            return None
-        name = proposal["name"]
-        if self._joined != name:
+            return
+        if self._joined is None or self._joined.name != name:
+            self._joined = Incarnation(name, tuple(Introduction(**one) for one in proposal["ranks"]))
             self._set(f"ack/{name}/{rank}", "")
-            self._joined = name
-        if not self._has(f"go/{name}"):
-            return None
-        return Incarnation(name, tuple(Introduction(**rank) for rank in proposal["ranks"]))
+
+    def _read_proposal(self) -> _Proposal:
+        proposal: _Proposal = json.loads(self._store.get(f"{_ROOT}/proposal"))
+        return proposal
 
     def missing(self) -> str:
         if self._identity.rank != 0:

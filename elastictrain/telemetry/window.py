@@ -1,36 +1,6 @@
-"""How fast the run went between two marks."""
+"""How long the run will still take."""
 
 from collections import deque
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """Where the run stood at one moment; all but the time are totals."""
-
-    time_s: float
-    """Monotonic."""
-    step: int
-    tokens: int
-    idle_s: float = 0.0
-    """Seconds spent so far on something else than steps (evaluation, saving)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Mean over an interval; zero where there was no step or no time."""
-
-    tokens_per_s: float
-    step_s: float
-
-
-def speed_between(earlier: Mark, later: Mark) -> Speed:
-    """The speed of the steps between two marks, without the time that was spent on something else."""
-    seconds = (later.time_s - earlier.time_s) - (later.idle_s - earlier.idle_s)
-    steps = later.step - earlier.step
-    if steps <= 0 or seconds <= 0:
-        return Speed(0.0, 0.0)
-    return Speed(tokens_per_s=(later.tokens - earlier.tokens) / seconds, step_s=seconds / steps)
 
 
 class RemainingTime:

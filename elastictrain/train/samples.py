@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
-from elastictrain.errors import ConfigError, DataError, Problem
+from elastictrain.errors import ConfigError, DataError, Problem, StorageError
 from elastictrain.train.task import BringsDatasets, ChecksTokens, Task
 
 
@@ -25,7 +25,10 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
     if isinstance(task, BringsDatasets):
         train, held_out = task.train_dataset(), task.eval_dataset()
     else:
-        opened = open_datasets(config.data, seq_len=config.train.seq_len)
+        try:
+            opened = open_datasets(config.data, seq_len=config.train.seq_len)
+        except StorageError as error:
+            raise type(error)(f"`data.path` cannot be used: {error}") from error
         train, held_out, digest = opened.train, opened.holdout, opened.description.digest
         if isinstance(task, ChecksTokens):
             vocab_size = opened.description.tokenizer.vocab_size

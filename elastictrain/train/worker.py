@@ -18,6 +18,7 @@ from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, StopRequeste
 from elastictrain.events import Failure, Stop
 from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
+from elastictrain.fault.speaker import TURN_S, must_speak
 from elastictrain.fault.stop import StopListener
 from elastictrain.fault.watchdog import Overdue, Watchdog
 from elastictrain.fault.whereabouts import Phase, Whereabouts
@@ -141,8 +142,7 @@ class Worker:
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str]) -> None:
         with self._ending:
-            # What is wrong for all ranks alike is said once per host; what ends one rank, by that rank.
-            if self._identity.local_rank == 0 or what.exit_code not in (EXIT_CONFIG, EXIT_STOPPED):
+            if self._speaks(what.exit_code):
                 sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
                 sys.stderr.flush()
             if self._met is None:
@@ -161,6 +161,14 @@ class Worker:
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.close)
             self._met.journal.close()
+
+    def _speaks(self, exit_code: int) -> bool:
+        """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
+        local_rank = self._identity.local_rank
+        if exit_code == EXIT_CONFIG:
+            limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
+            return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
+        return local_rank == 0 or exit_code != EXIT_STOPPED
 
     def _store_flight_recorder(self) -> str | None:
         trace = flight_recorder()

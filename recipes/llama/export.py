@@ -117,7 +117,7 @@ def export_run(run: Store, *, out: Store, step: int | None, dtype: torch.dtype) 
             rejected.append(Reject(found.folder, error.file, str(error)))
             say(f"damaged, going back: {error}")
             continue
-        say(f"done: step {found.manifest.step}; read it with transformers.AutoModelForCausalLM.from_pretrained({out.url!r})")
+        say(f"done: step {found.manifest.step}; transformers.AutoModelForCausalLM.from_pretrained reads it from a local folder")
         return
 
 

@@ -1,7 +1,6 @@
 """What a person meets who starts a run that cannot work: one message that says what to do, the right exit code, and nothing
 left behind. Mistakes that configuration alone shows are in tests/unit/test_run.py."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -31,9 +30,7 @@ def test_missing_data(host: RefusingHost, tmp_path: Path) -> None:
     ("index", "says"),
     [
         ("{garbled", "must be a JSON file, but is damaged"),
-        ("[]", "prepare the data again"),
-        ("{}", "prepare the data again"),
-        (json.dumps({"format": "elastictrain-tokens", "version": 99}), "prepare the data again"),
+        ("{}", "must be an index of token files, but is something else; was `data.path` meant to be this folder?"),
     ],
 )
 def test_garbled_index(index: str, says: str, host: RefusingHost, tmp_path: Path) -> None:
@@ -108,11 +105,24 @@ def test_missing_extra(package: str, url: str, extra: str, host: RefusingHost, t
     refusal.check(78, url, f'pip install "elastictrain[{extra}]"')
 
 
+LATE_RANK_0 = """
+import os, time
+time.sleep(2.0 if os.environ["RANK"] == "0" else 0.0)
+from elastictrain.run import leave_process, main
+leave_process(main())
+"""
+
+
 @pytest.mark.parametrize("wrong", ["data.path=/nowhere/tokens", "train.stepz=3"])
 def test_one_message_per_host_under_torchrun(wrong: str, tmp_path: Path) -> None:
+    # torchrun ends all workers when one has left, also when that one came first and is not the one that speaks.
+    (tmp_path / "late.py").write_text(LATE_RANK_0)
     began = time.monotonic()
-    with torchrun([*START, f"run.dir={tmp_path}/run", wrong], world_size=2, folder=tmp_path) as run:
+    with torchrun(
+        [*START, f"run.dir={tmp_path}/run", wrong], world_size=2, folder=tmp_path, module=[f"{tmp_path}/late.py"]
+    ) as run:
         assert run.wait(60) == 1
-        assert run.output().count("elastictrain: ") == 1, run.output()
+        output = run.output()
+    assert output.count("elastictrain: ") == 1, output
     assert time.monotonic() - began < 30
     assert files_in(tmp_path / "run") == []

@@ -3,6 +3,7 @@ import json
 import math
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
@@ -105,15 +106,24 @@ def test_what_is_not_finite_is_null(value: float) -> None:
     assert record["grad_norm"] is None
 
 
+def test_what_is_not_finite_is_null_at_any_depth() -> None:
+    record = decoded(replace(EXAMPLES[0], seconds={"build": math.nan, "parts": (1.5, [math.inf], {"x": -math.inf})}))
+    assert record["seconds"] == {"build": None, "parts": [1.5, [None], {"x": None}]}
+
+
 class Log:
     """A log in memory."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
+        self.flushed = 0
         self.closed = 0
 
     def append(self, data: bytes) -> None:
         self.pieces.append(data)
+
+    def flush(self) -> None:
+        self.flushed += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -124,6 +134,9 @@ def test_the_journal_appends_one_piece_per_event_with_its_own_time() -> None:
     journal = Journal(log, incarnation="000002-cd", rank=1, clock=lambda: next(times))
     journal.record(STEP)
     journal.record(EXAMPLES[-1])
+    assert (log.flushed, log.closed) == (0, 0)
+    journal.flush()
+    assert (log.flushed, log.closed) == (1, 0)
     journal.close()
     records = [json.loads(piece) for piece in log.pieces]
     assert [(record["time"], record["event"]) for record in records] == [(1.0, "step"), (2.0, "stop")]

@@ -58,7 +58,13 @@ def test_all_problems_are_reported_at_once() -> None:
     assert {problem.key for problem in caught.value.problems} == {"RANK", "LOCAL_RANK"}
 
 
-@pytest.mark.parametrize("world", ["0", "5"])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_a_world_of_nobody_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}` must be a whole number >= 1 in the environment, but is '0'"):
+        read_identity(TORCHRUN | {name: "0"})
+
+
+@pytest.mark.parametrize("world", ["1", "5"])
 def test_a_rank_outside_the_world_is_refused(world: str) -> None:
     with pytest.raises(ConfigError, match=f"`RANK` must be < WORLD_SIZE={world}, but is 5"):
         read_identity(TORCHRUN | {"WORLD_SIZE": world})

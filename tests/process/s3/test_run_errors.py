@@ -47,9 +47,7 @@ def test_missing_data(host: RefusingHost, s3_server: S3Server, tmp_path: Path) -
 def test_unreachable_endpoint(key: str, host: RefusingHost, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     endpoint = f"http://127.0.0.1:{port}"
-    refusal = host.start(
-        f"{key}=s3://bucket/x", folder=tmp_path, extra_environment=environment_for(endpoint), patience_s=2.0
-    )
+    refusal = host.start(f"{key}=s3://bucket/x", folder=tmp_path, extra_environment=environment_for(endpoint), patience_s=2.0)
     refusal.check(74, f"`{key}`", "s3://bucket/x", f"127.0.0.1:{port}", "can be reached", "trying again for up to 2 s")
     assert refusal.seconds < 15
 

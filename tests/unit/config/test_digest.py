@@ -7,7 +7,7 @@ import pytest
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.data import DataGroup
-from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, to_tree, to_yaml
+from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, group_digest, to_tree, to_yaml
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
@@ -90,3 +90,23 @@ def test_the_digest_follows_every_key_but_not_their_order() -> None:
     assert config_digest(replace(CONFIG, model=dict(reversed(CONFIG.model.items())))) == digest
     assert config_digest(replace(CONFIG, telemetry=TelemetryGroup())) != digest
     assert config_digest(replace(CONFIG, model={**CONFIG.model, "dim": 5})) != digest
+
+
+HOSTS_OWN = {"cache_dir": "elsewhere", "cache_gb": 7.0, "workers": 3, "prefetch": 9}
+
+
+@pytest.mark.parametrize("key", [field.name for field in fields(DataGroup)])
+def test_ranks_may_differ_in_what_is_their_hosts_own_business_and_in_nothing_else(key: str) -> None:
+    others = {"path": "elsewhere", "holdout_samples": 3, "shuffle": False, "ledger": True}
+    other = replace(CONFIG, data=replace(CONFIG.data, **{key: (HOSTS_OWN | others)[key]}))
+    assert other.data != CONFIG.data
+    assert (group_digest(other, data_digest="d") == group_digest(CONFIG, data_digest="d")) == (key in HOSTS_OWN)
+
+
+def test_ranks_must_not_differ_in_any_other_group_nor_in_their_data() -> None:
+    digest = group_digest(CONFIG, data_digest="d")
+    assert len(digest) == 64
+    assert group_digest(CONFIG, data_digest="e") != digest
+    assert group_digest(replace(CONFIG, run=replace(CONFIG.run, seed=1)), data_digest="d") != digest
+    assert group_digest(replace(CONFIG, model={**CONFIG.model, "dim": 5}), data_digest="d") != digest
+    assert group_digest(replace(CONFIG, checkpoint=CheckpointGroup(every_steps=1)), data_digest="d") != digest

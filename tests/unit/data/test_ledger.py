@@ -13,10 +13,14 @@ RUN = {"global_batch": 5, "num_samples": 12, "seed": 3, "shuffle": True}
 class ListLog:
     def __init__(self) -> None:
         self.data = b""
+        self.flushed = False
         self.closed = False
 
     def append(self, data: bytes) -> None:
         self.data += data
+
+    def flush(self) -> None:
+        self.flushed = True
 
     def close(self) -> None:
         self.closed = True
@@ -78,6 +82,10 @@ def test_portions_that_do_not_count_are_not_written() -> None:
     log = ListLog()
     ledger = Ledger(log)
     ledger.record(7, consumed=[(Portion(4, 6, True), (10, 11)), (Portion(0, 2, False), (1, 2))])
+    assert not log.flushed
+    ledger.flush()
+    assert log.flushed
+    assert not log.closed
     ledger.close()
     assert json.loads(log.data) == {"step": 7, "positions": [[4, 6]], "samples": [10, 11]}
     assert log.closed

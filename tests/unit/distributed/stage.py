@@ -5,11 +5,16 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastictrain.distributed.incarnation import Incarnation, agree
+from elastictrain.distributed.incarnation import Incarnation, Introduction, agree
 from elastictrain.errors import ElasticTrainError
 from elastictrain.identity import Identity
 
 TIMEOUT_S = 3.0
+
+
+def introduction_of(rank: int) -> Introduction:
+    """What a rank on the stage tells of itself."""
+    return Introduction(f"host-{rank}", 1 + rank, "gloo", f"digest {rank % 2}")
 
 
 class Killed(BaseException):
@@ -51,6 +56,7 @@ class Stage:
                     actor.result = agree(
                         self,
                         actor.identity,
+                        introduction_of(rank),
                         number=number,
                         timeout_s=TIMEOUT_S,
                         poll=poll,

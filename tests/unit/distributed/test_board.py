@@ -2,13 +2,22 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch.distributed as dist
 
+from elastictrain.distributed import board as module
 from elastictrain.distributed.board import Board
 
 
-def board(store: dist.Store, rank: int, *, where: str = "reduce of step 3", clock: Callable[[], float] = time.time) -> Board:
-    return Board(store, rank=rank, hosts=("a", "b", "c"), where=lambda: where, interval_s=0.005, clock=clock)
+def board(
+    store: dist.Store,
+    rank: int,
+    *,
+    where: str = "reduce of step 3",
+    interval_s: float = 0.005,
+    clock: Callable[[], float] = time.time,
+) -> Board:
+    return Board(store, rank=rank, hosts=("a", "b", "c"), where=lambda: where, interval_s=interval_s, clock=clock)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -77,3 +86,55 @@ def test_a_lost_store_is_what_was_heard_last() -> None:
         "the shared store": "does not answer (RuntimeError): its host may be the one that is gone",
     }
     lost.close()
+
+
+def test_the_first_word_comes_at_once() -> None:
+    store = dist.HashStore()
+    writer = board(store, 0, interval_s=60.0)
+    writer.start()
+    wait_for(lambda: store.check(["beat/0"]))
+    writer.close()
+
+
+class ReturningStore(LostStore):
+    """A store that is away for a while."""
+
+    def __init__(self) -> None:
+        self.failures = 3
+        self.written: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("Broken pipe")
+        self.written.append(key)
+
+
+def test_a_store_that_comes_back_is_written_to_again() -> None:
+    store = ReturningStore()
+    writer = board(store, 2)  # type: ignore[arg-type]
+    writer.start()
+    wait_for(lambda: bool(store.written))
+    writer.close()
+    assert set(store.written) == {"beat/2"}
+
+
+class SilentStore(LostStore):
+    """A store whose host went away without a word."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.answer.wait(10.0)
+        return False
+
+
+def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.05)
+    store = SilentStore()
+    began_s = time.monotonic()
+    heard = board(store, 0).last_heard()  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 5.0
+    assert heard == {"the shared store": "does not answer: its host may be the one that is gone"}
+    store.answer.set()

@@ -58,3 +58,8 @@ def test_nccl_handles_errors_by_itself() -> None:
 
 def test_what_the_user_has_set_is_kept() -> None:
     assert "TORCH_FR_BUFFER_SIZE" not in plan("gloo", TORCH_FR_BUFFER_SIZE="0")
+
+
+def test_a_resolver_that_does_not_answer_is_not_waited_for() -> None:
+    assert plan("gloo")["RES_OPTIONS"] == "timeout:1 attempts:1"
+    assert "RES_OPTIONS" not in plan("gloo", RES_OPTIONS="timeout:9")

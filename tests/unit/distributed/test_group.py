@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.group import connect, flight_recorder, leave, make_group, tighten
+from elastictrain.distributed.group import connect, flight_recorder, leave, limit_collectives, make_group
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 
@@ -26,7 +26,8 @@ def test_a_store_that_nobody_named_is_a_transport_error(monkeypatch: pytest.Monk
 def test_groups_come_and_go_over_one_store_that_keeps_everything() -> None:
     store = dist.HashStore()
     for incarnation in ("000001-aa", "000002-bb"):
-        group = make_group(store, ALONE, incarnation=incarnation, backend="gloo", init_timeout_s=30.0)
+        fresh = dist.PrefixStore(incarnation, store)
+        group = make_group(fresh, ALONE, backend="gloo", init_timeout_s=30.0, save_timeout_s=60.0)
         try:
             assert group.device == torch.device("cpu")
             assert group.backend == "gloo"
@@ -34,16 +35,40 @@ def test_groups_come_and_go_over_one_store_that_keeps_everything() -> None:
             figures = torch.ones(3)
             dist.all_reduce(figures)
             group.store.set("key", incarnation)
-            assert store.get(f"elastictrain/{incarnation}/key") == incarnation.encode()
+            assert store.get(f"{incarnation}/key") == incarnation.encode()
         finally:
             leave(group)
         assert not dist.is_initialized()
 
 
-def test_tight_bounds_reach_the_training_group(group_of_one: dist.HashStore) -> None:
-    tighten(step_timeout_s=12.5)
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-    assert backend.options._timeout.total_seconds() == 12.5
+def timeout_s(group: dist.ProcessGroup | None = None) -> float:
+    group = group or dist.distributed_c10d._get_default_group()
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+@pytest.mark.parametrize(("save_timeout_s", "control_s"), [(60.0, 60.0), (10.0, 30.0)])
+def test_the_control_group_waits_as_long_as_a_save_may_take(save_timeout_s: float, control_s: float) -> None:
+    group = make_group(dist.HashStore(), ALONE, backend="gloo", init_timeout_s=30.0, save_timeout_s=save_timeout_s)
+    try:
+        assert timeout_s() == 30.0
+        assert timeout_s(group.control) == control_s
+    finally:
+        leave(group)
+
+
+def test_bounds_reach_the_default_group_or_those_that_are_named(group_of_one: dist.HashStore) -> None:
+    groups = [dist.new_group(backend="gloo") for _ in range(3)]
+    untouched_s = timeout_s(groups[2])
+    limit_collectives((), backend="gloo", timeout_s=12.5)
+    assert [timeout_s(), timeout_s(groups[0])] == [12.5, untouched_s]
+    limit_collectives(groups[:2], backend="gloo", timeout_s=7.0)
+    assert [timeout_s(group) for group in (None, *groups)] == [12.5, 7.0, 7.0, untouched_s]
+
+
+def test_nccl_is_given_longer_so_that_ours_speaks_first(group_of_one: dist.HashStore) -> None:
+    limit_collectives((), backend="nccl", timeout_s=12.5)
+    assert timeout_s() > 12.5
 
 
 def test_the_flight_recorder_gives_json_or_nothing(group_of_one: dist.HashStore) -> None:

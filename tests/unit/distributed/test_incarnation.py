@@ -1,16 +1,28 @@
+import json
 import re
+from dataclasses import asdict, replace
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.distributed.incarnation import Go, Publish, Wait, agree, coordinate
-from elastictrain.errors import StopRequestedError, TransportError
+from elastictrain.distributed.incarnation import (
+    Go,
+    Incarnation,
+    Introduction,
+    Publish,
+    Wait,
+    agree,
+    check_alike,
+    coordinate,
+)
+from elastictrain.errors import ConfigError, StopRequestedError, TransportError
 from elastictrain.identity import Identity
-from tests.unit.distributed.stage import Actor, Stage
+from tests.unit.distributed.stage import Actor, Stage, introduction_of
 
 SEEDS = range(25)
+HERE = Introduction("here", 1, "gloo", "digest")
 
 
 def enter_all(stage: Stage, world_size: int, *, number: int = 1, without: tuple[int, ...] = ()) -> list[Actor]:
@@ -37,7 +49,7 @@ def enter_all_and_play(stage: Stage, world_size: int, *, number: int = 1) -> lis
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_all_ranks_agree_on_one_name_and_know_all_hosts(world_size: int) -> None:
+def test_all_ranks_agree_on_one_name_and_know_each_other(world_size: int) -> None:
     for seed in SEEDS:
         actors = enter_all_and_play(Stage(seed), world_size, number=7)
         assert [actor.error for actor in actors] == [None] * world_size
@@ -45,6 +57,7 @@ def test_all_ranks_agree_on_one_name_and_know_all_hosts(world_size: int) -> None
         for actor in actors:
             assert actor.result is not None
             assert re.fullmatch(r"000007-[0-9a-f]{8}", actor.result.name)
+            assert actor.result.ranks == tuple(map(introduction_of, range(world_size)))
             assert actor.result.hosts == tuple(f"host-{rank}" for rank in range(world_size))
 
 
@@ -165,10 +178,87 @@ def test_whoever_polls_may_leave_early() -> None:
 def test_a_world_of_one_agrees_through_a_store_of_torch() -> None:
     store = dist.HashStore()
     identity = Identity(0, 1, 0, 1, 0, "here", launched=False)
-    lives = [agree(store, identity, number=number, timeout_s=5.0) for number in (1, 2, 3)]
+    lives = [agree(store, identity, HERE, number=number, timeout_s=5.0) for number in (1, 2, 3)]
     assert [life.name[:7] for life in lives] == ["000001-", "000002-", "000003-"]
     assert len({life.name for life in lives}) == 3
-    assert {life.hosts for life in lives} == {("here",)}
+    assert {life.ranks for life in lives} == {(HERE,)}
+
+
+def test_a_rank_0_whose_place_was_taken_leaves_and_the_other_agrees_with_one_of_the_two() -> None:
+    """An agent that gave up on a rank 0 which could not be ended starts another one; the first may wake up at any moment."""
+    taken = 0
+    for seed in range(40):
+        stage = Stage(seed, data=leftovers(2))
+        zombie = stage.enter(0, world_size=2)
+        other = stage.enter(1, world_size=2)
+        stage.play(turns=stage.random.randrange(40))
+        successor = stage.enter(0, world_size=2)
+        stage.play()
+        assert other.result is not None, f"{seed}: {other.error}"
+        if zombie.error is not None:
+            taken += 1
+            assert isinstance(zombie.error, TransportError)
+            assert "another rank 0 has taken this one's place" in str(zombie.error)
+        if successor.result is not None:
+            assert names([successor, other]).isdisjoint(names([zombie]))
+            assert successor.result == other.result
+        else:
+            # The first had given the go before its place was taken.
+            assert isinstance(successor.error, TransportError)
+            assert names([zombie]) <= names([other])
+    assert taken > 10
+
+
+def test_a_proposal_that_comes_after_the_go_is_not_joined() -> None:
+    """Rank 0 looks at the proposal before it gives the go, and another one can write over it right after."""
+    store = dist.HashStore()
+    nonce = ""
+
+    def propose(name: str) -> None:
+        proposal = {"name": name, "nonces": ["of rank 0", nonce], "ranks": [asdict(HERE)] * 2}
+        store.set("elastictrain/proposal", json.dumps(proposal))
+
+    def rank_0(seconds: float) -> None:
+        nonlocal nonce
+        if not nonce:
+            nonce = json.loads(store.get("elastictrain/hello/1"))["nonce"]
+            propose("000001-aa")
+        elif store.check(["elastictrain/ack/000001-aa/1"]):
+            store.set("elastictrain/go/000001-aa", "")
+            propose("000001-bb")
+
+    identity = Identity(1, 2, 0, 1, 1, "here", launched=True)
+    agreed = agree(store, identity, HERE, number=1, timeout_s=5.0, sleep=rank_0)
+    assert agreed == Incarnation("000001-aa", (HERE, HERE))
+
+
+def incarnation_of(*ranks: Introduction) -> Incarnation:
+    return Incarnation("000001-aa", ranks)
+
+
+def test_ranks_that_were_told_the_same_are_alike_however_uneven_their_hosts() -> None:
+    check_alike(incarnation_of(HERE))
+    check_alike(incarnation_of(HERE, replace(HERE, host="there", local_world_size=5)))
+
+
+def test_ranks_that_differ_are_named_with_what_differs() -> None:
+    blind = replace(HERE, host="blind", backend="nccl")
+    stale = replace(HERE, host="stale", digest="other")
+    with pytest.raises(ConfigError) as caught:
+        check_alike(incarnation_of(HERE, HERE, blind, stale))
+    backend, digest = caught.value.problems
+    assert backend.key == "parallel.backend"
+    assert backend.message.startswith("is nccl for rank 2 on blind, but gloo for rank 0 on here")
+    assert digest.key == "configuration or data"
+    assert digest.message.startswith("differ between rank 3 on stale and rank 0 on here")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"), [((1,), 1), ((8,), 8), ((8, 8), 8), ((8, 4), 4), ((4, 8), 4), ((6, 4), 2), ((8, 3), 1)], ids=str
+)
+def test_the_shared_local_size_divides_every_host(sizes: tuple[int, ...], shared: int) -> None:
+    ranks = [Introduction(f"host-{host}", size, "gloo", "d") for host, size in enumerate(sizes) for _ in range(size)]
+    assert incarnation_of(*ranks).shared_local_size == shared
 
 
 nonces = st.sampled_from("abc")

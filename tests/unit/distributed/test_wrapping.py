@@ -7,11 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.train import TrainGroup
 from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import Wrapped, accumulation, finish, wrap
+from elastictrain.distributed.wrapping import Wrapped, accumulation, finish, gather_no_more, wrap
 
 CPU = torch.device("cpu")
 TRAIN = TrainGroup(steps=1, global_batch=4, micro_batch=4)
@@ -174,3 +176,64 @@ def test_bf16_is_autocast_under_ddp() -> None:
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_a_forward_pass_without_a_backward_can_be_tidied_up_after(group_of_one: dist.HashStore, kind: Kind) -> None:
+    model, wrapped = make(kind)
+    before = dict(model.named_parameters())
+    with torch.no_grad():
+        wrapped.module(torch.randn(4, 5, 8))
+    if kind == "fsdp":
+        # What the outermost unit gathers it keeps, for a backward pass that does not come.
+        assert not isinstance(model.head.weight, DTensor)
+    gather_no_more(wrapped.module)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    # Not compared by ==, and without a traceback that shows them: gathered parameters have lost their memory by now.
+    assert [name for name in after if after[name] is not before[name]] == []
+
+
+def test_the_groups_of_a_sharded_model_are_known_and_others_have_the_default_one(group_of_one: dist.HashStore) -> None:
+    assert make("ddp")[1].groups == ()
+    model, wrapped = make("fsdp")
+    (group,) = wrapped.groups
+    assert isinstance(model.head.weight, DTensor)
+    assert group == model.head.weight.device_mesh.get_group()
+
+
+class Backwards(nn.Module):
+    """Gradients become ready in the order in which parameters are declared: the opposite of what DDP expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x.square().sum()
+
+
+def test_buckets_of_ddp_are_laid_out_before_the_first_step(group_of_one: dist.HashStore) -> None:
+    """If they followed the first backward pass, the first step after a restart would be summed in another order."""
+    torch.manual_seed(0)
+    model, plain = Backwards(), Backwards()
+    plain.load_state_dict(model.state_dict())
+    # A world that says it has two ranks: alone, there would be no DDP.
+    shape = mesh_shape("ddp", world_size=2, local_world_size=2, shard_size=0)
+    wrapped = finish(model, shape=shape, parallel=ParallelGroup(kind="ddp"), train=TRAIN, device=CPU, world_size=2)
+    assert isinstance(wrapped.module, DistributedDataParallel)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        model.zero_grad()
+        with accumulation(wrapped.module, last=True):
+            wrapped.module(x).backward()
+    plain(x).backward()
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    layout = wrapped.module._get_ddp_logging_data()  # type: ignore[operator]
+    assert layout["rebuilt_per_bucket_param_indices"] == "3 2 1 0"

@@ -20,8 +20,8 @@ phases = st.sampled_from(list(Phase))
 seconds = st.floats(0.0, 1000.0)
 
 
-def mark_of(phase: Phase, *, step: int = 3, since_s: float = 0.0, first_step_done: bool = True) -> Mark:
-    return Mark(phase, step, 0, since_s, first_step_done)
+def mark_of(phase: Phase, *, step: int = 3, since_s: float = 0.0, first_step_done: bool = True, longest_s: float = 0.0) -> Mark:
+    return Mark(phase, step, 0, since_s, first_step_done, longest_s)
 
 
 @pytest.mark.parametrize("phase", STEP_PHASES)
@@ -34,6 +34,7 @@ def test_a_step_is_bounded_generously_until_the_first_is_through_and_tightly_the
 def test_other_phases_have_bounds_of_their_own(first_step_done: bool) -> None:
     assert bound_s(mark_of(Phase.RENDEZVOUS, first_step_done=first_step_done), OPTIONS) == 100.0
     assert bound_s(mark_of(Phase.SAVE, first_step_done=first_step_done), OPTIONS) == 400.0
+    assert bound_s(mark_of(Phase.END, first_step_done=first_step_done), OPTIONS) == 10.0
     for phase in BEFORE:
         assert bound_s(mark_of(phase, first_step_done=first_step_done), OPTIONS) == 200.0
 
@@ -81,9 +82,18 @@ def test_a_stop_does_not_cut_a_save_or_the_end_short(phase: Phase) -> None:
     assert judge(mark, now_s=bound_s(mark, OPTIONS) - 1.0, stop=StopRequest("SIGTERM", 0.0), options=OPTIONS) is None
 
 
-@pytest.mark.parametrize("phase", [Phase.RENDEZVOUS, *BEFORE])
-def test_before_training_there_is_nothing_to_save_so_a_stop_is_simply_obeyed(phase: Phase) -> None:
-    mark = mark_of(phase, step=0, first_step_done=False)
+@pytest.mark.parametrize("phase", STEP_PHASES)
+def test_after_a_stop_a_phase_that_is_known_to_be_long_is_given_twice_its_time(phase: Phase) -> None:
+    mark, stop = mark_of(phase, since_s=50.0, longest_s=12.0), StopRequest("SIGTERM", 60.0)
+    assert judge(mark, now_s=83.9, stop=stop, options=OPTIONS) is None
+    overdue = judge(mark, now_s=84.1, stop=stop, options=OPTIONS)
+    assert overdue is not None
+    assert overdue.reason == f"asked to stop (SIGTERM), but {mark} did not end within 24 s"
+
+
+@pytest.mark.parametrize("phase", [Phase.RENDEZVOUS, *BEFORE, *STEP_PHASES])
+def test_before_the_first_step_there_is_nothing_to_save_so_a_stop_is_simply_obeyed(phase: Phase) -> None:
+    mark = mark_of(phase, step=int(phase in STEP_PHASES), first_step_done=False)
     overdue = judge(mark, now_s=10.1, stop=StopRequest("SIGUSR1", 0.0), options=OPTIONS)
     assert overdue is not None
     assert overdue.exit_code == EXIT_STOPPED

@@ -40,3 +40,24 @@ def test_marks_say_whether_the_first_step_is_through() -> None:
 )
 def test_a_mark_reads_as_a_place(phase: Phase, step: int, micro_batch: int, text: str) -> None:
     assert str(Mark(phase, step, micro_batch, 0.0, False)) == text
+
+
+def test_the_longest_phase_of_a_step_is_remembered_from_the_first_step_on() -> None:
+    now_s = [0.0]
+    whereabouts = Whereabouts(lambda: now_s[0])
+
+    def spend(phase: Phase, seconds: float) -> float:
+        """Enter a phase, let time pass, and enter the next; the longest so far."""
+        whereabouts.enter(phase, step=1)
+        now_s[0] += seconds
+        whereabouts.enter(Phase.UPDATE, step=1)
+        return whereabouts.mark.longest_s
+
+    assert spend(Phase.FORWARD, 100.0) == 0.0, "compilation is no measure of what comes later"
+    whereabouts.first_step_done()
+    whereabouts.enter(Phase.DATA, step=2)
+    assert spend(Phase.FORWARD, 3.0) == 3.0
+    assert spend(Phase.BACKWARD, 7.0) == 7.0
+    assert spend(Phase.REDUCE, 5.0) == 7.0
+    assert spend(Phase.SAVE, 50.0) == 7.0, "a save has a bound of its own"
+    assert spend(Phase.EVAL, 8.0) == 8.0

@@ -170,3 +170,87 @@ def test_kept_records_are_bounded(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     log.close()
     assert store.objects == {"a.part-00001.jsonl": b"1\n" * 5}
     assert "and 15 records" in caplog.text
+
+
+@pytest.mark.parametrize("segment_bytes", [1 << 20, 20])
+def test_what_is_flushed_is_in_the_store(segment_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(appendlog, "SEGMENT_BYTES", segment_bytes)
+    store = memory()
+    log = open_append_log(store, "events/a.jsonl", flush_s=60.0)
+    for number in range(20):
+        log.append(b"%d\n" % number)
+        if number % 5 == 4:
+            log.flush()
+            assert list(read_appended(store, "events")) == [b"%d" % one for one in range(number + 1)]
+    log.flush()
+    log.close()
+    log.flush()
+    assert len(list(read_appended(store, "events"))) == 20
+
+
+def test_what_several_threads_flush_is_in_the_store() -> None:
+    store = memory()
+    log = open_append_log(store, "events/a.jsonl", flush_s=60.0)
+    missing: list[bytes] = []
+
+    def work(name: int) -> None:
+        for number in range(20):
+            line = b"%d of %d" % (number, name)
+            log.append(line + b"\n")
+            log.flush()
+            if line not in read_appended(store, "events"):
+                missing.append(line)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.close()
+    assert missing == []
+
+
+def test_flushing_is_bounded_where_the_store_hangs() -> None:
+    store = Unsteady()
+    store.failing = False
+    store.hang.clear()
+    log = open_append_log(store, "a.jsonl", flush_s=60.0, close_s=0.05)  # type: ignore[arg-type]
+    log.append(b"1\n")
+    began = time.monotonic()
+    log.flush()
+    assert time.monotonic() - began < 2.0
+    assert store.objects == {}
+    store.hang.set()
+    log.flush()
+    assert store.objects == {"a.part-00001.jsonl": b"1\n"}
+    log.close()
+
+
+def test_flushing_does_not_wait_for_a_store_that_fails() -> None:
+    store = Unsteady()
+    log = open_append_log(store, "a.jsonl", flush_s=60.0)  # type: ignore[arg-type]
+    log.append(b"1\n")
+    began = time.monotonic()
+    log.flush()
+    assert time.monotonic() - began < 5.0
+    assert store.failures == 1
+    store.failing = False
+    log.flush()
+    assert store.objects == {"a.part-00001.jsonl": b"1\n"}
+    log.close()
+
+
+def test_flushing_a_local_log_tries_again_what_did_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = open_append_log(open_store(str(tmp_path)), "a.jsonl", flush_s=60.0)
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        log.append(b"1\n")
+        log.flush()
+    assert (tmp_path / "a.jsonl").read_bytes() == b""
+    log.flush()
+    assert (tmp_path / "a.jsonl").read_bytes() == b"1\n"
+    log.close()

@@ -2,24 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.telemetry.window import Mark, RemainingTime, Speed, speed_between
-
-
-def test_speed_is_the_mean_of_the_interval() -> None:
-    earlier = Mark(time_s=100.0, step=10, tokens=1000)
-    later = Mark(time_s=104.0, step=18, tokens=9000)
-    assert speed_between(earlier, later) == Speed(tokens_per_s=2000.0, step_s=0.5)
-
-
-def test_time_spent_on_something_else_does_not_count() -> None:
-    earlier = Mark(time_s=100.0, step=10, tokens=1000, idle_s=5.0)
-    later = Mark(time_s=104.0, step=18, tokens=9000, idle_s=7.0)
-    assert speed_between(earlier, later) == Speed(tokens_per_s=4000.0, step_s=0.25)
-
-
-@pytest.mark.parametrize("later", [Mark(time_s=1.0, step=0, tokens=0), Mark(time_s=0.0, step=3, tokens=3)])
-def test_no_steps_or_no_time_is_no_speed(later: Mark) -> None:
-    assert speed_between(Mark(time_s=0.0, step=0, tokens=0), later) == Speed(0.0, 0.0)
+from elastictrain.telemetry.window import RemainingTime
 
 
 def test_nothing_is_estimated_before_a_step_has_passed() -> None:

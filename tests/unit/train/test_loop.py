@@ -77,6 +77,10 @@ class World:
     launched: list[int] = field(default_factory=list)
     saved: list[tuple[int, str]] = field(default_factory=list)
     evaluated: list[int] = field(default_factory=list)
+    flushed: list[list[int]] = field(default_factory=list)
+    """The steps on record at each flush."""
+
+    flushed_before_save: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     reports: list[StepReport] = field(default_factory=list)
     first_steps: int = 0
@@ -93,6 +97,7 @@ class World:
 
     # The checkpointer.
     def save(self, step: int, *, tensors: object, state: object, reason: str) -> None:
+        self.flushed_before_save.append(len(self.flushed))
         if self.refuse_saves:
             self.refuse_saves -= 1
             raise CheckpointError("no space left")
@@ -113,6 +118,7 @@ class World:
             ledger=None,
             observer=_Observer(self),
             record=self.events.append,
+            flush_records=lambda: self.flushed.append(self.of(Step)),
             whereabouts=Whereabouts(),
             stop_request=lambda: self.request,
             on_first_step=self._count_first_step,
@@ -207,8 +213,9 @@ def test_a_stop_is_obeyed_within_three_steps_whatever_else_happens_at_each_step(
     assert world.of(Step) == world.launched
 
 
-def test_a_stop_of_another_rank_is_obeyed_too() -> None:
-    world = World(config(steps=100))
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_a_stop_of_another_rank_is_obeyed_too(save_every: int) -> None:
+    world = World(config(steps=100, save_every=save_every))
     real = world.run
 
     def run(step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
@@ -218,7 +225,7 @@ def test_a_stop_of_another_rank_is_obeyed_too() -> None:
     world.run = run  # type: ignore[method-assign]
     with pytest.raises(StopRequestedError, match="another rank"):
         world.train()
-    assert world.saved == [(world.launched[-1], "stop")]
+    assert world.saved[-1] == (world.launched[-1], "stop")
     assert world.launched[-1] <= 6
 
 
@@ -230,8 +237,9 @@ def test_a_stop_at_the_very_end_is_the_end(stop_at: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_clock_of_rank_0_decides_when_minutes_have_passed(rank: int) -> None:
-    world = World(config(steps=30, every_minutes=1.0), rank=rank, step_s=10.0)
+@pytest.mark.parametrize("eval_every", [0, 1])
+def test_the_clock_of_rank_0_decides_when_minutes_have_passed(rank: int, eval_every: int) -> None:
+    world = World(config(steps=30, every_minutes=1.0, eval_every=eval_every), rank=rank, step_s=10.0)
     world.train()
     by_time = [step for step, reason in world.saved if reason == "time"]
     if rank == 0:
@@ -255,6 +263,13 @@ def test_too_many_in_a_row_end_the_run_after_they_were_recorded() -> None:
     with pytest.raises(NonFiniteError, match="step 5"):
         world.train()
     assert world.of(Step) == [1, 2, 3, 4, 5]
+
+
+def test_what_a_checkpoint_covers_is_flushed_before_it() -> None:
+    world = World(config(steps=7, save_every=3))
+    world.train()
+    assert world.flushed == [[1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
+    assert world.flushed_before_save == [1, 2, 3]
 
 
 def test_a_save_that_fails_is_an_event_and_tried_again_at_the_next_interval() -> None:

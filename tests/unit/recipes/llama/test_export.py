@@ -102,13 +102,6 @@ def test_chosen_step(run: Path, tmp_path: Path) -> None:
     assert_step(tmp_path / "out", 1)
 
 
-def test_transformers_reads_it(run: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    assert main([str(run), str(tmp_path / "out"), "--dtype", "fp32"]) == EXIT_OK
-    theirs = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert (theirs.hidden_size, theirs.num_hidden_layers, theirs.rope_parameters["rope_theta"]) == (16, 2, 500000.0)
-
-
 def test_damaged_checkpoint_is_passed_over(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = bytearray(shard_of(run, 2).read_bytes())
     data[-1] ^= 1

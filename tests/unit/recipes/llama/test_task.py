@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastictrain.errors import ConfigError
-from elastictrain.train.task import CountsFlops, HasBlocks, InitializesParameters, ShowsSample
+from elastictrain.train.task import ChecksTokens, CountsFlops, HasBlocks, InitializesParameters, ShowsSample
 from recipes.llama.config import LlamaConfig
 from recipes.llama.sample import continue_tokens, windowed_logits
 from recipes.llama.task import LlamaTask
@@ -29,7 +28,7 @@ def filled(task: LlamaTask, *, reverse: bool = False) -> nn.Module:
 
 def test_it_has_every_ability_that_the_trainer_asks_for() -> None:
     task = LlamaTask(model=CONFIG)
-    for ability in (InitializesParameters, HasBlocks, CountsFlops, ShowsSample):
+    for ability in (ChecksTokens, InitializesParameters, HasBlocks, CountsFlops, ShowsSample):
         assert isinstance(task, ability)
 
 
@@ -62,10 +61,12 @@ def test_loss_is_summed_over_every_predicted_token() -> None:
     assert output.loss_sum.item() / 30 == pytest.approx(5.7, abs=0.1), "ln(300) before any training"
 
 
-def test_sequence_longer_than_the_tables_is_refused() -> None:
+def test_tokens_that_do_not_fit_the_tables_are_refused() -> None:
     task = LlamaTask(model=CONFIG)
-    with pytest.raises(ConfigError, match=r"`train.seq_len` must be <= model.max_seq_len = 16, but is 17"):
-        task.loss(task.build_model(), {"tokens": torch.zeros(1, 18, dtype=torch.int64)})
+    assert task.check_tokens(seq_len=16, vocab_size=300) == []
+    problems = {problem.key: problem.message for problem in task.check_tokens(seq_len=17, vocab_size=301)}
+    assert problems["train.seq_len"] == "must be <= model.max_seq_len = 16, but is 17"
+    assert problems["model.vocab_size"].startswith("must be >= 301")
 
 
 def test_arithmetic_and_tokens_of_a_sample() -> None:

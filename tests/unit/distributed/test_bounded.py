@@ -1,0 +1,36 @@
+import threading
+import time
+
+import pytest
+
+from elastictrain.distributed.bounded import within
+
+
+@pytest.mark.parametrize("result", [3, 0, {}, "text"], ids=repr)
+def test_what_returns_in_time_is_returned(result: object) -> None:
+    assert within(5.0, lambda: result) is result
+
+
+def test_what_never_returns_is_left_behind() -> None:
+    release, left = threading.Event(), threading.Event()
+
+    def hang() -> int:
+        release.wait(10.0)
+        left.set()
+        return 3
+
+    began_s = time.monotonic()
+    assert within(0.05, hang) is None
+    assert 0.05 <= time.monotonic() - began_s < 5.0
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "bounded")
+    release.set()
+    assert left.wait(5.0)
+
+
+def test_what_raises_has_no_result() -> None:
+    def fail() -> int:
+        raise RuntimeError("Broken pipe")
+
+    began_s = time.monotonic()
+    assert within(10.0, fail) is None
+    assert time.monotonic() - began_s < 5.0

@@ -1,0 +1,85 @@
+"""The example of docs/own-task.md works, links lead somewhere, and every key and recipe that the documents name exists."""
+
+import re
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from elastictrain.config.conf_folders import read_conf_folders
+from elastictrain.config.load import load
+from elastictrain.config.schema import DATACLASSES, all_keys
+from elastictrain.config.task_signature import build_task, task_keys
+from elastictrain.data.workers import read_batch
+from elastictrain.train.samples import open_samples
+from elastictrain.train.task import Task
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")]
+)
+OWN_TASK = ("mytask/sines.py", "mytask/conf/recipe/sines.yaml", "mytask/conf/model/wide.yaml")
+
+
+@pytest.fixture
+def own_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    text = (ROOT / "docs" / "own-task.md").read_text()
+    blocks = re.findall(r"^```(?:python|yaml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    for name, block in zip(OWN_TASK, blocks, strict=True):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(block)
+    (tmp_path / "mytask" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("mytask", "mytask.sines"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path / "mytask" / "conf"
+
+
+def test_own_task_composes_and_computes_a_loss(own_task: Path) -> None:
+    config = load(["--config-dir", str(own_task), "recipe=sines", "model=wide", "task.noise=0"])
+    task = cast(Task, build_task(config))
+    samples = open_samples(task, config)
+    assert samples.held_out is not None
+    torch.manual_seed(0)
+    output = task.loss(task.build_model(), read_batch(samples.train, range(32)))
+    assert output.weight == 32
+    assert 0 < output.loss_sum.item() < 64
+    output.loss_sum.backward()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (document.parent / path).resolve() if path else document
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings], target
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_keys_exist(document: Path) -> None:
+    tasks = ("recipes.llama.LlamaTask", "recipes.digits.DigitsTask")
+    keys = {*all_keys(), *(key.path for task in tasks for key in task_keys(task)), "task.noise"}
+    # Lines after a `$` show mistakes on purpose.
+    text = re.sub(r"^    \$ .*$", "", document.read_text(), flags=re.MULTILINE)
+    groups = "|".join([*DATACLASSES, "task", "model"])
+    named = re.findall(rf"`((?:{groups})\.[a-z0-9_]+)(?:=[^`]*)?`", text)
+    named += re.findall(rf"(?:^|[ (])((?:{groups})\.[a-z0-9_]+)=", text, re.MULTILINE)
+    wrong_on_purpose = {"task.nose", "train.step"}
+    assert {key for key in named if not key.endswith(".py")} - keys <= wrong_on_purpose
+
+
+def test_readme_names_every_recipe_and_choice_that_exists() -> None:
+    text = (ROOT / "README.md").read_text()
+    choices = read_conf_folders([]).choices
+    table = text[text.index("## Recipes") : text.index("## The keys")]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(choices["recipe"])
+    for document in DOCUMENTS:
+        for name in re.findall(r"\brecipe=([a-z_0-9]+)", document.read_text()):
+            assert name in {*choices["recipe"], "sines", "again"}, f"{document}: recipe={name}"

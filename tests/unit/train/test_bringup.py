@@ -1,0 +1,146 @@
+import dataclasses
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.task import TaskGroup
+from elastictrain.distributed.group import leave
+from elastictrain.errors import DataError, StopRequestedError, StorageError
+from elastictrain.events import Stop
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.train.bringup import Met, Started, Timings, bring_up
+from tests.unit.train.parts import Points, Squares
+from tests.unit.train.test_loop import config
+
+ALONE = Identity(0, 1, 0, 1, 0, "here", launched=False)
+
+
+class SquaresOfPoints(Squares):
+    """A task that brings its own samples."""
+
+    def __init__(self, num_samples: int = 64) -> None:
+        super().__init__()
+        self._num_samples = num_samples
+
+    def train_dataset(self) -> Points:
+        return Points(self._num_samples)
+
+    def eval_dataset(self) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def of(folder: Path, **options: object) -> RunConfig:
+    plain = config(steps=5)
+    target = f"{SquaresOfPoints.__module__}.{SquaresOfPoints.__qualname__}"
+    run = dataclasses.replace(plain.run, dir=str(folder))
+    return dataclasses.replace(plain, run=run, task=TaskGroup(target=target, options=options))
+
+
+class Life:
+    """One incarnation of a world of one, with what was noted about its start."""
+
+    def __init__(self, config: RunConfig, *, stop: StopRequest | None = None) -> None:
+        self._config = config
+        self._stop = stop
+        self.whereabouts = Whereabouts()
+        self.met: list[Met] = []
+        self.where_met: list[tuple[Phase, bool]] = []
+
+    def begin(self) -> Started:
+        return bring_up(
+            self._config, ALONE, whereabouts=self.whereabouts, stop_request=lambda: self._stop, on_meeting=self._note
+        )
+
+    def _note(self, met: Met) -> None:
+        self.met.append(met)
+        self.where_met.append((self.whereabouts.mark.phase, dist.is_initialized()))
+
+    def close(self) -> None:
+        for met in self.met:
+            met.board.close()
+            met.journal.close()
+
+
+def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: Path) -> None:
+    names = []
+    for number in (1, 2):
+        life = Life(of(tmp_path / "run"))
+        started = life.begin()
+        assert life.met == [started.met]
+        assert life.where_met == [(Phase.RENDEZVOUS, False)]
+        assert life.whereabouts.mark.phase == Phase.GROUP
+        assert set(started.timings.seconds) == {"checks", "rendezvous", "group"}
+        assert len(started.samples.train) == 64
+        (introduction,) = started.met.incarnation.ranks
+        assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")
+        started.met.journal.record(Stop(step=number, reason="done", exit_code=0, seconds=1.0))
+        name = started.met.incarnation.name
+        (line,) = (tmp_path / "run" / "events" / f"{name}-r00000.jsonl").read_text().splitlines()
+        assert (json.loads(line)["step"], json.loads(line)["incarnation"]) == (number, name)
+        names.append(name)
+        life.close()
+        leave(started.group)
+    assert [name[:7] for name in names] == ["000001-", "000002-"]
+
+
+def test_the_environment_of_torch_is_set_before_the_group_exists(tmp_path: Path) -> None:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "7"
+    os.environ.pop("TORCH_FR_DUMP_TEMP_FILE", None)
+    life = Life(of(tmp_path / "run"))
+    leave(life.begin().group)
+    life.close()
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
+    assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(f"{tempfile.gettempdir()}/elastictrain-")
+
+
+def test_a_stop_before_training_is_obeyed_where_ranks_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Alone, nobody is waited for: so the go never comes here.
+    real = dist.HashStore.set
+    monkeypatch.setattr(dist.HashStore, "set", lambda self, key, value: None if "/go/" in key else real(self, key, value))
+    life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()))
+    with pytest.raises(StopRequestedError, match=r"asked to stop \(SIGUSR1\) before training began"):
+        life.begin()
+    assert life.met == []
+
+
+@pytest.mark.parametrize("trouble", ["no samples", "no folder"])
+def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Path, trouble: str) -> None:
+    (tmp_path / "file").write_text("")
+    if trouble == "no samples":
+        life, kind = Life(of(tmp_path / "run", num_samples=0)), DataError
+    else:
+        life, kind = Life(of(tmp_path / "file" / "run")), StorageError
+    with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir` cannot be used"):
+        life.begin()
+    assert life.met == []
+    assert life.whereabouts.mark.phase == Phase.START
+    assert not dist.is_initialized()
+
+
+def test_phases_are_timed_by_name() -> None:
+    timings = Timings()
+    with timings.phase("a"):
+        time.sleep(0.01)
+    with timings.phase("b"):
+        pass
+    assert list(timings.seconds) == ["a", "b"]
+    assert 0.01 <= timings.seconds["a"] < 5.0
