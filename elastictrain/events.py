@@ -144,6 +144,7 @@ class Failure(Event):
     last_heard: Mapping[str, str]
     """For each other rank: where it was when it was last heard, and how long ago."""
     flight_recorder: str | None
+    """Key of the last collectives of this rank; written after this record, so it is missing where even that hung."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

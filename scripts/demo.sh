@@ -58,7 +58,6 @@ if not any(event["event"] == "step" for event in latest):
 PYTHON
 
 cat <<TEXT
-  the lines of Python above are its own
 
 Where to look next
   curves       $bin/tensorboard --logdir $dir/tensorboard

@@ -84,13 +84,14 @@ def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
 
 def flight_recorder() -> str | None:
     """The last collectives of this rank as JSON, if the flight recorder is on and has any."""
-    c10d = torch._C._distributed_c10d
-    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
-    if dump is None:
-        return None
-    trace = dump()
-    text = trace.decode() if isinstance(trace, bytes) else str(trace)
-    return text if '"entries"' in text else None
+    # NCCL's entries are in a recorder of their own; a build without CUDA has only the other.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        trace = b"" if dump is None else dump()
+        text = trace.decode() if isinstance(trace, bytes) else str(trace)
+        if '"entries"' in text:
+            return text
+    return None
 
 
 def leave(group: Group) -> None:

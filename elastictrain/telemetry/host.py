@@ -1,6 +1,7 @@
 """Processor and memory of this host, this process and its device."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import psutil
 import torch
@@ -22,6 +23,8 @@ class HostFacts:
     """Resident."""
     device_memory_gb: float | None
     """Most memory that tensors took on the CUDA device since the look before; None on other devices."""
+    device_busy_percent: float | None
+    """Share of the last moment in which a kernel ran, 0 to 100; None without CUDA, or without the extra `gpu`."""
 
 
 class HostProbe:
@@ -43,7 +46,17 @@ class HostProbe:
             process_cpu_percent=float(self._process.cpu_percent(interval=None)),
             process_memory_gb=float(self._process.memory_info().rss) / GB,
             device_memory_gb=self._device_memory_gb(),
+            device_busy_percent=self._device_busy_percent(),
         )
+
+    def _device_busy_percent(self) -> float | None:
+        if self._device.type != "cuda" or find_spec("pynvml") is None:
+            return None
+        try:
+            return float(torch.cuda.utilization(self._device))
+        except RuntimeError:
+            # A slice of a device, or a driver without its management library, does not tell.
+            return None
 
     def _device_memory_gb(self) -> float | None:
         if self._device.type != "cuda":

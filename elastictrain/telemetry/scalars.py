@@ -17,6 +17,7 @@ def scalars_of(reading: Reading, *, host: HostFacts) -> Mapping[str, float]:
         "speed/step_s": reading.step_s,
         "speed/mfu": reading.mfu,
         "device/memory_gb": host.device_memory_gb,
+        "device/busy_percent": host.device_busy_percent,
         "host/cpu_percent": host.host_cpu_percent,
         "host/memory_gb": host.host_memory_gb,
     }

@@ -136,9 +136,12 @@ class Worker:
 
     def _limit_the_end(self, exit_code: int) -> None:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
-        limit = threading.Timer(self._config.fault.shutdown_grace_s, os._exit, args=(exit_code,))
+        grace_s = self._config.fault.shutdown_grace_s
+        limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
         limit.daemon = True
         limit.start()
+        # A call into a device's library may hang with the interpreter's lock held; this limit needs no lock.
+        faulthandler.dump_traceback_later(grace_s + 1.0, exit=True)
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str]) -> None:
         with self._ending:
@@ -148,6 +151,7 @@ class Worker:
             if self._met is None:
                 return
             mark = self._whereabouts.mark
+            key = f"flight/{self._met.incarnation.name}-r{self._identity.rank:05d}.json"
             self._met.journal.record(
                 Failure(
                     exit_code=what.exit_code,
@@ -155,12 +159,14 @@ class Worker:
                     phase=str(mark.phase),
                     step=mark.step,
                     last_heard=heard,
-                    flight_recorder=within(_FLIGHT_RECORDER_LIMIT_S, self._store_flight_recorder),
+                    flight_recorder=key if self._config.fault.flight_recorder_entries else None,
                 )
             )
+            self._met.journal.close()
+            # Last, since it asks the library that may be what hangs.
+            within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.close)
-            self._met.journal.close()
 
     def _speaks(self, exit_code: int) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
@@ -170,13 +176,10 @@ class Worker:
             return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
         return local_rank == 0 or exit_code != EXIT_STOPPED
 
-    def _store_flight_recorder(self) -> str | None:
+    def _store_flight_recorder(self, key: str) -> None:
         trace = flight_recorder()
-        if trace is None or self._met is None:
-            return None
-        key = f"flight/{self._met.incarnation.name}-r{self._identity.rank:05d}.json"
-        self._met.store.write(key, trace.encode())
-        return key
+        if trace is not None and self._met is not None:
+            self._met.store.write(key, trace.encode())
 
     def _last_heard(self) -> dict[str, str]:
         return self._met.board.last_heard() if self._met is not None else {}

@@ -130,7 +130,7 @@ class LlamaTask:
                 seed=seed,
             )
         model.train(training)
-        return tokenizer.decode(tokens)
+        return f"the model writes:\n{tokenizer.decode(tokens)}"
 
     def _tokenizer(self) -> Tokenizer:
         if self._tokenizer_file is None:

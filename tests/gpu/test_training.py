@@ -80,10 +80,11 @@ def test_a_hung_rank_is_noticed_and_named(tmp_path: Path) -> None:
         sleeper = run.workers()[1]
         sleeper.suspend()
         wait_until(lambda: bool(events(tmp_path / "run", "failure")), timeout_s=40, what="the failure event")
+        wait_until(lambda: not run.workers()[:1] or run.workers()[0].pid == sleeper.pid, timeout_s=30, what="end of rank 0")
         kill(sleeper)
         assert run.wait(60) != 0
     failure = events(tmp_path / "run", "failure")[0]
     assert failure["exit_code"] == 71
     assert failure["rank"] == 0
     assert any(name.startswith("rank 1 on ") for name in failure["last_heard"])
-    assert failure["flight_recorder"]
+    assert (tmp_path / "run" / failure["flight_recorder"]).exists()

@@ -3,7 +3,14 @@ from elastictrain.telemetry.reading import Reading
 from elastictrain.telemetry.scalars import scalars_of, scalars_of_eval
 
 READING = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=0.5, skipped=6)
-HOST = HostFacts(host_cpu_percent=7.0, host_memory_gb=8.0, process_cpu_percent=0.0, process_memory_gb=0.0, device_memory_gb=9.0)
+HOST = HostFacts(
+    host_cpu_percent=7.0,
+    host_memory_gb=8.0,
+    process_cpu_percent=0.0,
+    process_memory_gb=0.0,
+    device_memory_gb=9.0,
+    device_busy_percent=95.0,
+)
 
 
 def test_every_figure_has_its_tag() -> None:
@@ -16,6 +23,7 @@ def test_every_figure_has_its_tag() -> None:
         "speed/step_s": 5.0,
         "speed/mfu": 0.5,
         "device/memory_gb": 9.0,
+        "device/busy_percent": 95.0,
         "host/cpu_percent": 7.0,
         "host/memory_gb": 8.0,
     }
@@ -25,7 +33,12 @@ def test_every_figure_has_its_tag() -> None:
 def test_what_is_not_known_has_no_tag() -> None:
     reading = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=None, skipped=0)
     host = HostFacts(
-        host_cpu_percent=7.0, host_memory_gb=8.0, process_cpu_percent=0.0, process_memory_gb=0.0, device_memory_gb=None
+        host_cpu_percent=7.0,
+        host_memory_gb=8.0,
+        process_cpu_percent=0.0,
+        process_memory_gb=0.0,
+        device_memory_gb=None,
+        device_busy_percent=None,
     )
     tags = scalars_of(reading, host=host)
     assert "speed/mfu" not in tags

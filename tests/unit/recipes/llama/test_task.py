@@ -92,7 +92,7 @@ def test_sample_is_deterministic_and_leaves_the_model_as_it_was() -> None:
     model.register_forward_pre_hook(lambda module, arguments: shapes.append(tuple(arguments[0].shape)))
     texts = [task.show_sample(model, device=torch.device("cpu"), seed=seed) for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
-    assert texts[0].startswith("def ")
+    assert texts[0].startswith("the model writes:\ndef ")
     assert model.training
     assert shapes == [(1, 16)] * 360, "one shape, and the same number of calls on every rank"
 
@@ -120,5 +120,5 @@ def test_sample_in_the_words_of_a_huggingface_tokenizer(tmp_path: Path) -> None:
     model.save(str(file))
     task = LlamaTask(model=CONFIG, tokenizer=str(file), prompt="class def")
     text = task.show_sample(filled(task), device=torch.device("cpu"), seed=0)
-    assert text.startswith("class def ")
-    assert set(text.split()) == set(words)
+    assert text.startswith("the model writes:\nclass def ")
+    assert set(text.partition("\n")[2].split()) == set(words)
