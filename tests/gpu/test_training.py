@@ -74,7 +74,8 @@ def test_sigterm_saves_and_the_next_start_goes_on_elsewhere(tmp_path: Path) -> N
 
 
 def test_a_hung_rank_is_noticed_and_named(tmp_path: Path) -> None:
-    arguments = [*SMALL, "train.steps=100000", "optim.schedule=constant", "fault.step_timeout_s=10", f"run.dir={tmp_path}/run"]
+    endless = ("train.steps=100000", "optim.schedule=constant", "checkpoint.every_steps=0")
+    arguments = [*SMALL, *endless, "fault.step_timeout_s=10", f"run.dir={tmp_path}/run"]
     with torchrun([*arguments, "parallel=fsdp"], world_size=2, folder=tmp_path / "a") as run:
         wait_until(lambda: last_step(tmp_path / "run") >= 10, timeout_s=120, what="step 10")
         sleeper = run.workers()[1]

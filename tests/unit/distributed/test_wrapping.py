@@ -237,18 +237,3 @@ def test_buckets_of_ddp_are_laid_out_before_the_first_step(group_of_one: dist.Ha
         torch.testing.assert_close(parameter.grad, expected.grad)
     layout = wrapped.module._get_ddp_logging_data()  # type: ignore[operator]
     assert layout["rebuilt_per_bucket_param_indices"] == "3 2 1 0"
-
-
-@pytest.mark.usefixtures("group_of_one")
-def test_ddp_keeps_the_layout_of_its_buckets_from_the_first_step_on() -> None:
-    model = Model()
-    shape = mesh_shape("ddp", world_size=1, local_world_size=1, shard_size=0)
-    wrapped = finish(model, shape=shape, parallel=ParallelGroup(kind="ddp"), train=TRAIN, device=CPU, world_size=2)
-    assert isinstance(wrapped.module, DistributedDataParallel)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    layouts = []
-    for _ in range(3):
-        wrapped.module(torch.ones(4, 5, 8)).backward()
-        layouts.append([name for _, name in sorted((p.grad.data_ptr(), name) for name, p in model.named_parameters())])
-        model.zero_grad(set_to_none=True)
-    assert layouts[0] == layouts[1] == layouts[2]

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from elastictrain.train.seeding import derive_seed, seed_everything
 
-parts = st.lists(st.integers() | st.text(alphabet=st.characters(exclude_characters="\0"), max_size=5), max_size=4)
+parts = st.lists(
+    st.integers() | st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\0"), max_size=5), max_size=4
+)
 
 
 @pytest.mark.parametrize(
