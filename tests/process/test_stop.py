@@ -72,7 +72,7 @@ def test_a_group_stops_together_and_goes_on_where_it_stopped(tmp_path: Path) -> 
             wait_for_end(workers)
             run.wait(SOON_S)
             # torchrun shows a traceback of its own; ours would name our files.
-            assert f'File "{REPOSITORY}' not in run.output()
+            assert f'File "{REPOSITORY}/elastictrain' not in run.output()
         assert events(run_dir, "resume")[-1]["step"] == stopped[-1]
         stopped.append(last_stop(run_dir))
     assert sorted(losses(run_dir)) == list(range(1, stopped[-1] + 1))
