@@ -1,4 +1,4 @@
-"""Who am I: rank, local rank, world and node, read once from an environment mapping."""
+"""Who am I: rank, local rank, world and host, read once from an environment mapping."""
 
 import socket
 from collections.abc import Mapping
@@ -15,7 +15,6 @@ class Identity:
     world_size: int
     local_rank: int
     local_world_size: int
-    node_rank: int
     host: str
     launched: bool
     """Whether torchrun started us; without it we are a world of one and need no rendezvous."""
@@ -24,11 +23,6 @@ class Identity:
     def speaks(self) -> bool:
         """Whether this rank speaks for the group (terminal, TensorBoard, shared files)."""
         return self.rank == 0
-
-    @property
-    def num_nodes(self) -> int:
-        """Hosts in the group, if they all run the same number of processes; else an upper bound."""
-        return -(-self.world_size // self.local_world_size)
 
 
 def read_identity(environment: Mapping[str, str]) -> Identity:
@@ -40,10 +34,10 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
     present = [name for name in names if name in environment]
     host = socket.gethostname()
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return Identity(0, 1, 0, 1, 0, host, launched=False)
+        return Identity(0, 1, 0, 1, host, launched=False)
     problems = []
-    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": 0}
-    for name in (*names, "GROUP_RANK"):
+    values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    for name in names:
         text, least = environment.get(name), 1 if name.endswith("WORLD_SIZE") else 0
         if text is None:
             if name in ("RANK", "WORLD_SIZE"):
@@ -61,7 +55,6 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         world_size=values["WORLD_SIZE"],
         local_rank=values["LOCAL_RANK"],
         local_world_size=values["LOCAL_WORLD_SIZE"],
-        node_rank=values["GROUP_RANK"],
         host=host,
         launched=True,
     )

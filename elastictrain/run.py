@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = text_asked_for(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
         if text is not None:
             if identity.speaks:
-                sys.stdout.write(text)
+                sys.stdout.write(f"{text}\n")
             return EXIT_OK
         config = load(arguments)
     except ElasticTrainError as error:

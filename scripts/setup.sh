@@ -78,7 +78,10 @@ else
     say "no nvidia-smi here: $(grep '^torch==' "$root/constraints-cpu.txt"), for the CPU"
     cp "$root/constraints-cpu.txt" "$constraints"
 fi
-# Twice quiet: errors only. Without --no-compile pip compiles every module of torch, most of which no run imports.
+# Twice quiet: errors only.
 "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c "$constraints" -e "$target"
+# On all cores, where pip uses one. Not left to the first import: where PYTHONDONTWRITEBYTECODE is set, as in many containers,
+# each start of a worker would compile torch anew, 3.5 s of it. Packages carry templates that are no Python; they may fail.
+"$venv/bin/python" -m compileall -qq -j 0 "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 printf '%s\n%s\n' "$wanted" "$extras" >"$stamp"
 say "done in $((SECONDS - started)) s"

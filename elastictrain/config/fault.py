@@ -17,7 +17,7 @@ class FaultGroup:
     """For any collective, and for any phase, until the first step is through: start-up, restore, compilation."""
 
     step_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 120.0
-    """For any collective, and for a whole step, from then on."""
+    """For any collective, and for any one part of a step (data, a forward or a backward pass, the update), from then on."""
 
     save_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 900.0
     """For one checkpoint to be durable."""

@@ -14,11 +14,11 @@ class ParallelGroup:
     """`ddp`: a whole copy per rank. `fsdp`: sharded over all ranks. `hsdp`: sharded within a host, copied across hosts."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """Collective library; `auto` is nccl where there are CUDA devices and gloo elsewhere."""
+    """nccl trains on CUDA devices, gloo on the CPU; `auto` is nccl where there are CUDA devices."""
 
     shard_size: Annotated[int, Range(0)] = 0
-    """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide is sharded
-    whole."""
+    """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide, or a
+    size of 1, is sharded whole."""
 
     reshard_after_forward: bool = True
     """fsdp, hsdp: free a block's gathered parameters after its forward pass and gather them again for the backward pass; false

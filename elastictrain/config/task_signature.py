@@ -16,6 +16,8 @@ from elastictrain.errors import ConfigError, Problem
 
 TARGET = "task._target_"
 METHODS = ("build_model", "loss")
+TOGETHER = (("train_dataset", "eval_dataset"), ("init_parameter", "init_buffer"), ("flops_per_sample", "tokens_per_sample"))
+"""Methods that make one ability: with only one of them, a task would silently be taken for one without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,11 @@ def find_task(target: str) -> tuple[type | None, list[Problem]]:
         return None, [
             Problem(TARGET, f"must name a class with the methods build_model and loss; {target} lacks {', '.join(lacking)}")
         ]
+    for pair in TOGETHER:
+        missing = [name for name in pair if not callable(getattr(found, name, None))]
+        if len(missing) == 1:
+            message = f"must name a class that has both or neither of {' and '.join(pair)}; {target} lacks {missing[0]}"
+            return None, [Problem(TARGET, message)]
     return found, []
 
 

@@ -67,12 +67,12 @@ def make_group(
 
 
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:
-    """From now on a collective of these groups (of the default one, if none is given) fails after `timeout_s`.
+    """From now on a collective of the default group and of these fails after `timeout_s`.
 
     Start-up, restore and compilation take minutes and differ between ranks, so groups begin with a generous timeout, and get
     the tight one when the first step is through.
     """
-    for group in groups or (None,):
+    for group in (None, *groups):
         # The one way torch has to change the timeout of a group that exists; TorchTitan relies on it too.
         dist.distributed_c10d._set_pg_timeout(_collective_timeout(timeout_s, backend), group)
 

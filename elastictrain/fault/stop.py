@@ -58,7 +58,7 @@ class StopListener:
         """Request a stop; the first reason stays."""
         if self.request is None:
             self.request = StopRequest(reason, self._clock())
-            logger.warning("asked to stop (%s): saving, then leaving", reason)
+            logger.warning("asked to stop (%s)", reason)
 
     def _listen(self) -> None:
         while data := os.read(self._reader, 64):

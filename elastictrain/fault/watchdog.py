@@ -27,7 +27,8 @@ def bound_s(mark: Mark, options: FaultGroup) -> float:
         return options.save_timeout_s
     if mark.phase is Phase.END:
         return options.shutdown_grace_s
-    if mark.phase in STEP_PHASES and mark.first_step_done:
+    # The first evaluation compiles the model once more, without gradients.
+    if mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done:
         return options.step_timeout_s
     return options.init_timeout_s
 

@@ -1,4 +1,4 @@
-"""Processor and memory of this host, this process and its device."""
+"""Processor and memory of this host and its device."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,10 +17,6 @@ class HostFacts:
     """Of all cores together, 0 to 100, since the look before."""
     host_memory_gb: float
     """In use, without caches that the system would give back."""
-    process_cpu_percent: float
-    """Of one core; above 100 with several threads."""
-    process_memory_gb: float
-    """Resident."""
     device_memory_gb: float | None
     """Most memory that tensors took on the CUDA device since the look before; None on other devices."""
     device_busy_percent: float | None
@@ -32,10 +28,8 @@ class HostProbe:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._process = psutil.Process()
         # psutil measures between two calls and answers the first with a meaningless 0.
         psutil.cpu_percent(interval=None)
-        self._process.cpu_percent(interval=None)
 
     def look(self) -> HostFacts:
         """The facts now."""
@@ -43,8 +37,6 @@ class HostProbe:
         return HostFacts(
             host_cpu_percent=float(psutil.cpu_percent(interval=None)),
             host_memory_gb=float(memory.total - memory.available) / GB,
-            process_cpu_percent=float(self._process.cpu_percent(interval=None)),
-            process_memory_gb=float(self._process.memory_info().rss) / GB,
             device_memory_gb=self._device_memory_gb(),
             device_busy_percent=self._device_busy_percent(),
         )

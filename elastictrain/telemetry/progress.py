@@ -93,9 +93,9 @@ class Lines:
 
 
 class MessagesOnly:
-    """No progress, only messages; or nothing at all where another rank speaks."""
+    """No progress, only messages."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def advance(self, step: int) -> None:
@@ -105,21 +105,16 @@ class MessagesOnly:
         """Shows nothing."""
 
     def say(self, text: str) -> None:
-        """Write the message, unless another rank speaks."""
-        if self._stream is not None:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+        """Write the message."""
+        self._stream.write(text + "\n")
+        self._stream.flush()
 
     def close(self) -> None:
         """Nothing is left open."""
 
 
-def open_progress(
-    mode: Mode, *, stream: TextIO, speaks: bool, total_steps: int, start_step: int, clock: Callable[[], float]
-) -> Progress:
-    """The progress display for this rank; `auto` draws a bar where `stream` is a terminal. `clock` is monotonic."""
-    if not speaks:
-        return MessagesOnly(None)
+def open_progress(mode: Mode, *, stream: TextIO, total_steps: int, start_step: int, clock: Callable[[], float]) -> Progress:
+    """The progress display; `auto` draws a bar where `stream` is a terminal. `clock` is monotonic."""
     if mode == "off":
         return MessagesOnly(stream)
     if mode == "bar" or (mode == "auto" and stream.isatty()):

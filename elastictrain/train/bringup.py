@@ -20,7 +20,7 @@ from elastictrain.distributed.board import Board
 from elastictrain.distributed.environment import choose_backend, plan_environment
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
-from elastictrain.errors import StopRequestedError
+from elastictrain.errors import ConfigError, Problem, StopRequestedError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Phase, Whereabouts
@@ -30,7 +30,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
 from elastictrain.train.samples import Samples, open_samples
-from elastictrain.train.task import Task
+from elastictrain.train.task import HasBlocks, Task
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,9 @@ def bring_up(
         for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
             os.environ[variable.name] = variable.value
         task = cast(Task, build_task(config))
+        if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
+            message = "needs a task that names its blocks (method `blocks`); set it to none"
+            raise ConfigError([Problem("train.activation_checkpointing", message)])
         store = open_store(config.run.dir)
         if identity.local_rank == 0:
             check_run_folder(store, config, task=task)

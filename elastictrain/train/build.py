@@ -127,8 +127,11 @@ def build(
 
     def show_sample() -> None:
         if isinstance(started.task, ShowsSample):
-            with wrapped.precision_context():
-                text = started.task.show_sample(wrapped.module, device=device, seed=config.run.seed)
+            try:
+                with wrapped.precision_context():
+                    text = started.task.show_sample(wrapped.module, device=device, seed=config.run.seed)
+            except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code
+                text = f"the task could not show a sample: {type(error).__name__}: {error}"
             observer.say(text)
 
     return Built(parts, loader, observer.close, show_sample)

@@ -100,6 +100,10 @@ class Loop:
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
         state = self._parts.state
+        if state.step >= self._intervals.total_steps:
+            self._parts.observer.say(
+                f"nothing left to do: step {state.step} is done, and `train.steps` is {self._intervals.total_steps}"
+            )
         pending: PendingStep | None = None
         # What the ranks agreed on in a step that was settled at once; it is acted upon after the next, like any other.
         carried = (False, False)
@@ -202,6 +206,8 @@ class Loop:
         """Save; a failure is recorded and tried again at the next occasion, and at once if there is none."""
         parts = self._parts
         while True:
+            # Of the attempt, not of success: a store that fails is not asked again at each step.
+            self._last_save_s = parts.clock()
             parts.whereabouts.enter(Phase.SAVE, step=step)
             # What the checkpoint covers is never done again, so its records must not be lost with this process.
             parts.flush_records()
@@ -223,7 +229,6 @@ class Loop:
                     continue
             else:
                 self._failed_saves = self._failed_saves.succeeded()
-                self._last_save_s = parts.clock()
             return
 
 

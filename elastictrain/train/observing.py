@@ -116,14 +116,13 @@ def make_observer(
     progress = open_progress(
         options.progress,
         stream=sys.stderr,
-        speaks=True,
         total_steps=config.train.steps,
         start_step=resume.step,
         clock=time.monotonic,
     )
     scalars: ScalarWriter = NoScalars()
     if options.tensorboard:
-        scalars = open_scalars(store, purge_step=resume.step + 1 if resume.step else None, flush_s=options.flush_s)
+        scalars = open_scalars(store, purge_step=resume.step + 1, flush_s=options.flush_s)
     if resume.checkpoint:
         progress.say(f"resumed at step {resume.step} from {store.url}/checkpoints/{resume.checkpoint}")
     return Observing(

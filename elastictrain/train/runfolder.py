@@ -8,7 +8,7 @@ from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, Stora
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
-from elastictrain.train.task import Task
+from elastictrain.train.task import HasNeutralOptions, Task
 
 CONFIG_FILE = "config.yaml"
 _EVENTS_FILE = re.compile(r"events/(\d{6,})-")
@@ -26,9 +26,11 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task) -> None:
     if isinstance(store, LocalStore):
         store.sweep_temporaries("checkpoints")
     stored = _stored_config(store)
-    if stored is None or config.run.on_change == "continue" or not any(True for _ in store.list("checkpoints")):
+    has_checkpoints = any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints"))
+    if stored is None or config.run.on_change == "continue" or not has_checkpoints:
         return
-    changes = changed_answers(stored, now=config, neutral=getattr(task, "neutral_options", ()))
+    neutral = task.neutral_options if isinstance(task, HasNeutralOptions) else ()
+    changes = changed_answers(stored, now=config, neutral=neutral)
     if changes:
         advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
         raise ConfigError(

@@ -40,6 +40,7 @@ class Task(Protocol):
         """Forward one micro-batch. Call `model(...)` itself and exactly once: DDP and FSDP act in its call."""
 
 
+@runtime_checkable
 class HasNeutralOptions(Protocol):
     """Some keys of the task change how the answer is computed, and not the answer: a run may go on with others."""
 

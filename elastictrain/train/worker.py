@@ -14,7 +14,7 @@ import torch
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
-from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, StopRequestedError
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.events import Failure, Stop
 from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
@@ -94,6 +94,7 @@ class Worker:
         self._whereabouts.enter(Phase.END)
         self._say_goodbye(built, code=code, reason=reason)
         leave(started.group)
+        started.met.journal.close()
         return code
 
     def _take_note(self, met: Met) -> None:
@@ -109,7 +110,8 @@ class Worker:
                 seconds = time.monotonic() - self._began_s
                 self._met.journal.record(Stop(step=step, reason=reason, exit_code=code, seconds=seconds))
             self._met.board.close()
-            self._met.journal.close()
+            # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
+            self._met.journal.flush()
         if self._identity.speaks and code == EXIT_STOPPED:
             sys.stderr.write(
                 f"elastictrain: stopped on request ({reason}) after step {step}, which is saved in {self._config.run.dir}; "
@@ -118,6 +120,8 @@ class Worker:
 
     def _end_failed(self, error: BaseException) -> int:
         self._limit_the_end(meaning(error, mark=self._whereabouts.mark, last_heard={}).exit_code)
+        # The limit above takes the watchdog's place, and keeps the exit code.
+        self._watchdog.close()
         heard = self._last_heard()
         what = meaning(error, mark=self._whereabouts.mark, last_heard=heard)
         stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
@@ -145,7 +149,7 @@ class Worker:
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str]) -> None:
         with self._ending:
-            if self._speaks(what.exit_code):
+            if self._speaks(what):
                 sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
                 sys.stderr.flush()
             if self._met is None:
@@ -168,13 +172,15 @@ class Worker:
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.close)
 
-    def _speaks(self, exit_code: int) -> bool:
+    def _speaks(self, what: Meaning) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
         local_rank = self._identity.local_rank
-        if exit_code == EXIT_CONFIG:
-            limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
-            return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
-        return local_rank == 0 or exit_code != EXIT_STOPPED
+        if what.exit_code == EXIT_STOPPED:
+            return local_rank == 0
+        if what.show_stack or what.exit_code == EXIT_TRANSPORT:
+            return True
+        limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
+        return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
 
     def _store_flight_recorder(self, key: str) -> None:
         trace = flight_recorder()

@@ -64,6 +64,11 @@ class LlamaTask:
         """Samples must fit the rotary tables, and token ids the embedding."""
         config = self._config
         problems = []
+        if self._tokenizer_file is not None:
+            known = self._tokenizer().description.vocab_size
+            if known > config.vocab_size:
+                message = f"must have at most model.vocab_size = {config.vocab_size} tokens, but has {known}"
+                problems.append(Problem("task.tokenizer", message))
         if seq_len > config.max_seq_len:
             problems.append(Problem("train.seq_len", f"must be <= model.max_seq_len = {config.max_seq_len}, but is {seq_len}"))
         if vocab_size > config.vocab_size:

@@ -1,8 +1,6 @@
 import socket
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from elastictrain.errors import ConfigError
 from elastictrain.identity import Identity, read_identity
@@ -11,14 +9,13 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def test_without_torchrun_a_world_of_one() -> None:
-    assert read_identity({"PATH": "/bin"}) == Identity(0, 1, 0, 1, 0, socket.gethostname(), launched=False)
+    assert read_identity({"PATH": "/bin"}) == Identity(0, 1, 0, 1, socket.gethostname(), launched=False)
 
 
 def test_reads_what_torchrun_sets() -> None:
     identity = read_identity(TORCHRUN)
-    assert identity == Identity(5, 8, 1, 4, 1, socket.gethostname(), launched=True)
+    assert identity == Identity(5, 8, 1, 4, socket.gethostname(), launched=True)
     assert not identity.speaks
-    assert identity.num_nodes == 2
 
 
 def test_rank_zero_speaks() -> None:
@@ -27,14 +24,8 @@ def test_rank_zero_speaks() -> None:
 
 def test_local_values_have_defaults() -> None:
     identity = read_identity({"RANK": "1", "WORLD_SIZE": "2"})
-    assert (identity.local_rank, identity.local_world_size, identity.node_rank) == (0, 1, 0)
+    assert (identity.local_rank, identity.local_world_size) == (0, 1)
     assert identity.launched
-
-
-@given(world=st.integers(1, 200), local=st.integers(1, 16))
-def test_number_of_nodes_is_rounded_up(world: int, local: int) -> None:
-    nodes = Identity(0, world, 0, local, 0, "host", launched=True).num_nodes
-    assert (nodes - 1) * local < world <= nodes * local
 
 
 @pytest.mark.parametrize(("present", "absent"), [("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")])
@@ -44,7 +35,7 @@ def test_half_of_torchrun_is_refused_by_name(present: str, absent: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "two", "-1", "1.0"])
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"])
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])
 def test_a_value_that_is_no_number_is_refused_by_name(name: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_identity(TORCHRUN | {name: text})

@@ -39,6 +39,12 @@ class WithDatasets(Base):
 
     def train_dataset(self) -> object: ...
 
+    def eval_dataset(self) -> object: ...
+
+
+class WithHalf(Base):
+    def train_dataset(self) -> object: ...
+
 
 class Bare(Base):
     pass
@@ -56,7 +62,7 @@ class Open(Base):
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ModuleType("my_tasks")
-    for cls in (WithModel, WithDatasets, Bare, Inherits, Open, Shape):
+    for cls in (WithModel, WithDatasets, WithHalf, Bare, Inherits, Open, Shape):
         if cls is not Shape:
             monkeypatch.setattr(cls, "__module__", "my_tasks")
         setattr(made, cls.__name__, cls)
@@ -68,6 +74,13 @@ def problems_of(cls: type, options: dict[str, object], model: dict[str, object])
     call, problems = check_call(cls, options=options, model=model)
     assert (call is None) == bool(problems)
     return [str(problem) for problem in problems]
+
+
+def test_half_of_an_ability_is_refused() -> None:
+    assert find_task("my_tasks.WithDatasets")[0] is WithDatasets
+    found, problems = find_task("my_tasks.WithHalf")
+    assert found is None
+    assert "both or neither of train_dataset and eval_dataset; my_tasks.WithHalf lacks eval_dataset" in str(problems[0])
 
 
 def test_a_good_call_is_complete_and_plain() -> None:

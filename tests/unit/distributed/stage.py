@@ -46,7 +46,7 @@ class Stage:
 
     def enter(self, rank: int, *, world_size: int, number: int = 1, poll: Callable[[], None] = lambda: None) -> Actor:
         """A process of this rank begins."""
-        actor = Actor(Identity(rank, world_size, 0, 1, rank, f"host-{rank}", launched=True))
+        actor = Actor(Identity(rank, world_size, 0, 1, f"host-{rank}", launched=True))
         self.actors.append(actor)
 
         def live() -> None:

@@ -177,7 +177,7 @@ def test_whoever_polls_may_leave_early() -> None:
 
 def test_a_world_of_one_agrees_through_a_store_of_torch() -> None:
     store = dist.HashStore()
-    identity = Identity(0, 1, 0, 1, 0, "here", launched=False)
+    identity = Identity(0, 1, 0, 1, "here", launched=False)
     lives = [agree(store, identity, HERE, number=number, timeout_s=5.0) for number in (1, 2, 3)]
     assert [life.name[:7] for life in lives] == ["000001-", "000002-", "000003-"]
     assert len({life.name for life in lives}) == 3
@@ -227,7 +227,7 @@ def test_a_proposal_that_comes_after_the_go_is_not_joined() -> None:
             store.set("elastictrain/go/000001-aa", "")
             propose("000001-bb")
 
-    identity = Identity(1, 2, 0, 1, 1, "here", launched=True)
+    identity = Identity(1, 2, 0, 1, "here", launched=True)
     agreed = agree(store, identity, HERE, number=1, timeout_s=5.0, sleep=rank_0)
     assert agreed == Incarnation("000001-aa", (HERE, HERE))
 

@@ -24,10 +24,14 @@ def mark_of(phase: Phase, *, step: int = 3, since_s: float = 0.0, first_step_don
     return Mark(phase, step, 0, since_s, first_step_done, longest_s)
 
 
-@pytest.mark.parametrize("phase", STEP_PHASES)
+@pytest.mark.parametrize("phase", [phase for phase in STEP_PHASES if phase is not Phase.EVAL])
 def test_a_step_is_bounded_generously_until_the_first_is_through_and_tightly_then(phase: Phase) -> None:
     assert bound_s(mark_of(phase, first_step_done=False), OPTIONS) == 200.0
     assert bound_s(mark_of(phase), OPTIONS) == 40.0
+
+
+def test_an_evaluation_may_compile_the_model_once_more() -> None:
+    assert bound_s(mark_of(Phase.EVAL), OPTIONS) == 200.0
 
 
 @pytest.mark.parametrize("first_step_done", [True, False])

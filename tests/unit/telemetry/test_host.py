@@ -1,5 +1,3 @@
-import time
-
 import psutil
 import torch
 
@@ -10,14 +8,5 @@ def test_a_look_gives_plausible_facts() -> None:
     probe = HostProbe(torch.device("cpu"))
     facts = probe.look()
     assert 0.0 <= facts.host_cpu_percent <= 100.0
-    assert facts.process_memory_gb > 0.0
     assert 0.0 < facts.host_memory_gb < psutil.virtual_memory().total / 1e9
     assert facts.device_memory_gb is None
-
-
-def test_work_shows_in_the_processor_time_of_the_process() -> None:
-    probe = HostProbe(torch.device("cpu"))
-    end_s = time.thread_time() + 0.1
-    while time.thread_time() < end_s:
-        pass
-    assert probe.look().process_cpu_percent > 0.0

@@ -34,25 +34,14 @@ def reading(step: int) -> Reading:
     ],
 )
 def test_the_mode_and_the_stream_decide_the_kind(mode: Mode, stream: io.StringIO, kind: type) -> None:
-    progress = open_progress(mode, stream=stream, speaks=True, total_steps=10, start_step=0, clock=counting_clock())
+    progress = open_progress(mode, stream=stream, total_steps=10, start_step=0, clock=counting_clock())
     assert isinstance(progress, kind)
     progress.close()
 
 
-@pytest.mark.parametrize("mode", ["auto", "bar", "lines", "off"])
-def test_other_ranks_say_nothing(mode: Mode) -> None:
-    stream = Terminal()
-    progress = open_progress(mode, stream=stream, speaks=False, total_steps=10, start_step=0, clock=counting_clock())
-    progress.advance(1)
-    progress.show(reading(1))
-    progress.say("hello")
-    progress.close()
-    assert stream.getvalue() == ""
-
-
 def test_off_still_gives_messages() -> None:
     stream = io.StringIO()
-    progress = open_progress("off", stream=stream, speaks=True, total_steps=10, start_step=0, clock=counting_clock())
+    progress = open_progress("off", stream=stream, total_steps=10, start_step=0, clock=counting_clock())
     progress.advance(1)
     progress.show(reading(1))
     progress.say("hello")

@@ -6,8 +6,6 @@ READING = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, ste
 HOST = HostFacts(
     host_cpu_percent=7.0,
     host_memory_gb=8.0,
-    process_cpu_percent=0.0,
-    process_memory_gb=0.0,
     device_memory_gb=9.0,
     device_busy_percent=95.0,
 )
@@ -35,8 +33,6 @@ def test_what_is_not_known_has_no_tag() -> None:
     host = HostFacts(
         host_cpu_percent=7.0,
         host_memory_gb=8.0,
-        process_cpu_percent=0.0,
-        process_memory_gb=0.0,
         device_memory_gb=None,
         device_busy_percent=None,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.task import TaskGroup
 from elastictrain.distributed.group import leave
-from elastictrain.errors import DataError, StopRequestedError, StorageError
+from elastictrain.errors import ConfigError, DataError, StopRequestedError, StorageError
 from elastictrain.events import Stop
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Phase, Whereabouts
@@ -21,7 +21,7 @@ from elastictrain.train.bringup import Met, Started, Timings, bring_up
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
 
-ALONE = Identity(0, 1, 0, 1, 0, "here", launched=False)
+ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 
 
 class SquaresOfPoints(Squares):
@@ -134,6 +134,13 @@ def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Pa
     assert life.met == []
     assert life.whereabouts.mark.phase == Phase.START
     assert not dist.is_initialized()
+
+
+def test_checkpointing_without_blocks_is_refused_and_not_ignored(tmp_path: Path) -> None:
+    plain = of(tmp_path)
+    wanted = dataclasses.replace(plain, train=dataclasses.replace(plain.train, activation_checkpointing="full"))
+    with pytest.raises(ConfigError, match=r"`train.activation_checkpointing` needs a task that names its blocks"):
+        Life(wanted).begin()
 
 
 def test_phases_are_timed_by_name() -> None:

@@ -6,7 +6,7 @@ from elastictrain.identity import Identity
 from elastictrain.train.evaluate import Evaluator
 from tests.unit.train.parts import CPU, Points, Squares, wrapped_model
 
-ALONE = Identity(0, 1, 0, 1, 0, "here", launched=False)
+ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -39,7 +39,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
     """Five samples for two ranks: the second has samples 1 and 3, and repeats one while the first has its third."""
     task, points = Squares(), Points()
     wrapped = wrapped_model(task)
-    second = Identity(1, 2, 1, 2, 0, "here", launched=True)
+    second = Identity(1, 2, 1, 2, "here", launched=True)
     evaluator = Evaluator(
         task, wrapped, points, num_samples=5, micro_batch=1, identity=second, device=CPU, whereabouts=Whereabouts()
     )

@@ -86,6 +86,7 @@ class World:
     first_steps: int = 0
     now_s: float = 0.0
     request: StopRequest | None = None
+    said: list[str] = field(default_factory=list)
 
     # The stepper.
     def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
@@ -109,7 +110,7 @@ class World:
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
         parts = LoopParts(
             config=self.config,
-            identity=Identity(self.rank, 2, self.rank, 2, 0, "here", launched=True),
+            identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True),
             state=state,
             stepper=self,  # type: ignore[arg-type]
             micro_batches=repeat(None),  # type: ignore[arg-type]
@@ -157,7 +158,7 @@ class _Observer:
         pass
 
     def say(self, text: str) -> None:
-        pass
+        self.world.said.append(text)
 
 
 @pytest.mark.parametrize("save_every", [0, 1, 2, 3, 7])
@@ -190,6 +191,20 @@ def test_a_run_that_is_done_does_nothing() -> None:
     world = World(config(steps=5), first=5)
     world.train()
     assert (world.launched, world.saved, world.events) == ([], [], [])
+
+
+def test_a_run_that_is_past_its_end_says_so() -> None:
+    world = World(config(steps=7), first=9)
+    world.train()
+    assert world.launched == []
+    assert world.said == ["nothing left to do: step 9 is done, and `train.steps` is 7"]
+
+
+def test_a_store_that_fails_is_asked_again_when_the_minutes_have_passed_and_not_at_each_step() -> None:
+    world = World(config(steps=14, save_every=0, every_minutes=0.1), refuse_saves=1)
+    world.train()
+    assert [event.step for event in world.events if isinstance(event, CheckpointFailed)] == [8]
+    assert world.saved == [(14, "end")]
 
 
 def test_only_rank_0_records_and_every_rank_saves() -> None:

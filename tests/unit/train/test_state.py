@@ -14,7 +14,7 @@ from elastictrain.train.skipping import SkipCounts
 from elastictrain.train.state import TrainState
 from tests.unit.train.parts import CPU, Points, Squares, wrapped_model
 
-ALONE = Identity(0, 1, 0, 1, 0, "here", launched=False)
+ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 
 
 class Tied(nn.Module):
