@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that needs no process and no network: format, lint, types, layers, unit tests.
+# The quick gate for every commit: format, lint, types, layers, unit tests.
 #
 #   scripts/check.sh            all of it
 #   scripts/check.sh --static   without the unit tests

@@ -18,7 +18,7 @@ class LogPrefix:
     rank: int
     incarnation: str = "-"
     step: Callable[[], int] = int
-    """Optimizer steps committed by now; 0 is not shown."""
+    """The step that is being worked on; 0, for none, is not shown."""
 
     def text(self) -> str:
         """`[incarnation rank 0 step 12]`"""
