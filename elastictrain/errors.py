@@ -14,6 +14,7 @@
     │       └── StorageFullError         74  no space, or over quota
     ├── CheckpointError                  74
     │   ├── InvalidCheckpointError       74  one checkpoint is not what its manifest says
+    │   ├── UnknownFormatError           74  one checkpoint has a format that this release does not read
     │   ├── NoValidCheckpointError       74  remnants exist and none is valid
     │   └── SavesFailingError            74  too many failed saves in a row
     ├── TransportError                   71  a peer is gone, or a collective failed or hung
@@ -131,8 +132,12 @@ class InvalidCheckpointError(CheckpointError):
     """One checkpoint is not what its manifest says; the message names the file."""
 
 
+class UnknownFormatError(CheckpointError):
+    """One checkpoint is whole, but of a format version that this release does not read."""
+
+
 class NoValidCheckpointError(CheckpointError):
-    """Checkpoint remnants exist and none is valid."""
+    """The run has had checkpoints, or remnants of them, and none is valid."""
 
 
 class SavesFailingError(CheckpointError):

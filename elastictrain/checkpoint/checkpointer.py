@@ -19,16 +19,18 @@ from elastictrain.checkpoint.choose import Reject
 from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
-from elastictrain.checkpoint.folders import BEGUN_KEY, ROOT, choose_target, key_of, read_listing
-from elastictrain.checkpoint.manifest import JsonValue, Manifest, parse_manifest
+from elastictrain.checkpoint.folders import ROOT, Listing, choose_target, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest, parse_manifest
+from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
+from elastictrain.checkpoint.second_look import is_there
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
 from elastictrain.checkpoint.walk import Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.errors import NoValidCheckpointError, StorageError
+from elastictrain.errors import StorageError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -85,6 +87,8 @@ class Checkpointer:
         self._record = record
         self._clock = clock
         self._saved: SaveResult | None = None
+        self._listing = Listing((), begun=False)
+        """As rank 0 found things before it saved."""
         self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
@@ -114,17 +118,21 @@ class Checkpointer:
         try:
             self._write(writer, tensors)
         except CheckpointException as exception:
-            if self._rank == 0 and not writer.committing:
-                self._discard(folder)
+            # All wait for rank 0: who went on would look hung to the others while it deletes.
+            from_first(lambda: self._discard(folder, writer), group=self._group)
             raise self._error_of(exception, folder) from None
         phases = {"prepare": prepared - begin, **writer.seconds}
-        total_bytes = writer.manifest.size_bytes if writer.manifest is not None else 0
-        outcome = from_first(lambda: json.dumps([total_bytes, phases]).encode(), group=self._group)
-        size_bytes, seconds = json.loads(outcome)
+
+        def conclude() -> bytes:
+            manifest = writer.manifest
+            assert manifest is not None  # noqa: S101
+            size_bytes = manifest.size_bytes
+            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=phases))
+            self._tidy(folder, manifest)
+            return json.dumps([size_bytes, phases]).encode()
+
+        size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
         self._saved = SaveResult(step, folder, size_bytes, seconds)
-        if writer.manifest is not None:
-            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
-            self._prune(folder, writer.manifest)
         return self._saved
 
     def restore(self, *, tensors: Mapping[str, Tensor], optional: Collection[str] = ()) -> RestoreResult | None:
@@ -133,11 +141,17 @@ class Checkpointer:
         Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
         Collective: yes.
 
-        Raises: NoValidCheckpointError; ConfigError if the checkpoint is of another model; StorageError.
+        Raises: NoValidCheckpointError; UnknownFormatError; ConfigError if the checkpoint is of another model; StorageError.
         After an error tensors may hold parts of a checkpoint.
         """
         begin = time.monotonic()
-        walk = self._walk(act=True)
+        walk = Walk(
+            self._store,
+            on_invalid=self._options.on_invalid,
+            incarnation=self._incarnation,
+            record=self._record,
+            clock=self._clock,
+        )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
         while True:
             offer = offer_from_bytes(from_first(lambda: walk.offer().to_bytes(), group=self._group))
@@ -165,32 +179,6 @@ class Checkpointer:
                 seconds={"choose": chosen - begin, "read": time.monotonic() - chosen},
             )
 
-    def peek(self) -> Manifest | None:
-        """The manifest that `restore` would try first, or None if there is none; changes nothing. Collective: yes.
-
-        Raises: StorageError.
-        """
-        walk = self._walk(act=False)
-
-        def look() -> bytes:
-            try:
-                return walk.offer().to_bytes()
-            except NoValidCheckpointError:
-                return b"\n"
-
-        offer = offer_from_bytes(from_first(look, group=self._group))
-        return parse_manifest(offer.manifest, where=f"{self._store.url}/{ROOT}/{offer.folder}") if offer.folder else None
-
-    def _walk(self, *, act: bool) -> Walk:
-        return Walk(
-            self._store,
-            on_invalid=self._options.on_invalid,
-            incarnation=self._incarnation,
-            record=self._record,
-            clock=self._clock,
-            act=act,
-        )
-
     def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> Accepted | Reject | Failed:
         def verdict_of(votes: list[Vote]) -> Accepted | Reject | Failed:
             return judge(votes, folder=name)
@@ -205,12 +193,17 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
-        listing = read_listing(self._store.list(ROOT))
+        self._listing = listing = read_listing(self._store.list(ROOT))
         if self._saved is not None and self._saved.step == step:
             folder = listing.folder(self._saved.checkpoint)
             if folder is not None and folder.has_manifest and not folder.quarantined:
                 return b""
+        committed: set[str] = set()
         target = choose_target(listing.folders, step=step)
+        while target.stale_files and is_there(self._store, key_of(target.folder, MANIFEST_NAME)):
+            # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+            committed.add(target.folder)
+            target = choose_target(listing.folders, step=step, committed=committed)
         for file in target.stale_files:
             self._store.delete(key_of(target.folder, file))
         return target.folder.encode()
@@ -230,17 +223,24 @@ class Checkpointer:
             return own
         return save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
 
-    def _discard(self, folder: str) -> None:
-        """What a failed save wrote; all ranks have stopped writing, and no manifest can exist."""
+    def _discard(self, folder: str, writer: ManifestWriter) -> bytes:
+        """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
+        if writer.committing:
+            return b""
+        own = key_of(folder, f"{self._incarnation}-r")
         try:
             for info in list(self._store.list(f"{ROOT}/{folder}")):
-                self._store.delete(info.key)
+                if info.key.startswith(own):
+                    self._store.delete(info.key)
         except StorageError as error:
             logger.warning("the remnants of a failed save in %s could not be deleted yet: %s", folder, error)
+        return b""
 
-    def _prune(self, newest: str, manifest: Manifest) -> None:
+    def _tidy(self, newest: str, manifest: Manifest) -> None:
+        """On rank 0: notes the commit, and deletes what it supersedes."""
+        note: dict[str, JsonValue] = {"checkpoint": newest, "time": self._clock(), "incarnation": self._incarnation}
+        mark_committed(self._store, listing=self._listing, note=note)
         try:
-            self._store.delete(BEGUN_KEY)
             pruned = self._pruner.prune(newest, manifest=manifest)
         except StorageError as error:
             logger.warning("old checkpoints could not be deleted: %s", error)

@@ -47,8 +47,8 @@ def decide(
 ) -> Resume | FreshStart | Refuse:
     """The newest committed folder that was not rejected, in this walk or by an earlier quarantine.
 
-    Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there, or nothing but
-    remnants of a first save (`Listing.begun`), or the person said so.
+    Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there and nothing was ever
+    committed, or nothing is there but remnants of a first save (`Listing.begun`), or the person said so.
     """
     known = {reject.folder: reject for reject in rejected}
     rejects: list[Reject] = []
@@ -62,7 +62,8 @@ def decide(
         else:
             return Resume(folder)
     only_remnants = not rejected and all(not folder.quarantined for folder in listing.folders)
-    if not rejects or on_invalid == "fresh" or (listing.begun and only_remnants):
+    never_committed = not listing.committed and (not rejects or (listing.begun and only_remnants))
+    if never_committed or on_invalid == "fresh":
         return FreshStart(tuple(rejects))
     return Refuse(tuple(rejects))
 
@@ -86,6 +87,11 @@ def missing_files(manifest: Manifest, folder: FolderFacts) -> Reject | None:
 
 def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
     """What a person reads when a run refuses to start."""
+    if not rejects:
+        return (
+            f"{url} is of a run that had committed checkpoints (committed.json is there), and none is left.\n"
+            "Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
+        )
     lines = "\n".join(f"  - {reject}" for reject in rejects)
     return (
         f"{url} has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\n"

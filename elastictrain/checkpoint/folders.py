@@ -1,7 +1,7 @@
 """Checkpoint folders: their names, and what a listing alone says about them. Pure, and free of torch."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
@@ -12,6 +12,8 @@ QUARANTINE_NAME = "quarantine.json"
 BEGUN_KEY = f"{ROOT}/begun.json"
 """Present from a fresh start until the first checkpoint of the run is committed: folders without a manifest are then the
 remnants of a first save that was killed, and not checkpoints that lost their manifest."""
+COMMITTED_KEY = f"{ROOT}/committed.json"
+"""Present from the first commit of the run on: an empty folder is then the loss of all checkpoints, and no new run."""
 
 _FOLDER = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
 
@@ -43,10 +45,11 @@ class FolderFacts:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """All checkpoint folders, newest first, and whether the run began without having committed yet."""
+    """All checkpoint folders, newest first, and which marks of the run are there."""
 
     folders: tuple[FolderFacts, ...]
     begun: bool
+    committed: bool = False
 
     def folder(self, name: str) -> FolderFacts | None:
         """The folder of that name, if it is there."""
@@ -66,16 +69,17 @@ def key_of(folder: str, file: str) -> str:
 def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
     """Sorts the objects below `ROOT` into folders; objects that are not ours are left out."""
     found: dict[str, FolderFacts] = {}
-    begun = False
+    begun = committed = False
     for info in infos:
         begun = begun or info.key == BEGUN_KEY
+        committed = committed or info.key == COMMITTED_KEY
         root, _, rest = info.key.partition("/")
         folder, slash, file = rest.partition("/")
         match = _FOLDER.fullmatch(folder)
         if root == ROOT and slash and match is not None:
             facts = found.setdefault(folder, FolderFacts(folder, int(match[1]), int(match[2] or 1), {}))
             facts.files[file] = info.size_bytes
-    return Listing(tuple(sorted(found.values(), key=lambda facts: facts.order, reverse=True)), begun)
+    return Listing(tuple(sorted(found.values(), key=lambda facts: facts.order, reverse=True)), begun, committed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +90,14 @@ class SaveTarget:
     stale_files: tuple[str, ...]
 
 
-def choose_target(folders: Sequence[FolderFacts], *, step: int) -> SaveTarget:
-    """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed."""
+def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Collection[str] = ()) -> SaveTarget:
+    """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed.
+
+    `committed` names folders whose manifest the listing does not show.
+    """
     taken = {folder.attempt: folder for folder in folders if folder.step == step}
     attempt = 1
-    while attempt in taken and (taken[attempt].has_manifest or taken[attempt].quarantined):
+    while (facts := taken.get(attempt)) and (facts.has_manifest or facts.quarantined or facts.name in committed):
         attempt += 1
     stale = tuple(sorted(taken[attempt].files)) if attempt in taken else ()
     return SaveTarget(folder_name(step, attempt=attempt), stale)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import xxhash
 
 from elastictrain.checkpoint.dtypes import BY_NAME
-from elastictrain.errors import InvalidCheckpointError
+from elastictrain.errors import InvalidCheckpointError, UnknownFormatError
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "elastictrain-checkpoint"
@@ -134,7 +134,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def parse_manifest(raw: bytes, *, where: str) -> Manifest:
     """The manifest, if `raw` is exactly what `encode_manifest` once wrote.
 
-    Raises: InvalidCheckpointError, and nothing else, naming `where` and the reason.
+    Raises: InvalidCheckpointError or UnknownFormatError, and nothing else, naming `where` and the reason.
     """
     try:
         document = json.loads(raw)
@@ -142,11 +142,13 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
         raise InvalidCheckpointError(f"{where}: {_what_is(raw)} ({type(error).__name__}: {error})") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidCheckpointError(f"{where}: is JSON, but not a checkpoint manifest (`format` must be {FORMAT!r})")
-    if document.get("version") != VERSION:
-        raise InvalidCheckpointError(
-            f"{where}: format version must be {VERSION}, but is {document.get('version')!r}; "
-            "use the release of elastictrain that wrote it"
-        )
+    version, algorithm = document.get("version"), document.get("digest_algorithm")
+    unknown = UnknownFormatError(
+        f"{where}: is of format version {version!r}, but this release of elastictrain reads version {VERSION}; "
+        "use a release that reads it, or another `run.dir` for a new run. Nothing was changed"
+    )
+    if isinstance(version, int) and version != VERSION and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
+        raise unknown
     try:
         stated = document.pop("digest", None)
         computed = digest_of(_canonical(document))
@@ -155,6 +157,9 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
         raise InvalidCheckpointError(f"{where}: is not in canonical form ({type(error).__name__}: {error})") from error
     if stated != computed or not exact:
         raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
+    if version != VERSION:
+        # Only now: a version that was garbled is damage, like any other byte.
+        raise unknown
     try:
         manifest = _manifest(document)
         _check(manifest)

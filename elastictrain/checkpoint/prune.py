@@ -2,11 +2,11 @@
 
 import logging
 
-from elastictrain.checkpoint.choose import missing_files
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, key_of, read_listing
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.retention import Deletion, plan_retention
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.checkpoint.second_look import find_missing, is_there, read_twice
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, UnknownFormatError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ class Pruner:
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._manifests: dict[str, Manifest | None] = {}
+        self._unknown: set[str] = set()
 
     def prune(self, newest: str, *, manifest: Manifest) -> tuple[str, ...]:
         """Deletes what `newest`, just committed with `manifest`, supersedes; the names of the checkpoints deleted.
@@ -35,18 +36,31 @@ class Pruner:
             intact={folder.name for folder in folders if self._intact(folder)},
             keep_last=self._keep_last,
             keep_every=self._keep_every,
+            unknown=self._unknown,
         )
         for deletion in deletions:
-            self._delete(deletion)
+            if MANIFEST_NAME in deletion.files or not is_there(self._store, key_of(deletion.folder, MANIFEST_NAME)):
+                self._delete(deletion)
+            else:
+                # The listing lags, or a predecessor that is not gone yet has committed since: the next call judges.
+                logger.warning("%s is not deleted: its manifest has appeared meanwhile", deletion.folder)
         return tuple(deletion.folder for deletion in deletions if deletion.committed)
 
     def _intact(self, folder: FolderFacts) -> bool:
         if not folder.has_manifest or folder.quarantined:
             return False
         if folder.name not in self._manifests:
-            self._manifests[folder.name] = read_manifest(self._store, folder.name)
+            self._manifests[folder.name] = self._read(folder.name)
         manifest = self._manifests[folder.name]
-        return manifest is not None and missing_files(manifest, folder) is None
+        return manifest is not None and find_missing(self._store, manifest, folder=folder) is None
+
+    def _read(self, folder: str) -> Manifest | None:
+        try:
+            return read_manifest(self._store, folder)
+        except UnknownFormatError as error:
+            logger.warning("left alone: %s", error)
+            self._unknown.add(folder)
+            return None
 
     def _delete(self, deletion: Deletion) -> None:
         for file in deletion.files:
@@ -55,9 +69,9 @@ class Pruner:
 
 
 def read_manifest(store: Store, folder: str) -> Manifest | None:
-    """The manifest of a folder, or None if it is not a valid one. Raises: StorageError."""
+    """The manifest of a folder, or None if it is not a valid one. Raises: UnknownFormatError, StorageError."""
     key = key_of(folder, MANIFEST_NAME)
     try:
-        return parse_manifest(store.read(key), where=f"{store.url}/{key}")
+        return read_twice(store, key, where=f"{store.url}/{key}")[1]
     except (InvalidCheckpointError, ObjectNotFoundError):
         return None

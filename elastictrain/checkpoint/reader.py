@@ -10,7 +10,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from elastictrain.checkpoint.dcp_metadata import metadata_of
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest
+from elastictrain.checkpoint.second_look import read_twice
 from elastictrain.checkpoint.tensor_bytes import tensor_over
 from elastictrain.checkpoint.verified_read import Folder, read_chunks
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
@@ -34,15 +35,14 @@ class ManifestReader(StorageReader):
     def manifest(self) -> Manifest:
         """Read at first use.
 
-        Raises: InvalidCheckpointError, StorageError.
+        Raises: InvalidCheckpointError, UnknownFormatError, StorageError.
         """
         if self._manifest is None:
             url = self._folder.url(MANIFEST_NAME)
             try:
-                raw = self._folder.store.read(f"{self._folder.prefix}{MANIFEST_NAME}")
+                _, self._manifest = read_twice(self._folder.store, f"{self._folder.prefix}{MANIFEST_NAME}", where=url)
             except ObjectNotFoundError as error:
                 raise InvalidCheckpointError(f"{url} is not there: this is no checkpoint, or not a whole one") from error
-            self._manifest = parse_manifest(raw, where=url)
         return self._manifest
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

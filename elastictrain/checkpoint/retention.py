@@ -2,10 +2,11 @@
 
 Rules:
 
-- Nothing goes unless a newer checkpoint, verified by this process, supersedes it: `newest` and everything newer stay.
+- Nothing goes unless a newer checkpoint, verified by this process and still intact, supersedes it: `newest` and all newer stay.
 - The `keep_last` newest intact checkpoints stay (`newest` is the first of them), and all at multiples of `keep_every`.
   A folder that is not intact is never counted in the place of one that is.
 - Remnants (no manifest) older than `newest` go.
+- Checkpoints of a format that this release does not read stay.
 - Damaged folders (quarantined, or not intact) stay for the person until they are older than everything that is kept.
 - The manifest goes first, so that a deletion cut short leaves a remnant, which no start takes and the next prune removes. The
   quarantine mark goes last.
@@ -29,10 +30,19 @@ class Deletion:
 
 
 def plan_retention(
-    folders: Sequence[FolderFacts], *, newest: str, intact: Collection[str], keep_last: int, keep_every: int
+    folders: Sequence[FolderFacts],
+    *,
+    newest: str,
+    intact: Collection[str],
+    keep_last: int,
+    keep_every: int,
+    unknown: Collection[str] = (),
 ) -> tuple[Deletion, ...]:
-    """Deletions, oldest first. `newest` is verified; `intact` names folders whose manifest and files check out."""
-    verified = next((folder for folder in folders if folder.name == newest), None)
+    """Deletions, oldest first. `newest` is verified; `intact` names folders whose manifest and files check out.
+
+    `unknown` names folders of a format that this release does not read.
+    """
+    verified = next((folder for folder in folders if folder.name == newest and newest in intact), None)
     if verified is None or not verified.has_manifest or verified.quarantined:
         return ()
     older = sorted((folder for folder in folders if folder.order < verified.order), key=lambda folder: folder.order)
@@ -43,7 +53,7 @@ def plan_retention(
     valid_names = {folder.name for folder in valid}
     deletions = []
     for folder in older:
-        if folder.name in kept:
+        if folder.name in kept or folder.name in unknown:
             continue
         damaged = folder.quarantined or (folder.has_manifest and folder.name not in valid_names)
         if not damaged or folder.order < oldest_kept:

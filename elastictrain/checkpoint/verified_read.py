@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from threading import Event, local
 
 import xxhash
@@ -67,7 +68,7 @@ def read_chunks(
             buffers.buffer = buffer
         try:
             data = memoryview(buffer)[:size_bytes]
-            _fill(folder, span, data)
+            _twice(lambda: _fill(folder, span, data))
             for chunk in span.chunks:
                 take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
         except BaseException:
@@ -79,20 +80,21 @@ def read_chunks(
         return sum(pool.map(read, spans))
 
 
+def _twice(read: Callable[[], None]) -> None:
+    """A transfer can garble or cut what is whole in the store: only what reads wrong twice is damaged."""
+    try:
+        read()
+    except DamagedFileError as error:
+        read()
+        logger.warning("read wrong once, and right again: %s", error)
+
+
 def _fill(folder: Folder, span: Span, data: memoryview) -> None:
     _read_range(folder, span, data)
     bad = _mismatch(span, data)
-    if bad is None:
-        return
-    # A transfer can garble what is whole in the store: only what reads wrong twice is damaged.
-    _read_range(folder, span, data)
-    again = _mismatch(span, data)
-    if again is not None:
-        url = folder.url(span.file)
-        raise DamagedFileError(
-            f"{url}: bytes [{again.start}, {again.start + again.size_bytes}) do not have their digest", file=span.file
-        )
-    logger.warning("%s: bytes [%d, %d) read wrong once, and right again", folder.url(span.file), span.start, span.end)
+    if bad is not None:
+        where = f"{folder.url(span.file)}: bytes [{bad.start}, {bad.start + bad.size_bytes})"
+        raise DamagedFileError(f"{where} do not have their digest", file=span.file)
 
 
 def _read_range(folder: Folder, span: Span, data: memoryview) -> None:
@@ -117,25 +119,28 @@ def verify_headers(folder: Folder, files: Sequence[FileRecord]) -> None:
     Raises: DamagedFileError, StorageError.
     """
     for file in files:
-        head = _read(folder, file, 0, file.header_bytes)
-        if digest_of(head) != file.header_digest:
-            head = _read(folder, file, 0, file.header_bytes)
-        if digest_of(head) != file.header_digest:
-            raise DamagedFileError(f"{folder.url(file.name)}: its header does not have its digest", file=file.name)
-        decode_header(head, where=folder.url(file.name))
+        _twice(partial(_check_header, folder, file))
 
 
-def verify_file(folder: Folder, file: FileRecord, *, progress: Callable[[int], None] | None = None) -> None:
-    """Reads all of a file and checks its size and digest; `progress` is told the bytes of each read.
+def _check_header(folder: Folder, file: FileRecord) -> None:
+    head = _read(folder, file, 0, file.header_bytes)
+    if digest_of(head) != file.header_digest:
+        raise DamagedFileError(f"{folder.url(file.name)}: its header does not have its digest", file=file.name)
+    decode_header(head, where=folder.url(file.name))
+
+
+def verify_file(folder: Folder, file: FileRecord) -> None:
+    """Reads all of a file and checks its size and digest.
 
     Raises: DamagedFileError, StorageError.
     """
+    _twice(lambda: _check_whole(folder, file))
+
+
+def _check_whole(folder: Folder, file: FileRecord) -> None:
     digest = xxhash.xxh3_128()
     for start in range(0, file.size_bytes, READ_BYTES):
-        data = _read(folder, file, start, min(start + READ_BYTES, file.size_bytes))
-        digest.update(data)
-        if progress is not None:
-            progress(len(data))
+        digest.update(_read(folder, file, start, min(start + READ_BYTES, file.size_bytes)))
     if digest.hexdigest() != file.digest:
         raise DamagedFileError(f"{folder.url(file.name)} does not have its digest", file=file.name)
 

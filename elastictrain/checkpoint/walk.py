@@ -12,12 +12,13 @@ from elastictrain.checkpoint.choose import (
     Reject,
     Resume,
     decide,
-    missing_files,
     passed_over,
     refusal_message,
 )
-from elastictrain.checkpoint.folders import BEGUN_KEY, QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, parse_manifest
+from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
+from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed
+from elastictrain.checkpoint.second_look import find_missing, read_twice
 from elastictrain.errors import InvalidCheckpointError, NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.storage.store import Store
@@ -44,7 +45,7 @@ def offer_from_bytes(data: bytes) -> Offer:
 
 
 class Walk:
-    """Proposes candidates, newest first. `act` is false for a look that must leave everything as it is."""
+    """Proposes candidates, newest first."""
 
     def __init__(
         self,
@@ -54,14 +55,12 @@ class Walk:
         incarnation: str,
         record: Callable[[Event], None],
         clock: Callable[[], float],
-        act: bool = True,
     ) -> None:
         self._store = store
         self._on_invalid = on_invalid
         self._incarnation = incarnation
         self._record = record
         self._clock = clock
-        self._act = act
         self._rejected: list[Reject] = []
         self._listing = Listing((), begun=False)
         self._listed = False
@@ -69,7 +68,7 @@ class Walk:
     def offer(self) -> Offer:
         """The next candidate whose manifest is valid and whose files are all there, in their sizes.
 
-        Raises: NoValidCheckpointError, StorageError.
+        Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
         if not self._listed:
             self._listing = read_listing(self._store.list(ROOT))
@@ -89,13 +88,11 @@ class Walk:
     def reject(self, reject: Reject) -> None:
         """Quarantines a folder: it is kept, and never considered again."""
         self._rejected.append(reject)
-        if not self._act:
-            return
         logger.warning("checkpoint rejected: %s", reject)
         self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
-        mark = {"reason": reject.reason, "file": reject.file, "time": self._clock(), "incarnation": self._incarnation}
+        mark = encode_mark({"reason": reject.reason, "file": reject.file, **self._signed()})
         try:
-            self._store.write(key_of(reject.folder, QUARANTINE_NAME), json.dumps(mark, indent=1).encode() + b"\n")
+            self._store.write(key_of(reject.folder, QUARANTINE_NAME), mark)
         except StorageError as error:
             # The mark saves the next start the trouble; this one goes on without.
             logger.warning("%s could not be marked as damaged: %s", reject.folder, error)
@@ -103,20 +100,14 @@ class Walk:
     def accepted(self, folder: str) -> None:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
         self._tell(passed_over(self._listing, chosen=folder))
-        if self._listing.begun:
-            try:
-                self._store.delete(BEGUN_KEY)
-            except StorageError as error:
-                # The others train already; the next save tries again.
-                logger.warning("%s could not be deleted: %s", BEGUN_KEY, error)
+        mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
 
     def _examine(self, decision: Resume) -> bytes | Reject:
         folder: FolderFacts = decision.folder
         key = key_of(folder.name, MANIFEST_NAME)
         where = f"{self._store.url}/{key}"
         try:
-            raw = self._store.read(key)
-            manifest = parse_manifest(raw, where=where)
+            raw, manifest = read_twice(self._store, key, where=where)
         except ObjectNotFoundError:
             return Reject(folder.name, MANIFEST_NAME, f"{where} is gone")
         except InvalidCheckpointError as error:
@@ -124,21 +115,17 @@ class Walk:
         if manifest.step != folder.step:
             reason = f"{where} is of step {manifest.step}: files were moved"
             return Reject(folder.name, MANIFEST_NAME, reason)
-        return missing_files(manifest, folder) or raw
+        return find_missing(self._store, manifest, folder=folder) or raw
 
     def _begin(self, decision: FreshStart) -> None:
-        if not self._act:
-            return
         told = {reject.folder for reject in self._rejected}
         self._tell(tuple(reject for reject in decision.rejects if reject.folder not in told))
-        if self._listing.begun:
-            return
-        mark = {"time": self._clock(), "incarnation": self._incarnation}
-        self._store.write(BEGUN_KEY, json.dumps(mark, indent=1).encode() + b"\n")
+        mark_begun(self._store, listing=self._listing, note=self._signed())
+
+    def _signed(self) -> dict[str, JsonValue]:
+        return {"time": self._clock(), "incarnation": self._incarnation}
 
     def _tell(self, rejects: tuple[Reject, ...]) -> None:
-        if not self._act:
-            return
         for reject in rejects:
             logger.warning("checkpoint passed over: %s", reject)
             self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))

@@ -58,6 +58,7 @@ class _FileLog:
         self._waiting = bytearray()
         self._failing = False
         self._lost = 0
+        self._lost_when_closed = 0
         try:
             DurableFolders(root).make(os.path.dirname(path))  # noqa: PTH120
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -69,6 +70,11 @@ class _FileLog:
             self._waiting += b"\n"
 
     def append(self, data: bytes) -> None:
+        if self._descriptor < 0:
+            self._lost += 1
+            if self._lost == self._lost_when_closed + 1:
+                logger.warning("%s is closed: records that come now are lost", self._path)
+            return
         if len(self._waiting) + len(data) > KEPT_BYTES:
             self._lost += 1
         else:
@@ -76,9 +82,12 @@ class _FileLog:
         self._write()
 
     def flush(self) -> None:
-        self._write()
+        if self._descriptor >= 0:
+            self._write()
 
     def close(self) -> None:
+        if self._descriptor < 0:
+            return
         self._write()
         try:
             os.fsync(self._descriptor)
@@ -88,6 +97,7 @@ class _FileLog:
             logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
         os.close(self._descriptor)
         self._descriptor = -1
+        self._lost_when_closed = self._lost
 
     def _write(self) -> None:
         try:
@@ -118,6 +128,7 @@ class _SegmentLog:
         self._sent_bytes = 0
         self._lost = 0
         self._closing = False
+        self._lost_when_closed = 0
         self._flushes_wanted = 0
         self._flushes_done = 0
         # Used by the thread alone.
@@ -129,7 +140,10 @@ class _SegmentLog:
     def append(self, data: bytes) -> None:
         with self._changed:
             if self._closing:
-                raise RuntimeError(f"{self._stem} is closed")
+                self._lost += 1
+                if self._lost == self._lost_when_closed + 1:
+                    logger.warning("%s/%s is closed: records that come now are lost", self._store.url, self._stem)
+                return
             if self._waiting_bytes() + len(data) > KEPT_BYTES:
                 self._lost += 1
                 return
@@ -148,7 +162,10 @@ class _SegmentLog:
 
     def close(self) -> None:
         with self._changed:
+            if self._closing:
+                return
             self._closing = True
+            self._lost_when_closed = self._lost
             self._changed.notify_all()
         self._thread.join(self._close_s)
         with self._changed:

@@ -13,7 +13,7 @@ class Upload(Protocol):
         """Send part `number` (from 1), all but the last of the same size. May be repeated."""
 
     def finish(self, total_bytes: int) -> None:
-        """Make the object visible."""
+        """Make the object visible. Repeated after a failure only where the backend is `parallel`."""
 
     def abort(self) -> None:
         """Forget the parts."""

@@ -27,8 +27,9 @@ class PartWriter:
         self._backend = backend
         self._path = path
         self._attempt = attempt
-        # Where parts are a stream, a failed one may have been taken in half, and cannot be sent again.
-        self._attempt_part = attempt if backend.parallel > 1 else attempt_once
+        # Where parts are a stream, a failed one may have been taken in half, and cannot be sent again. A stream that failed to
+        # close counts as closed, so that closing it again would pass for success.
+        self._attempt_in_stream = attempt if backend.parallel > 1 else attempt_once
         self._gathered = bytearray()
         self._upload: Upload | None = None
         self._pool: ThreadPoolExecutor | None = None
@@ -59,7 +60,7 @@ class PartWriter:
             self._send(bytes(self._gathered))
         while self._sending:
             self._sending.popleft().result()
-        self._attempt(lambda: upload.finish(self._total_bytes))
+        self._attempt_in_stream(lambda: upload.finish(self._total_bytes))
         self._end_pool()
 
     def abort(self) -> None:
@@ -85,7 +86,7 @@ class PartWriter:
         assert pool is not None  # noqa: S101
         while len(self._sending) >= self._backend.parallel:
             self._sending.popleft().result()
-        self._sending.append(pool.submit(self._attempt_part, lambda: upload.put_part(number, part)))
+        self._sending.append(pool.submit(self._attempt_in_stream, lambda: upload.put_part(number, part)))
 
     def _end_pool(self) -> None:
         if self._pool is not None:

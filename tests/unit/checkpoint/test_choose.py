@@ -11,7 +11,16 @@ from elastictrain.checkpoint.choose import (
     passed_over,
     refusal_message,
 )
-from elastictrain.checkpoint.folders import BEGUN_KEY, FolderFacts, Listing, choose_target, folder_name, key_of, read_listing
+from elastictrain.checkpoint.folders import (
+    BEGUN_KEY,
+    COMMITTED_KEY,
+    FolderFacts,
+    Listing,
+    choose_target,
+    folder_name,
+    key_of,
+    read_listing,
+)
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
 from elastictrain.storage.store import ObjectInfo
 
@@ -58,6 +67,14 @@ def test_an_empty_folder_is_a_fresh_start() -> None:
     assert decide(listing("config.yaml"), rejected=(), on_invalid="stop") == FreshStart(())
 
 
+def test_an_empty_folder_of_a_run_that_had_committed_is_a_loss() -> None:
+    for found in (listing(COMMITTED_KEY), listing(BEGUN_KEY, COMMITTED_KEY)):
+        assert decide(found, rejected=(), on_invalid="stop") == Refuse(())
+        assert decide(found, rejected=(), on_invalid="fresh") == FreshStart(())
+    # Killed between the first commit and the removal of the other mark: what has no manifest has lost it.
+    assert isinstance(decide(listing(BEGUN_KEY, COMMITTED_KEY, remnant(5)), rejected=(), on_invalid="stop"), Refuse)
+
+
 def test_remnants_refuse_unless_told() -> None:
     decision = decide(listing(remnant(10)), rejected=(), on_invalid="stop")
     assert isinstance(decision, Refuse)
@@ -86,20 +103,24 @@ FACTS = st.builds(
     st.lists(FACTS, max_size=5, unique_by=lambda facts: facts.name),
     st.sets(st.integers(0, 5)),
     st.booleans(),
+    st.booleans(),
     st.sampled_from(["stop", "fresh"]),
 )
-def test_never_silently_from_zero(folders: list[FolderFacts], bad: set[int], begun: bool, on_invalid: str) -> None:
+def test_never_silently_from_zero(
+    folders: list[FolderFacts], bad: set[int], begun: bool, committed: bool, on_invalid: str
+) -> None:
     folders = sorted(folders, key=lambda facts: facts.order, reverse=True)
     rejected = [Reject(folder_name(step), None, "bad") for step in bad]
     usable = [f for f in folders if f.has_manifest and not f.quarantined and f.step not in bad]
-    decision = decide(Listing(tuple(folders), begun), rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
+    found = Listing(tuple(folders), begun, committed)
+    decision = decide(found, rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
     if usable:
         assert decision == Resume(usable[0])
     else:
         assert {r.folder for r in decision.rejects} == {f.name for f in folders}  # type: ignore[union-attr]
         lost = any(f.quarantined or f.has_manifest for f in folders)
         if isinstance(decision, FreshStart):
-            assert not folders or on_invalid == "fresh" or (begun and not lost)
+            assert on_invalid == "fresh" or (not committed and (not folders or (begun and not lost)))
 
 
 def test_passed_over() -> None:
@@ -120,6 +141,10 @@ def test_refusal_says_what_to_do() -> None:
     assert "s3://b/checkpoints" in message
     assert "step-000000010: a is gone" in message
     assert "checkpoint.on_invalid=fresh" in message
+    emptied = refusal_message([], url="s3://b/checkpoints")
+    assert "s3://b/checkpoints is of a run that had committed checkpoints" in emptied
+    assert "none is left" in emptied
+    assert "checkpoint.on_invalid=fresh" in emptied
 
 
 def test_target_of_a_save() -> None:
@@ -129,3 +154,5 @@ def test_target_of_a_save() -> None:
     assert choose_target(listing(valid(7), valid(7, 2)).folders, step=7).folder == "step-000000007-3"
     assert choose_target(listing(quarantined(7)).folders, step=7).folder == "step-000000007-2"
     assert choose_target(listing(valid(8)).folders, step=7).folder == "step-000000007"
+    behind = choose_target(listing(remnant(7)).folders, step=7, committed={"step-000000007"})
+    assert (behind.folder, behind.stale_files) == ("step-000000007-2", ())

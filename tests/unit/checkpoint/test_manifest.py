@@ -15,7 +15,7 @@ from elastictrain.checkpoint.manifest import (
     encode_manifest,
     parse_manifest,
 )
-from elastictrain.errors import InvalidCheckpointError
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError
 
 D = digest_of(b"")
 MANIFEST = Manifest(
@@ -78,7 +78,7 @@ def resigned(document: dict[str, object]) -> bytes:
 
 
 def expect_valid_or_rejected(raw: bytes) -> None:
-    with suppress(InvalidCheckpointError):
+    with suppress(InvalidCheckpointError, UnknownFormatError):
         parse_manifest(raw, where="m")
 
 
@@ -112,7 +112,8 @@ def walk(value: JsonValue, path: tuple[str | int, ...]) -> list[tuple[str | int,
 @pytest.mark.parametrize(
     ("path", "value", "reason"),
     [
-        (("version",), 2, "version must be 1"),
+        (("version",), 2, "is of format version 2, but .* reads version 1"),
+        (("version",), "new", "is of format version 'new', but .* reads version 1"),
         (("format",), "other", "not a checkpoint manifest"),
         (("files", 0, "name"), "../../etc/passwd", "not a name"),
         (("files", 0, "name"), "manifest.json", "not a name"),
@@ -135,8 +136,19 @@ def test_reasons(path: tuple[str | int, ...], value: JsonValue, reason: str) -> 
     for part in path[:-1]:
         holder = holder[part]
     holder[path[-1]] = value
-    with pytest.raises(InvalidCheckpointError, match=reason):
+    with pytest.raises(CheckpointError, match=reason) as caught:
         parse_manifest(resigned(document), where="m")
+    assert caught.type is (UnknownFormatError if path == ("version",) else InvalidCheckpointError)
+
+
+def test_a_garbled_version_is_damage_and_another_kind_of_digest_is_not() -> None:
+    garbled = RAW.replace(b'"version":1', b'"version":3')
+    with pytest.raises(InvalidCheckpointError, match="bytes were changed"):
+        parse_manifest(garbled, where="m")
+    with pytest.raises(UnknownFormatError, match="version 3"):
+        parse_manifest(garbled.replace(b"xxh3_128", b"blake4"), where="m")
+    with pytest.raises(InvalidCheckpointError, match="bytes were changed"):
+        parse_manifest(RAW.replace(b"xxh3_128", b"blake4"), where="m")
 
 
 def test_hostile_json() -> None:

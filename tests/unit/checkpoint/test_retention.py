@@ -1,3 +1,5 @@
+from collections.abc import Collection
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,13 +18,16 @@ def facts(step: int, kind: str) -> FolderFacts:
     return FolderFacts(folder_name(step), step, 1, files)
 
 
-def plan(kinds: dict[int, str], *, newest: int, keep_last: int = 2, keep_every: int = 0) -> dict[int, tuple[str, ...]]:
+def plan(
+    kinds: dict[int, str], *, newest: int, keep_last: int = 2, keep_every: int = 0, unknown: Collection[int] = ()
+) -> dict[int, tuple[str, ...]]:
     deletions = plan_retention(
         [facts(step, kind) for step, kind in kinds.items()],
         newest=folder_name(newest),
         intact={folder_name(step) for step, kind in kinds.items() if kind == "valid"},
         keep_last=keep_last,
         keep_every=keep_every,
+        unknown={folder_name(step) for step in unknown},
     )
     return {int(deletion.folder[5:14]): deletion.files for deletion in deletions}
 
@@ -51,6 +56,13 @@ def test_nothing_newer_than_the_verified_one_goes() -> None:
 def test_nothing_goes_without_a_verified_one() -> None:
     assert plan({1: "valid", 2: "quarantined"}, newest=2, keep_last=1) == {}
     assert plan({1: "valid"}, newest=2, keep_last=1) == {}
+    assert plan({1: "valid", 2: "damaged"}, newest=2, keep_last=1) == {}
+
+
+def test_what_this_release_does_not_read_stays() -> None:
+    kinds = {1: "damaged", 2: "damaged", 3: "valid"}
+    assert set(plan(kinds, newest=3, keep_last=1)) == {1, 2}
+    assert set(plan(kinds, newest=3, keep_last=1, unknown={2})) == {1}
 
 
 def test_order_within_a_folder() -> None:

@@ -89,8 +89,24 @@ def test_remote_log_is_sent_while_it_grows() -> None:
     wait_for(lambda: list(read_appended(store, "events")) == [b"1", b"2"])
     log.close()
     assert keys(store) == ["events/a.part-00001.jsonl"]
-    with pytest.raises(RuntimeError, match="closed"):
-        log.append(b"3\n")
+
+
+@pytest.mark.parametrize("kind", ["local", "remote"])
+def test_a_closed_log_loses_what_comes_and_says_so_once(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_store(str(tmp_path)) if kind == "local" else memory()
+    log = open_append_log(store, "a.jsonl", flush_s=60.0)
+    log.append(b"1\n")
+    log.close()
+    log.close()
+    assert caplog.records == []
+    for _ in range(3):
+        log.append(b"2\n")
+        log.flush()
+    log.close()
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"/{'a.jsonl' if kind == 'local' else 'a'} is closed: records that come now are lost")
+    assert log._lost == 3  # type: ignore[attr-defined]
+    assert list(read_appended(store, "")) == [b"1"]
 
 
 def test_segments_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

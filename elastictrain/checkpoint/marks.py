@@ -1,0 +1,40 @@
+"""The marks of a run as a whole: `begun.json` and `committed.json`.
+
+`committed.json` outweighs `begun.json`: where both are, the run has committed, and was killed before it removed the other.
+"""
+
+import json
+import logging
+from collections.abc import Mapping
+
+from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, Listing
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.errors import StorageError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def mark_begun(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
+    """A run starts from step 0, and has committed nothing. Raises: StorageError."""
+    if listing.committed:
+        # First: a start that ends in between leaves nothing that would excuse lost checkpoints.
+        store.delete(COMMITTED_KEY)
+    if not listing.begun:
+        store.write(BEGUN_KEY, encode_mark(note))
+
+
+def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
+    """The run has a checkpoint. A store that fails is no error: the next save tries again."""
+    try:
+        if not listing.committed:
+            store.write(COMMITTED_KEY, encode_mark(note))
+        if listing.begun:
+            store.delete(BEGUN_KEY)
+    except StorageError as error:
+        logger.warning("that the run has a checkpoint could not be noted yet: %s", error)
+
+
+def encode_mark(note: Mapping[str, JsonValue]) -> bytes:
+    """The bytes of a mark, for a person to read."""
+    return json.dumps(dict(note), indent=1).encode() + b"\n"

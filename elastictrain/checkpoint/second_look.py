@@ -1,0 +1,55 @@
+"""Second looks: what one answer of a store shows as wrong is asked for again before a checkpoint is condemned."""
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+from elastictrain.checkpoint.choose import Reject, missing_files
+from elastictrain.checkpoint.folders import FolderFacts, key_of
+from elastictrain.checkpoint.manifest import Manifest, parse_manifest
+from elastictrain.errors import CheckpointError, ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def read_twice(store: Store, key: str, *, where: str) -> tuple[bytes, Manifest]:
+    """A manifest and its bytes; read again if it is wrong, as a transfer can garble what is whole in the store.
+
+    Raises: InvalidCheckpointError or UnknownFormatError, if it is so twice; ObjectNotFoundError; StorageError.
+    """
+    try:
+        return _read(store, key, where=where)
+    except (CheckpointError, ObjectNotFoundError) as error:
+        found = _read(store, key, where=where)
+        logger.warning("read wrong once, and right again: %s", error)
+        return found
+
+
+def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
+    """The first file that neither the listing nor the store, asked for it, has in its size.
+
+    Raises: StorageError.
+    """
+    if missing_files(manifest, folder) is None:
+        return None
+    # A listing can lag behind what was written.
+    sizes: dict[str, int] = {}
+    for file in manifest.files:
+        with suppress(ObjectNotFoundError):
+            sizes[file.name] = store.stat(key_of(folder.name, file.name)).size_bytes
+    return missing_files(manifest, replace(folder, files=sizes))
+
+
+def is_there(store: Store, key: str) -> bool:
+    """Whether the store, asked for it, has the object. Raises: StorageError."""
+    try:
+        store.stat(key)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def _read(store: Store, key: str, *, where: str) -> tuple[bytes, Manifest]:
+    raw = store.read(key)
+    return raw, parse_manifest(raw, where=where)
