@@ -29,7 +29,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     code, output = alone([*ARGUMENTS, f"run.dir={folder}/run"], folder=folder)
     assert code == 0, output
-    assert sorted(found.name for found in (folder / "run/checkpoints").iterdir()) == [OLDEST, BEFORE, NEWEST]
+    assert sorted(found.name for found in (folder / "run/checkpoints").glob("step-*")) == [OLDEST, BEFORE, NEWEST]
     return folder / "run"
 
 
