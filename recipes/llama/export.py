@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.choose import FreshStart, Refuse, Reject, decide, missing_files
+from elastictrain.checkpoint.choose import FreshStart, Refuse, Reject, decide
 from elastictrain.checkpoint.folders import ROOT, Listing, key_of, read_listing
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.restore import load_tensors
+from elastictrain.checkpoint.second_look import find_missing, read_twice
 from elastictrain.checkpoint.tensor_bytes import dtype_named
 from elastictrain.checkpoint.verified_read import DamagedFileError, Folder
 from elastictrain.config.digest import from_yaml
@@ -159,12 +160,12 @@ def find_checkpoint(run: Store, *, step: int | None, rejected: list[Reject]) -> 
             raise NoValidCheckpointError(f"{run.url}/{ROOT} has no valid checkpoint{which}:\n{lines}")
         folder = decision.folder
         try:
-            raw = run.read(key_of(folder.name, MANIFEST_NAME))
-            manifest = parse_manifest(raw, where=f"{run.url}/{key_of(folder.name, MANIFEST_NAME)}")
+            key = key_of(folder.name, MANIFEST_NAME)
+            _, manifest = read_twice(run, key, where=f"{run.url}/{key}")
         except (InvalidCheckpointError, ObjectNotFoundError) as error:
             rejected.append(Reject(folder.name, MANIFEST_NAME, str(error)))
             continue
-        reject = missing_files(manifest, folder)
+        reject = find_missing(run, manifest, folder=folder)
         if reject is None:
             return Found(folder.name, manifest)
         rejected.append(reject)
