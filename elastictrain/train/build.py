@@ -1,6 +1,5 @@
 """The only place where parts are put together: from a configuration to a loop that is ready to run."""
 
-import logging
 import platform
 import time
 from collections.abc import Callable
@@ -32,9 +31,7 @@ from elastictrain.train.parameters import build_model, fill
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
-from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample
-
-logger = logging.getLogger(__name__)
+from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +56,13 @@ def build(
 ) -> Built:
     """Model, state, loader and loop; the state is restored. Collective: yes."""
     record = started.met.journal.record
-    device = started.group.device
     whereabouts.enter(Phase.BUILD)
     with started.timings.phase("build"):
         wrapped, state = _build_state(config, identity, started)
     if identity.speaks:
         store_config(started.store, config)
         record(_start_event(config, identity, started))
-    checkpointer = Checkpointer(
-        started.store,
-        options=config.checkpoint,
-        group=started.group.control,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        incarnation=started.met.incarnation.name,
-        config_digest=config_digest(config),
-        record=record,
-    )
+    checkpointer = _make_checkpointer(config, identity, started)
     whereabouts.enter(Phase.RESTORE)
     resume = _restore(checkpointer, state, config)
     if identity.speaks:
@@ -86,7 +73,7 @@ def build(
         config,
         identity,
         started.store,
-        device=device,
+        device=started.group.device,
         resume=resume,
         flops_per_token=None if flops is None else flops / tokens,
     )
@@ -104,14 +91,7 @@ def build(
         config=config,
         identity=identity,
         state=state,
-        stepper=Stepper(
-            started.task,
-            wrapped,
-            state.optimizer,
-            clip_norm=config.train.clip_norm,
-            seed=config.run.seed,
-            whereabouts=whereabouts,
-        ),
+        stepper=_make_stepper(config, started, state, wrapped=wrapped, whereabouts=whereabouts),
         micro_batches=iter(loader),
         checkpointer=checkpointer,
         evaluator=_make_evaluator(config, identity, started, wrapped=wrapped, whereabouts=whereabouts),
@@ -125,16 +105,24 @@ def build(
         tokens_per_sample=tokens,
     )
 
-    def show_sample() -> None:
-        if isinstance(started.task, ShowsSample):
-            try:
-                with wrapped.precision_context():
-                    text = started.task.show_sample(wrapped.module, device=device, seed=config.run.seed)
-            except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code
-                text = f"the task could not show a sample: {type(error).__name__}: {error}"
-            observer.say(text)
+    return Built(
+        parts,
+        loader,
+        observer.close,
+        lambda: show_sample(started.task, wrapped, device=started.group.device, seed=config.run.seed, say=observer.say),
+    )
 
-    return Built(parts, loader, observer.close, show_sample)
+
+def show_sample(task: Task, wrapped: Wrapped, *, device: torch.device, seed: int, say: Callable[[str], None]) -> None:
+    """Let the task show what the model has learnt, if it can; a failure is shown too, and raises nothing. Collective: yes."""
+    if not isinstance(task, ShowsSample):
+        return
+    try:
+        with wrapped.precision_context():
+            text = task.show_sample(wrapped.module, device=device, seed=seed)
+    except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code
+        text = f"the task could not show a sample: {type(error).__name__}: {error}"
+    say(text)
 
 
 def _build_state(config: RunConfig, identity: Identity, started: Started) -> tuple[Wrapped, TrainState]:
@@ -176,6 +164,32 @@ def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig) -
         )
         raise DataError([Problem("data.path", message)])
     return Resume(step=state.step, tier="storage", checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
+
+
+def _make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
+    return Checkpointer(
+        started.store,
+        options=config.checkpoint,
+        group=started.group.control,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        incarnation=started.met.incarnation.name,
+        config_digest=config_digest(config),
+        record=started.met.journal.record,
+    )
+
+
+def _make_stepper(
+    config: RunConfig, started: Started, state: TrainState, *, wrapped: Wrapped, whereabouts: Whereabouts
+) -> Stepper:
+    return Stepper(
+        started.task,
+        wrapped,
+        state.optimizer,
+        clip_norm=config.train.clip_norm,
+        seed=config.run.seed,
+        whereabouts=whereabouts,
+    )
 
 
 def _make_loader(config: RunConfig, identity: Identity, started: Started, *, first_step: int) -> Loader:
