@@ -16,6 +16,7 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.events import Failure, Stop
+from elastictrain.fault.limit import limit_the_end
 from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
 from elastictrain.fault.speaker import TURN_S, must_speak
@@ -140,12 +141,7 @@ class Worker:
 
     def _limit_the_end(self, exit_code: int) -> None:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
-        grace_s = self._config.fault.shutdown_grace_s
-        limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
-        limit.daemon = True
-        limit.start()
-        # A call into a device's library may hang with the interpreter's lock held; this limit needs no lock.
-        faulthandler.dump_traceback_later(grace_s + 1.0, exit=True)
+        limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str]) -> None:
         with self._ending:
