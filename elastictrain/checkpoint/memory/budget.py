@@ -1,0 +1,108 @@
+"""How many buffers for snapshots a host has memory for. The decision is pure; `memory_of` reads the facts."""
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+HEADROOM = 0.1
+"""Share of the host's memory that stays free."""
+
+REPLICA_SLOTS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What a host has for snapshots, in bytes. `held_bytes`: what slots of this run that will be used again hold already."""
+
+    total_bytes: int
+    available_bytes: int
+    folder_free_bytes: int
+    held_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """A decision: buffers per rank (0: saves are synchronous), whether replicas are kept, and why less than was wanted."""
+
+    per_rank: int
+    replicate: bool
+    shortage: str = ""
+
+
+def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> Buffers:
+    """The first that fits: what is wanted, one buffer, no replicas, none.
+
+    `snapshot_bytes` and `replica_bytes` are of one snapshot of all ranks of this host, and of the host whose replicas it keeps.
+    """
+    usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
+    options: list[tuple[int, bool]] = [(wanted, replicate), (1, replicate), (1, False)]
+    for per_rank, replicas in options:
+        if per_rank and per_rank <= wanted and _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
+            if (per_rank, replicas) == (wanted, replicate):
+                return Buffers(per_rank, replicas)
+            return Buffers(per_rank, replicas, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
+    if wanted == 0:
+        return Buffers(0, replicate=False)
+    return Buffers(0, False, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
+
+
+def least(choices: Sequence[Buffers]) -> Buffers:
+    """What all hosts can do: the least of their decisions, with the reasons of those that have too little."""
+    shortages = list(dict.fromkeys(choice.shortage for choice in choices if choice.shortage))
+    per_rank = min(choice.per_rank for choice in choices)
+    replicate = per_rank > 0 and all(choice.replicate for choice in choices)
+    return Buffers(per_rank, replicate, "; ".join(shortages))
+
+
+def describe(buffers: Buffers) -> str:
+    """What a shortage means for the run, for a person."""
+    if buffers.per_rank == 0:
+        consequence = "checkpoints are written while training waits, and nothing is kept in memory"
+    elif buffers.per_rank == 1:
+        consequence = "one buffer per rank: a worker killed while it is being filled falls back to storage"
+    else:
+        consequence = "no replicas on other hosts"
+    if buffers.per_rank == 1 and not buffers.replicate:
+        consequence += ", and no replicas on other hosts"
+    return f"{buffers.shortage}; {consequence}"
+
+
+def memory_of(folder: str, *, held_bytes: int = 0) -> HostMemory:
+    """The memory of this host, or of the control group that this process is confined to."""
+    found = psutil.virtual_memory()
+    total, available = int(found.total), int(found.available)
+    limit = _cgroup_limit()
+    if limit is not None:
+        total, available = min(total, limit[0]), min(available, limit[1])
+    parent = folder
+    while not os.path.isdir(parent):  # noqa: PTH112
+        parent = os.path.dirname(parent) or "/"  # noqa: PTH120
+    space = os.statvfs(parent)
+    return HostMemory(total, available, space.f_bavail * space.f_frsize, held_bytes)
+
+
+def _cgroup_limit() -> tuple[int, int] | None:
+    """Limit and what is left of it, where there is one."""
+    for most, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):
+            limit, now = int(Path(most).read_text()), int(Path(used).read_text())
+            return limit, limit - now
+    return None
+
+
+def _needed(per_rank: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> int:
+    return per_rank * snapshot_bytes + (REPLICA_SLOTS * replica_bytes if replicate else 0)
+
+
+def _shortage(wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int, usable: int) -> str:
+    needed = _needed(wanted, replicate, snapshot_bytes, replica_bytes)
+    what = f"{wanted} buffer{'s' if wanted > 1 else ''} of {snapshot_bytes / 1e9:.2f} GB"
+    what += f" and replicas of {replica_bytes / 1e9:.2f} GB" if replicate else ""
+    return f"snapshots need {needed / 1e9:.2f} GB of host memory ({what}), but {max(0, usable) / 1e9:.2f} GB can be used"

@@ -1,0 +1,122 @@
+"""The files beside the slots: layouts, by their digest, and the digests of each snapshot's bytes."""
+
+import json
+import os
+import secrets
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import xxhash
+
+from elastictrain.checkpoint.layout import ShardFile
+from elastictrain.checkpoint.manifest import digest_of
+from elastictrain.checkpoint.memory.header import SnapshotFacts
+from elastictrain.checkpoint.memory.layout import (
+    RankDigests,
+    RankLayout,
+    digests_from_json,
+    digests_to_json,
+    layout_from_bytes,
+)
+from elastictrain.errors import InvalidCheckpointError
+
+_MOST_BYTES = 1 << 30
+
+
+def write_file(path: str, data: bytes) -> None:
+    """Replaces the file at once. Raises: OSError."""
+    unfinished = f"{path}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.rename(unfinished, path)  # noqa: PTH104
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(unfinished)  # noqa: PTH108
+        raise
+
+
+def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
+    """Raises: OSError, also if the file is larger than any that we write."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > most_bytes:
+            raise OSError(0, "it is too large", path)
+        return file.read()
+
+
+def layout_path(folder: str, digest: str) -> str:
+    """Where the layout of that digest lies."""
+    return f"{folder}/layout-{digest}.json"
+
+
+def store_layout(folder: str, layout: RankLayout) -> None:
+    """Make the layout known to others on this host. Raises: OSError."""
+    path = layout_path(folder, layout.digest)
+    if not os.path.exists(path):  # noqa: PTH110
+        write_file(path, layout.to_bytes())
+
+
+def load_layout(folder: str, digest: str) -> RankLayout:
+    """Raises: InvalidCheckpointError if it is not there, or is not the one of that digest."""
+    path = layout_path(folder, digest)
+    try:
+        layout = layout_from_bytes(read_file(path), where=path)
+    except OSError as error:
+        raise InvalidCheckpointError(f"{path} cannot be read: {error}") from error
+    if layout.digest != digest:
+        raise InvalidCheckpointError(f"{path} is another layout than its name says")
+    return layout
+
+
+def store_digests(slot_path: str, facts: SnapshotFacts, digests: RankDigests) -> None:
+    """Note the digests of what is in a slot. Raises: OSError."""
+    document = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout, **digests_to_json(digests)}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    write_file(f"{slot_path}.digests", digest_of(text).encode() + b"\n" + text)
+
+
+def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
+    """The noted digests, if they are of this very snapshot."""
+    try:
+        stated, _, text = read_file(f"{slot_path}.digests").partition(b"\n")
+        if stated.decode() != digest_of(text):
+            return None
+        document = json.loads(text)
+        if (document["incarnation"], document["step"], document["layout"]) != (facts.incarnation, facts.step, facts.layout):
+            return None
+        return digests_from_json(document)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def compute_digests(data: memoryview, layout: RankLayout, *, threads: int) -> RankDigests:
+    """Digests of all bytes of a snapshot, files side by side."""
+    starts = layout.starts
+
+    def of_file(index: int) -> tuple[str, str, list[str]]:
+        file: ShardFile = layout.template[index]
+        base = starts[index]
+        header = data[base : base + len(file.header)]
+        whole = xxhash.xxh3_128(header)
+        chunks = []
+        for placed in file.items:
+            for chunk in placed.chunks:
+                begin = base + placed.start + chunk.begin
+                piece = data[begin : begin + chunk.size_bytes]
+                whole.update(piece)
+                chunks.append(digest_of(piece))
+        return whole.hexdigest(), digest_of(header), chunks
+
+    indices = range(len(layout.template))
+    if threads > 1 and len(indices) > 1:
+        with ThreadPoolExecutor(min(threads, len(indices)), thread_name_prefix="digest") as pool:
+            results = list(pool.map(of_file, indices))
+    else:
+        results = [of_file(index) for index in indices]
+    return RankDigests(
+        tuple(whole for whole, _, _ in results),
+        tuple(header for _, header, _ in results),
+        tuple(chunk for _, _, chunks in results for chunk in chunks),
+    )
