@@ -22,12 +22,14 @@ class Command:
 COMMANDS = (
     Command("run", "elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
     Command("data", "elastictrain.data.__main__", "prepare text into token files, and inspect them"),
+    Command("checkpoint", "elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
 )
 
 
 def usage() -> str:
     """The text of `elastictrain --help`."""
-    lines = [f"  {command.name:<6} {command.summary}" for command in COMMANDS]
+    width = max(len(command.name) for command in COMMANDS)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
     return "\n".join(
         [
             "usage: elastictrain COMMAND ...",

@@ -93,6 +93,69 @@ class Evaluated(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot(Event):
+    """The state of a step is whole in host memory. `bytes` and times are this rank's."""
+
+    event: ClassVar[str] = "snapshot"
+    step: int
+    slot: int
+    bytes: int
+    copy_s: float
+    """From the first to the last byte, beside training."""
+    stall_s: float
+    """How long training waited: to begin, and before the update."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperStarted(Event):
+    """A host's keeper answers this rank."""
+
+    event: ClassVar[str] = "keeper_started"
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperLost(Event):
+    """A host's keeper is gone without having been asked to; another one is started."""
+
+    event: ClassVar[str] = "keeper_lost"
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replicated(Event):
+    """A snapshot of a rank of this host is whole in the memory of another host, too."""
+
+    event: ClassVar[str] = "replicated"
+    of_rank: int
+    step: int
+    host: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicationFailed(Event):
+    """A snapshot could not be copied to the other host; newer ones are tried."""
+
+    event: ClassVar[str] = "replication_failed"
+    of_rank: int
+    step: int
+    host: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShort(Event):
+    """Host memory has less room for snapshots than was wanted, and what follows."""
+
+    event: ClassVar[str] = "memory_short"
+    buffers: int
+    replicate: bool
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is committed: durable, and found by the next start."""
 

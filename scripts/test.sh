@@ -14,4 +14,4 @@ export RES_OPTIONS="timeout:1 attempts:1" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 bash scripts/check.sh --static
 printf '== pytest\n' >&2
 # In the order of what a failure costs to find.
-exec "$python" -m pytest tests/unit tests/process tests/gpu "$@"
+exec "$python" -m pytest tests/unit tests/process tests/network tests/gpu "$@"

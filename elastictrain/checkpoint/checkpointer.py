@@ -19,19 +19,21 @@ from elastictrain.checkpoint.choose import Reject
 from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
-from elastictrain.checkpoint.folders import ROOT, Listing, choose_target, key_of, read_listing
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest, parse_manifest
+from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.manifest import JsonValue, Manifest, parse_manifest
 from elastictrain.checkpoint.marks import mark_committed
+from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.prune import Pruner
+from elastictrain.checkpoint.recall import Recall, Recalled, rank_of_file
 from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
-from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
 from elastictrain.checkpoint.walk import Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.errors import StorageError
-from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.errors import ConfigError, StorageError
+from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class RestoreResult:
     world_size: int
     bytes: int
     seconds: Mapping[str, float]
+    tier: str = "storage"
+    """`memory`, `peer` or `storage`."""
 
 
 class Checkpointer:
@@ -135,8 +139,12 @@ class Checkpointer:
         self._saved = SaveResult(step, folder, size_bytes, seconds)
         return self._saved
 
-    def restore(self, *, tensors: Mapping[str, Tensor], optional: Collection[str] = ()) -> RestoreResult | None:
+    def restore(
+        self, *, tensors: Mapping[str, Tensor], optional: Collection[str] = (), recall: Recall | None = None
+    ) -> RestoreResult | None:
         """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start, with nothing changed.
+
+        It comes from the memory of hosts if that has a step which is at least as new as any in storage.
 
         Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
         Collective: yes.
@@ -153,6 +161,8 @@ class Checkpointer:
             clock=self._clock,
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
+        if recall is not None and (recalled := self._restore_from_memory(recall, walk, loader)) is not None:
+            return recalled
         while True:
             offer = offer_from_bytes(from_first(lambda: walk.offer().to_bytes(), group=self._group))
             if not offer.folder:
@@ -179,12 +189,63 @@ class Checkpointer:
                 seconds={"choose": chosen - begin, "read": time.monotonic() - chosen},
             )
 
-    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> Accepted | Reject | Failed:
+    def _restore_from_memory(self, recall: Recall, walk: Walk, loader: Loader) -> RestoreResult | None:
+        """The newest step in memory, if storage has none that is newer. What is damaged is passed over. Collective: yes."""
+        begin = time.monotonic()
+        recall.look()
+        if recall.newest() is None:
+            return None
+        # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
+        recall.keep(json.loads(from_first(lambda: json.dumps(list_incarnations(self._store)).encode(), group=self._group)))
+        stored_step = int(from_first(lambda: str(walk.newest_step()).encode(), group=self._group))
+        while (chosen := recall.newest()) is not None and chosen.step >= stored_step:
+            opened = recall.open(chosen)
+            if not isinstance(opened, Recalled):
+                self._pass_over(recall, chosen, opened, "it cannot be opened")
+                continue
+            read = time.monotonic()
+            try:
+                folder, name = Folder(opened.source, ""), f"snapshot of step {chosen.step}"
+                # Without a checkpoint in storage a fresh start may follow, and needs tensors that nothing has touched.
+                verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name, verify_first=stored_step < 0)
+            finally:
+                opened.source.close()
+            if isinstance(verdict, Accepted):
+                return RestoreResult(
+                    step=chosen.step,
+                    checkpoint=name,
+                    state=chosen.state,
+                    config_digest=chosen.config_digest,
+                    world_size=chosen.world_size,
+                    bytes=verdict.bytes_read,
+                    seconds={"choose": read - begin, "read": time.monotonic() - read},
+                    tier=recall.tier(opened),
+                )
+            if isinstance(verdict, Failed):
+                if verdict.error == ConfigError.__name__:
+                    raise revive({"type": verdict.error, "message": verdict.message})
+                for sources in chosen.sources:
+                    self._pass_over(recall, chosen, sources[0], verdict.message)
+                continue
+            rank = rank_of_file(verdict.file, chosen)
+            for sources in chosen.sources if rank is None else (chosen.sources[rank],):
+                self._pass_over(recall, chosen, sources[0], verdict.reason)
+        return None
+
+    def _pass_over(self, recall: Recall, chosen: SnapshotSet, held: Held, reason: str) -> None:
+        recall.forget(held)
+        if self._rank == 0:
+            logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
+            self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
+
+    def _load(
+        self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str, verify_first: bool = False
+    ) -> Accepted | Reject | Failed:
         def verdict_of(votes: list[Vote]) -> Accepted | Reject | Failed:
             return judge(votes, folder=name)
 
         verdict = verdict_of(loader.fit_votes(folder, manifest))
-        if isinstance(verdict, Accepted) and self._options.on_invalid == "fresh":
+        if isinstance(verdict, Accepted) and (verify_first or self._options.on_invalid == "fresh"):
             # A fresh start may follow, and needs tensors that no half-read checkpoint has touched.
             verdict = verdict_of(loader.verify_votes(folder, manifest))
         if isinstance(verdict, Accepted):
@@ -193,20 +254,12 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
-        self._listing = listing = read_listing(self._store.list(ROOT))
+        self._listing = listing = list_checkpoints(self._store)
         if self._saved is not None and self._saved.step == step:
             folder = listing.folder(self._saved.checkpoint)
             if folder is not None and folder.has_manifest and not folder.quarantined:
                 return b""
-        committed: set[str] = set()
-        target = choose_target(listing.folders, step=step)
-        while target.stale_files and is_there(self._store, key_of(target.folder, MANIFEST_NAME)):
-            # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
-            committed.add(target.folder)
-            target = choose_target(listing.folders, step=step, committed=committed)
-        for file in target.stale_files:
-            self._store.delete(key_of(target.folder, file))
-        return target.folder.encode()
+        return clear_target(self._store, listing, step=step).encode()
 
     def _write(self, writer: ManifestWriter, tensors: Mapping[str, Tensor]) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -227,13 +280,7 @@ class Checkpointer:
         """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
         if writer.committing:
             return b""
-        own = key_of(folder, f"{self._incarnation}-r")
-        try:
-            for info in list(self._store.list(f"{ROOT}/{folder}")):
-                if info.key.startswith(own):
-                    self._store.delete(info.key)
-        except StorageError as error:
-            logger.warning("the remnants of a failed save in %s could not be deleted yet: %s", folder, error)
+        discard_files(self._store, folder, incarnation=self._incarnation)
         return b""
 
     def _tidy(self, newest: str, manifest: Manifest) -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from elastictrain.checkpoint.choose import Reject, missing_files
 from elastictrain.checkpoint.folders import FolderFacts, key_of
 from elastictrain.checkpoint.manifest import Manifest, parse_manifest
+from elastictrain.checkpoint.verified_read import Readable
 from elastictrain.errors import CheckpointError, ObjectNotFoundError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 
-def read_twice(store: Store, key: str, *, where: str) -> tuple[bytes, Manifest]:
+def read_twice(store: Readable, key: str, *, where: str) -> tuple[bytes, Manifest]:
     """A manifest and its bytes; read again if it is wrong, as a transfer can garble what is whole in the store.
 
     Raises: InvalidCheckpointError or UnknownFormatError, if it is so twice; ObjectNotFoundError; StorageError.
@@ -50,6 +51,6 @@ def is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _read(store: Store, key: str, *, where: str) -> tuple[bytes, Manifest]:
+def _read(store: Readable, key: str, *, where: str) -> tuple[bytes, Manifest]:
     raw = store.read(key)
     return raw, parse_manifest(raw, where=where)

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, local
+from typing import Protocol
 
 import xxhash
 
@@ -13,7 +14,6 @@ from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
 from elastictrain.checkpoint.safetensors_format import decode_header
 from elastictrain.checkpoint.spans import Span, plan_spans
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
-from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,25 @@ class DamagedFileError(InvalidCheckpointError):
         self.file = file
 
 
+class Readable(Protocol):
+    """What verified reading needs of a store."""
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+
+    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """As `Store.read`."""
+
+    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        """As `Store.read_into`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """The files of one checkpoint: keys in the store begin with `prefix` (empty, or ending with '/')."""
 
-    store: Store
+    store: Readable
     prefix: str
 
     def url(self, file: str) -> str:

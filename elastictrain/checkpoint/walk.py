@@ -65,14 +65,21 @@ class Walk:
         self._listing = Listing((), begun=False)
         self._listed = False
 
+    def newest_step(self) -> int:
+        """Of the checkpoints that are committed and not known to be damaged; -1 without one. Reads none of them.
+
+        Raises: StorageError.
+        """
+        self._list()
+        steps = [folder.step for folder in self._listing.folders if folder.has_manifest and not folder.quarantined]
+        return max(steps, default=-1)
+
     def offer(self) -> Offer:
         """The next candidate whose manifest is valid and whose files are all there, in their sizes.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
-        if not self._listed:
-            self._listing = read_listing(self._store.list(ROOT))
-            self._listed = True
+        self._list()
         while True:
             decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
             if isinstance(decision, Refuse):
@@ -101,6 +108,11 @@ class Walk:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
         self._tell(passed_over(self._listing, chosen=folder))
         mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
+
+    def _list(self) -> None:
+        if not self._listed:
+            self._listing = read_listing(self._store.list(ROOT))
+            self._listed = True
 
     def _examine(self, decision: Resume) -> bytes | Reject:
         folder: FolderFacts = decision.folder

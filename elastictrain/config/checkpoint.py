@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from elastictrain.config.constraints import Range
+from elastictrain.config.constraints import NonEmpty, Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,20 @@ class CheckpointGroup:
 
     every_minutes: Annotated[float, Range(0.0)] = 0.0
     """Minutes between checkpoints, in addition; 0 for none by time."""
+
+    snapshot_every_steps: Annotated[int, Range(0)] = 10
+    """Optimizer steps between snapshots in host memory, from which a restarted worker goes on; 0 for none but those that
+    are on their way to storage."""
+
+    buffers: Annotated[int, Range(0, 3)] = 2
+    """Snapshots of each rank that host memory has room for; fewer where it has not. 0 keeps none: checkpoints are then written
+    while training waits."""
+
+    memory_dir: Annotated[str, NonEmpty()] = "/dev/shm"
+    """Folder in host memory (a tmpfs) for snapshots; each user and run gets a folder of its own in it."""
+
+    replicate: bool = True
+    """Keep each host's newest snapshot on another host, too; without effect on one host."""
 
     keep_last: Annotated[int, Range(1)] = 3
     """Newest valid checkpoints that are kept."""

@@ -50,7 +50,9 @@ def group_digest(config: RunConfig, *, data_digest: str) -> str:
     """SHA-256 of what all ranks of a group must have in common: every key that is not one host's own business, and the data."""
     tree = to_tree(config)
     data = {key: value for key, value in asdict(config.data).items() if key not in _HOSTS_OWN_DATA_KEYS}
-    return hashlib.sha256(_canonical([{**tree, "data": data}, data_digest]).encode()).hexdigest()
+    checkpoint = {key: value for key, value in asdict(config.checkpoint).items() if key != "memory_dir"}
+    own = {**tree, "data": data, "checkpoint": checkpoint}
+    return hashlib.sha256(_canonical([own, data_digest]).encode()).hexdigest()
 
 
 def _canonical(value: object) -> str:

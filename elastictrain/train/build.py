@@ -10,6 +10,7 @@ from torch import nn
 
 from elastictrain import __version__
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share
@@ -25,10 +26,12 @@ from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import LoopParts
+from elastictrain.train.memory import Memory, make_saving, meet_keepers
 from elastictrain.train.observing import make_observer
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.parameters import build_model, fill
 from elastictrain.train.runfolder import store_config
+from elastictrain.train.saving import SavingParts
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
@@ -43,28 +46,37 @@ class Built:
     close_observer: Callable[[], None]
     show_sample: Callable[[], None]
 
-    def close(self) -> None:
-        """End the loader's workers and everything that writes."""
+    def close(self, *, finished: bool = False) -> None:
+        """End the loader's workers and everything that writes. `finished`: the run is complete."""
         self.loader.close()
+        self.loop.saving.close(finished=finished)
         if self.loop.ledger is not None:
             self.loop.ledger.close()
         self.close_observer()
 
 
 def build(
-    config: RunConfig, identity: Identity, started: Started, *, whereabouts: Whereabouts, stop_request: StopRequested
+    config: RunConfig,
+    identity: Identity,
+    started: Started,
+    *,
+    whereabouts: Whereabouts,
+    stop_request: StopRequested,
+    link: KeeperLink | None,
 ) -> Built:
-    """Model, state, loader and loop; the state is restored. Collective: yes."""
+    """Model, state, loader and loop; the state is restored. `link` leads to this host's keeper. Collective: yes."""
     record = started.met.journal.record
     whereabouts.enter(Phase.BUILD)
     with started.timings.phase("build"):
         wrapped, state = _build_state(config, identity, started)
+    with started.timings.phase("keeper"):
+        memory = meet_keepers(config, identity, started, link)
     if identity.speaks:
         store_config(started.store, config)
         record(_start_event(config, identity, started))
     checkpointer = _make_checkpointer(config, identity, started)
     whereabouts.enter(Phase.RESTORE)
-    resume = _restore(checkpointer, state, config)
+    resume = _restore(checkpointer, state, config, memory)
     if identity.speaks:
         record(resume)
     loader = _make_loader(config, identity, started, first_step=state.step)
@@ -87,18 +99,38 @@ def build(
     def tighten() -> None:
         limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.step_timeout_s)
 
+    saving = make_saving(
+        memory,
+        SavingParts(
+            checkpointer=checkpointer,
+            state=state,
+            global_batch=config.train.global_batch,
+            group=started.group.control,
+            rank=identity.rank,
+            max_failed_saves=config.checkpoint.max_failed_saves,
+            save_timeout_s=config.fault.save_timeout_s,
+            whereabouts=whereabouts,
+            flush_records=flush_records,
+            record=record,
+            say=observer.say,
+        ),
+        config=config,
+        identity=identity,
+        started=started,
+    )
     parts = LoopParts(
         config=config,
         identity=identity,
         state=state,
-        stepper=_make_stepper(config, started, state, wrapped=wrapped, whereabouts=whereabouts),
+        stepper=_make_stepper(
+            config, started, state, wrapped=wrapped, whereabouts=whereabouts, before_update=saving.before_update
+        ),
         micro_batches=iter(loader),
-        checkpointer=checkpointer,
+        saving=saving,
         evaluator=_make_evaluator(config, identity, started, wrapped=wrapped, whereabouts=whereabouts),
         ledger=ledger,
         observer=observer,
         record=record,
-        flush_records=flush_records,
         whereabouts=whereabouts,
         stop_request=stop_request,
         on_first_step=tighten,
@@ -149,9 +181,9 @@ def _build_state(config: RunConfig, identity: Identity, started: Started) -> tup
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
 
 
-def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig) -> Resume:
+def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig, memory: Memory | None) -> Resume:
     began = time.monotonic()
-    result = checkpointer.restore(tensors=state.tensors())
+    result = checkpointer.restore(tensors=state.tensors(), recall=memory.recall if memory is not None else None)
     if result is None:
         seconds = {"total": round(time.monotonic() - began, 4)}
         return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
@@ -163,7 +195,7 @@ def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig) -
             "or set run.on_change=continue"
         )
         raise DataError([Problem("data.path", message)])
-    return Resume(step=state.step, tier="storage", checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
+    return Resume(step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
 
 
 def _make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
@@ -180,7 +212,13 @@ def _make_checkpointer(config: RunConfig, identity: Identity, started: Started) 
 
 
 def _make_stepper(
-    config: RunConfig, started: Started, state: TrainState, *, wrapped: Wrapped, whereabouts: Whereabouts
+    config: RunConfig,
+    started: Started,
+    state: TrainState,
+    *,
+    wrapped: Wrapped,
+    whereabouts: Whereabouts,
+    before_update: Callable[[], None],
 ) -> Stepper:
     return Stepper(
         started.task,
@@ -189,6 +227,7 @@ def _make_stepper(
         clip_norm=config.train.clip_norm,
         seed=config.run.seed,
         whereabouts=whereabouts,
+        before_update=before_update,
     )
 
 

@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.config.composed import RunConfig
 from elastictrain.data.assignment import passes_per_step
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import MicroBatch
-from elastictrain.errors import CheckpointError, StopRequestedError, StorageError
-from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
+from elastictrain.errors import StopRequestedError
+from elastictrain.events import Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
-from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
+from elastictrain.train.cadence import Following, Intervals, after_step
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.saving import Saving
 from elastictrain.train.schedule import learning_rate
 from elastictrain.train.skipping import check_skips, count_step
 from elastictrain.train.state import TrainState
@@ -54,6 +53,14 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Agreed:
+    """What the ranks agreed on in one step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LoopParts:
     """What the loop works with; put together in build.py."""
 
@@ -62,12 +69,11 @@ class LoopParts:
     state: TrainState
     stepper: Stepper
     micro_batches: Iterator[MicroBatch]
-    checkpointer: Checkpointer
+    saving: Saving
     evaluator: Evaluator | None
     ledger: Ledger | None
     observer: Observer
     record: Callable[[Event], None]
-    flush_records: Callable[[], None]
     whereabouts: Whereabouts
     stop_request: Callable[[], StopRequest | None]
     on_first_step: Callable[[], None]
@@ -93,9 +99,9 @@ class Loop:
             world_size=parts.identity.world_size,
         )
         self._last_save_s = parts.clock()
+        self._last_save_step = 0
         self._last_settled_s = parts.clock()
         self._first_step = parts.state.step + 1
-        self._failed_saves = FailedSaves(config.checkpoint.max_failed_saves)
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
@@ -104,25 +110,29 @@ class Loop:
             self._parts.observer.say(
                 f"nothing left to do: step {state.step} is done, and `train.steps` is {self._intervals.total_steps}"
             )
+        saving = self._parts.saving
         pending: PendingStep | None = None
         # What the ranks agreed on in a step that was settled at once; it is acted upon after the next, like any other.
-        carried = (False, False)
+        carried = Agreed()
         while state.step < self._intervals.total_steps:
             step = state.step + 1
             started = self._launch(step)
             state.step = step
             # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
-            stop_agreed, save_agreed = self._settle(pending) if pending else carried
-            pending, carried = started, (False, False)
-            following = after_step(step, self._intervals, stop_agreed=stop_agreed, save_agreed=save_agreed)
-            if step == self._first_step or following.save or following.evaluate:
-                stop_next, save_next = self._settle(pending)
-                pending, carried = None, (stop_next, save_next and following.save is None)
+            agreed = self._settle(pending) if pending else carried
+            pending, carried = started, Agreed()
+            following = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=agreed.save)
+            early = not following.leave and not saving.needs_settled
+            if early:
+                self._save(step, following)
+            if step == self._first_step or following.leave or following.evaluate or (following.save and not early):
+                carried = self._settle(pending)
+                pending = None
             if step == self._first_step:
                 self._parts.whereabouts.first_step_done()
                 self._parts.on_first_step()
-            self._follow(step, following)
-            if stop_agreed and step < self._intervals.total_steps:
+            self._follow(step, following, saved=early)
+            if agreed.stop and step < self._intervals.total_steps:
                 request = self._parts.stop_request()
                 raise StopRequestedError(request.reason if request else "another rank was asked to stop")
 
@@ -133,6 +143,7 @@ class Loop:
             stop=parts.stop_request() is not None,
             # One rank's clock decides, and the reduction tells the others.
             save=parts.identity.rank == 0 and overdue_s > 0 and parts.clock() - self._last_save_s >= overdue_s,
+            notes=parts.saving.notes(step),
         )
         rate = learning_rate(step, parts.config.optim, total_steps=self._intervals.total_steps)
         taken: list[MicroBatch] = []
@@ -142,7 +153,7 @@ class Loop:
             parts.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in taken])
         return pending
 
-    def _settle(self, pending: PendingStep) -> tuple[bool, bool]:
+    def _settle(self, pending: PendingStep) -> Agreed:
         """Take a step's figures: events, skip counts, and what the ranks agreed on."""
         parts = self._parts
         facts = pending.facts()
@@ -181,15 +192,27 @@ class Loop:
         parts.observer.on_step(
             StepReport(facts.step, facts.loss, facts.rate, facts.grad_norm, step_s, tokens_per_s, skips.total)
         )
-        return facts.stop, facts.save
+        parts.saving.settled(facts.step)
+        parts.saving.hear(facts.step, facts.notes)
+        # Whoever asked before the last save began has been served by it.
+        return Agreed(facts.stop, facts.save and facts.step > self._last_save_step)
 
-    def _follow(self, step: int, following: Following) -> None:
+    def _follow(self, step: int, following: Following, *, saved: bool) -> None:
+        """`saved`: what is to be saved is on its way already."""
         if following.evaluate:
             self._evaluate(step)
-        if following.save:
-            self._save(step, following.save, must_succeed=following.leave)
-        if following.evaluate or following.save:
+        if following.leave and following.save:
+            self._parts.saving.save_now(step, following.save)
+        elif following.save and not saved:
+            self._save(step, following)
+        if following.evaluate or (following.save and not saved):
             self._last_settled_s = self._parts.clock()
+
+    def _save(self, step: int, following: Following) -> None:
+        if following.save:
+            # Of the attempt, not of success: a store that fails is not asked again at each step.
+            self._last_save_s, self._last_save_step = self._parts.clock(), step
+        self._parts.saving.snapshot(step, reason=following.save)
 
     def _evaluate(self, step: int) -> None:
         parts = self._parts
@@ -201,35 +224,6 @@ class Loop:
         if parts.identity.speaks:
             parts.record(Evaluated(step=step, loss=loss, samples=evaluator.num_samples, seconds=parts.clock() - began))
         parts.observer.on_eval(step, loss)
-
-    def _save(self, step: int, reason: SaveReason, *, must_succeed: bool) -> None:
-        """Save; a failure is recorded and tried again at the next occasion, and at once if there is none."""
-        parts = self._parts
-        while True:
-            # Of the attempt, not of success: a store that fails is not asked again at each step.
-            self._last_save_s = parts.clock()
-            parts.whereabouts.enter(Phase.SAVE, step=step)
-            # What the checkpoint covers is never done again, so its records must not be lost with this process.
-            parts.flush_records()
-            try:
-                parts.checkpointer.save(
-                    step,
-                    tensors=parts.state.tensors(),
-                    state=parts.state.scalars(global_batch=parts.config.train.global_batch),
-                    reason=reason,
-                )
-            except (CheckpointError, StorageError) as error:
-                self._failed_saves = self._failed_saves.failed()
-                in_a_row = self._failed_saves.in_a_row
-                if parts.identity.speaks:
-                    parts.record(CheckpointFailed(step=step, error=str(error), in_a_row=in_a_row))
-                    parts.observer.say(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
-                self._failed_saves.check(error)
-                if must_succeed:
-                    continue
-            else:
-                self._failed_saves = self._failed_saves.succeeded()
-            return
 
 
 def _noting(source: Iterator[MicroBatch], taken: list[MicroBatch]) -> Iterator[MicroBatch]:

@@ -124,7 +124,7 @@ def make_observer(
     if options.tensorboard:
         scalars = open_scalars(store, purge_step=resume.step + 1, flush_s=options.flush_s)
     if resume.checkpoint:
-        progress.say(f"resumed at step {resume.step} from {store.url}/checkpoints/{resume.checkpoint}")
+        progress.say(f"resumed at step {resume.step} from {_where(resume, store)}")
     return Observing(
         Intervals(config.train.steps, 0, 0, options.log_every_steps),
         first_step=resume.step + 1,
@@ -136,6 +136,12 @@ def make_observer(
             config, num_devices=identity.world_size, device=device, flops_per_token=flops_per_token
         ),
     )
+
+
+def _where(resume: Resume, store: Store) -> str:
+    if resume.tier == "storage":
+        return f"{store.url}/checkpoints/{resume.checkpoint}"
+    return "host memory" if resume.tier == "memory" else "the memory of another host"
 
 
 def _utilisation_per_token(

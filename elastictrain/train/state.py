@@ -43,11 +43,15 @@ class TrainState:
             named[f"optim.{name}"] = tensor
         return named
 
-    def scalars(self, *, global_batch: int) -> JsonState:
-        """The counters for the manifest."""
+    def changed_by_forward(self) -> frozenset[str]:
+        """Names of the tensors that a forward pass may change, besides the update."""
+        return frozenset(f"model.{name}" for name, _ in self.model.named_buffers())
+
+    def scalars(self, step: int, *, global_batch: int) -> JsonState:
+        """The counters for the manifest of step `step`, when it is settled and the next one is not."""
         return {
-            "step": self.step,
-            "positions": self.step * global_batch,
+            "step": step,
+            "positions": step * global_batch,
             "skipped_in_a_row": self.skips.in_a_row,
             "skipped_total": self.skips.total,
             "data_digest": self.data_digest,

@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches, one reduction, one update; nothing in it waits for the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,8 @@ class Flags:
 
     stop: bool = False
     save: bool = False
+    notes: tuple[bool, ...] = ()
+    """What saving has to say; always as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class StepFacts:
     grad_norm: float
     stop: bool
     save: bool
+    notes: tuple[bool, ...] = ()
+    """Whether any rank had it to say."""
 
 
 class PendingStep:
@@ -60,8 +64,8 @@ class PendingStep:
         """The step's figures on the host."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        loss, grad_norm, stop, save = self._figures.tolist()
-        return StepFacts(self._step, self._rate, loss, grad_norm, stop > 0, save > 0)
+        loss, grad_norm, stop, save, *notes = self._figures.tolist()
+        return StepFacts(self._step, self._rate, loss, grad_norm, stop > 0, save > 0, tuple(note > 0 for note in notes))
 
 
 class Stepper:
@@ -73,14 +77,24 @@ class Stepper:
     """
 
     def __init__(
-        self, task: Task, wrapped: Wrapped, optimizer: AdamW, *, clip_norm: float, seed: int, whereabouts: Whereabouts
+        self,
+        task: Task,
+        wrapped: Wrapped,
+        optimizer: AdamW,
+        *,
+        clip_norm: float,
+        seed: int,
+        whereabouts: Whereabouts,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_update` is called when all of a step's work but the update is under way."""
         self._task = task
         self._wrapped = wrapped
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._seed = seed
         self._whereabouts = whereabouts
+        self._before_update = before_update
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._parameters: list[Tensor] = parameters
         self._device = local(parameters[0]).device
@@ -89,8 +103,7 @@ class Stepper:
 
     def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: Flags) -> PendingStep:
         """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
-        figures = torch.zeros(5, dtype=torch.float64)
-        figures[_STOP], figures[_SAVE] = float(flags.stop), float(flags.save)
+        figures = torch.tensor([0.0, 0.0, 0.0, flags.stop, flags.save, *flags.notes], dtype=torch.float64)
         figures = figures.to(self._device, non_blocking=True)
         for index in range(passes):
             self._whereabouts.enter(Phase.DATA, step=step, micro_batch=index)
@@ -101,6 +114,7 @@ class Stepper:
         figures[_GRAD_SQUARES] = self._grad_squares()
         dist.all_reduce(figures)
         self._whereabouts.enter(Phase.UPDATE, step=step)
+        self._before_update()
         return PendingStep(self._update(figures, rate), step=step, rate=rate)
 
     def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
@@ -137,7 +151,7 @@ class Stepper:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return torch.stack((loss, norm, figures[_STOP], figures[_SAVE]))
+        return torch.cat((torch.stack((loss, norm)), figures[_STOP:]))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
+from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
@@ -28,6 +29,7 @@ from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
 from elastictrain.train.build import Built, build
 from elastictrain.train.loop import Loop
+from elastictrain.train.memory import start_keeper
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
 
@@ -53,6 +55,7 @@ class Worker:
         self._ending = threading.Lock()
         self._met: Met | None = None
         self._built: Built | None = None
+        self._link: KeeperLink | None = None
 
     def run(self) -> int:
         """Train to the end; returns the exit code."""
@@ -83,7 +86,15 @@ class Worker:
             stop_request=lambda: self._stop.request,
             on_meeting=self._take_note,
         )
-        built = build(config, identity, started, whereabouts=self._whereabouts, stop_request=lambda: self._stop.request)
+        self._link = start_keeper(config, identity, started, agent=self._parent if identity.launched else os.getpid())
+        built = build(
+            config,
+            identity,
+            started,
+            whereabouts=self._whereabouts,
+            stop_request=lambda: self._stop.request,
+            link=self._link,
+        )
         self._built = built
         code, reason = EXIT_OK, "done"
         try:
@@ -105,7 +116,7 @@ class Worker:
 
     def _say_goodbye(self, built: Built, *, code: int, reason: str) -> None:
         step = built.loop.state.step
-        built.close()
+        built.close(finished=code == EXIT_OK)
         if self._met is not None:
             if self._identity.speaks:
                 seconds = time.monotonic() - self._began_s

@@ -8,18 +8,21 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
+from elastictrain.checkpoint.commands.huggingface import StoredModel
 from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.data.dataset import Batch
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file
-from elastictrain.errors import Problem
+from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
 from elastictrain.train.task import LossOutput
 from recipes.llama.config import LlamaConfig
+from recipes.llama.huggingface import parameter_shapes
 from recipes.llama.loss import loss_options
 from recipes.llama.model import Llama
 from recipes.llama.rope import rope_tables
 from recipes.llama.sample import continue_tokens, windowed_logits
-from recipes.llama.weights import HuggingFaceWeights
+from recipes.llama.weights import HuggingFaceWeights, export_weights
 
 _INIT_STD = 0.02
 _SHOWN_TOKENS = 120
@@ -136,6 +139,18 @@ class LlamaTask:
             )
         model.train(training)
         return f"the model writes:\n{tokenizer.decode(tokens)}"
+
+    def export_huggingface(self, model: StoredModel, *, store: Store, dtype: torch.dtype) -> None:
+        """See `elastictrain.checkpoint.commands.huggingface.ExportsHuggingFace`."""
+        for name, shape in parameter_shapes(self._config).items():
+            stored = model.shapes.get(name)
+            if stored != shape:
+                found = "is not in it" if stored is None else f"has the shape {list(stored)} in it"
+                raise ConfigError(
+                    f"{model.url} must hold the model of config.yaml, whose {name} has the shape {list(shape)}, "
+                    f"but {name} {found}"
+                )
+        export_weights(model.read, config=self._config, store=store, dtype=dtype)
 
     def _tokenizer(self) -> Tokenizer:
         if self._tokenizer_file is None:

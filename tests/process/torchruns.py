@@ -46,6 +46,29 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     }
 
 
+def memory_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
+    """A host memory of the test's own, the same for all starts below one folder; a `recipe=` must be there to take it."""
+    asks = any(argument.startswith(("--", "checkpoint.memory_dir=")) for argument in arguments)
+    if asks or not any(argument.startswith("recipe=") for argument in arguments):
+        return []
+    memory = folder.parent / "host-memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    return [f"checkpoint.memory_dir={memory}"]
+
+
+def keepers(below: Path) -> list[psutil.Process]:
+    """Keepers whose host memory lies below a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            line = process.cmdline()
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+        if "elastictrain.checkpoint.keeper" in line and line[-1].startswith(f"{below}/"):
+            found.append(process)
+    return found
+
+
 def free_port() -> int:
     """A port that nobody listens on at this moment."""
     with socket.socket() as probe:
@@ -145,6 +168,8 @@ def torchrun(
 ) -> Iterator[Run]:
     """torchrun of a training run, its log in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    if "elastictrain.run" in module:
+        arguments = [*arguments, *memory_arguments(arguments, folder)]
     command = [
         sys.executable,
         "-m",
@@ -155,6 +180,8 @@ def torchrun(
         str(max_restarts),
         "--monitor-interval",
         "0.2",
+        "--log-dir",
+        str(folder / "agent"),
         *rendezvous_arguments(rendezvous),
         *module,
         *arguments,
@@ -174,7 +201,7 @@ def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s:
 def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 120, **options: Any) -> tuple[int, str]:
     """`python -m elastictrain.run` without torchrun; returns exit code and output."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "elastictrain.run", *arguments]
+    command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
     with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", **options) as run:
         return run.wait(timeout_s), run.output()
 

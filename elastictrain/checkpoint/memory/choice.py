@@ -1,22 +1,65 @@
 """Which slot the next snapshot goes to. Pure: from what all ranks know alike to the same answer on all of them."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
-def choose_slot(steps: Sequence[int | None], *, busy: Sequence[bool]) -> int | None:
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot, as all ranks agree on it."""
+
+    step: int | None
+    """Of the snapshot in it; None if it holds nothing that anybody needs."""
+
+    whole: bool
+    """Whether that snapshot is complete on every rank."""
+
+    busy: bool
+    """Whether it cannot be written now, because some rank or keeper is still at work on it."""
+
+
+def choose_slot(slots: Sequence[SlotView]) -> int | None:
     """The slot for the next snapshot, or None if there is none to be had now.
 
-    `steps[i]` is the step of the snapshot that slot i holds, whole on all ranks (None: nothing); `busy[i]` tells whether some
-    rank cannot write there now. While a slot is written, another must hold a whole snapshot, as soon as there is one: so the
-    newest is overwritten only if an older one remains, and the older is preferred. A single slot has no other.
+    A snapshot is only overwritten while another whole one remains, unless there is no other slot; the oldest goes first.
     """
-    free = [index for index in range(len(steps)) if not busy[index]]
-    if not free:
-        return None
-    empty = [index for index in free if steps[index] is None]
-    if empty:
-        return empty[0]
-    if len(steps) > 1 and sum(step is not None for step in steps) < 2:
-        # What is free is the only whole one, and the empty slot is not to be had.
-        return None
-    return min(free, key=lambda index: (steps[index] or 0, index))
+    candidates = []
+    for index, slot in enumerate(slots):
+        if slot.busy:
+            continue
+        another = any(other.whole for place, other in enumerate(slots) if place != index)
+        if slot.step is None or another or len(slots) == 1:
+            candidates.append(index)
+    return min(candidates, key=lambda index: (slots[index].step or 0, index), default=None)
+
+
+class SlotBook:
+    """What all ranks know alike of the slots: kept by each of them from the same decisions and the same agreed flags."""
+
+    def __init__(self, steps: Sequence[int | None]) -> None:
+        """`steps[i]`: the step of the snapshot that slot i holds on every rank, None if there is none."""
+        self._steps = list(steps)
+        self._heard_step = -1
+        self._busy = [True] * len(steps)
+        self._torn = [False] * len(steps)
+
+    def hear(self, step: int, *, busy: Sequence[bool], torn: Sequence[bool]) -> None:
+        """What ranks said when they began step `step`: on some of them a slot is busy, or holds nothing whole."""
+        self._heard_step = step
+        self._busy, self._torn = list(busy), list(torn)
+
+    def choose(self) -> int | None:
+        """The slot for a snapshot now, if there is one."""
+        return choose_slot([self._view(index) for index in range(len(self._steps))])
+
+    def started(self, index: int, step: int) -> None:
+        """A snapshot of step `step` is being taken into slot `index` on all ranks."""
+        self._steps[index] = step
+
+    def _view(self, index: int) -> SlotView:
+        step = self._steps[index]
+        if step is None:
+            return SlotView(None, whole=False, busy=self._busy[index])
+        # What was said before the snapshot began says nothing about it.
+        known = self._heard_step > step
+        return SlotView(step, whole=known and not self._torn[index], busy=not known or self._busy[index])

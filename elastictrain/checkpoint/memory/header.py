@@ -19,10 +19,8 @@ from enum import IntEnum
 import xxhash
 
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.layout import PAGE_BYTES
 from elastictrain.errors import CheckpointError
 
-HEADER_BYTES = 4 * PAGE_BYTES
 VERSION = 1
 _MAGIC = b"ETSNAP01"
 _HEAD = struct.Struct("<8sQI16s")

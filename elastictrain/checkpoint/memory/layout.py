@@ -13,6 +13,9 @@ from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import InvalidCheckpointError
 
 PAGE_BYTES = 4096
+HEADER_BYTES = 4 * PAGE_BYTES
+"""Of a slot, before the snapshot's bytes."""
+
 _METADATA = {"format": "pt"}
 
 
@@ -48,6 +51,11 @@ class RankLayout:
         if not self.template:
             return 0
         return -(-(self.starts[-1] + self.template[-1].size_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of a slot for it, its header included."""
+        return HEADER_BYTES + self.size_bytes
 
     def files(self, *, incarnation: str, rank: int) -> tuple[ShardFile, ...]:
         """The shard files under their names."""

@@ -5,7 +5,8 @@ import mmap
 import os
 from contextlib import suppress
 
-from elastictrain.checkpoint.memory.header import HEADER_BYTES, SlotState, SnapshotFacts, mark, read_header, write_body
+from elastictrain.checkpoint.memory.header import SlotState, SnapshotFacts, mark, read_header, write_body
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES
 from elastictrain.errors import CheckpointError
 
 
@@ -64,6 +65,14 @@ class Slot:
         except BaseException:
             os.close(descriptor)
             raise
+
+    def is_current(self) -> bool:
+        """Whether the file is still the one of that name."""
+        try:
+            named, own = os.stat(self.path, follow_symlinks=False), os.fstat(self._descriptor)  # noqa: PTH116
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
     @property
     def data(self) -> memoryview:

@@ -1,5 +1,6 @@
 """Reads a set of snapshots as if it were a checkpoint in a store: its files are slots here, or on other hosts."""
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,6 +51,9 @@ class SnapshotSource:
         self._url = url
         self._files = files
         self._close = close
+        self._lock = threading.Lock()
+        self.remote_bytes = 0
+        """Read from other hosts so far."""
 
     @property
     def url(self) -> str:
@@ -62,7 +66,7 @@ class SnapshotSource:
         last = file.size_bytes if end is None else min(end, file.size_bytes)
         buffer = bytearray(max(0, last - start))
         if buffer:
-            file.read_into(memoryview(buffer), start=start)
+            self._fetch(file, memoryview(buffer), start)
         return bytes(buffer)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
@@ -70,12 +74,18 @@ class SnapshotSource:
         file, view = self._file(key), buffer.cast("B")
         count = max(0, min(len(view), file.size_bytes - start))
         if count:
-            file.read_into(view[:count], start=start)
+            self._fetch(file, view[:count], start)
         return count
 
     def close(self) -> None:
         """Let go of slots and connections."""
         self._close()
+
+    def _fetch(self, file: FileBytes, buffer: memoryview, start: int) -> None:
+        file.read_into(buffer, start=start)
+        if not isinstance(file, SlotFile):
+            with self._lock:
+                self.remote_bytes += len(buffer)
 
     def _file(self, key: str) -> FileBytes:
         file = self._files.get(key)

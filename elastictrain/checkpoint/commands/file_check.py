@@ -1,0 +1,112 @@
+"""Reads one file of a checkpoint once, from end to end, and compares every digest that the manifest has of it."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event
+
+import xxhash
+
+from elastictrain.checkpoint.commands.speaking import Advance
+from elastictrain.checkpoint.manifest import FileRecord, Manifest
+from elastictrain.checkpoint.verified_read import READ_BYTES
+from elastictrain.errors import ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DigestedRange:
+    """Bytes [start, end) of a file, the digest that they must have, and what they are."""
+
+    start: int
+    end: int
+    digest: str
+    what: str
+
+
+def ranges_of(manifest: Manifest) -> Mapping[str, tuple[DigestedRange, ...]]:
+    """By file: its header and the chunks of tensors in it, in the order of their bytes."""
+    found = {file.name: [DigestedRange(0, file.header_bytes, file.header_digest, "its header")] for file in manifest.files}
+    for name, tensor in manifest.tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.size_bytes:
+                end = chunk.start + chunk.size_bytes
+                found[chunk.file].append(
+                    DigestedRange(chunk.start, end, chunk.digest, f"{name} in bytes [{chunk.start}, {end})")
+                )
+    return {file: tuple(sorted(ranges, key=lambda one: one.start)) for file, ranges in found.items()}
+
+
+class RangeDigests:
+    """Digests ranges of a stream of bytes while it goes by; they may overlap."""
+
+    def __init__(self, ranges: Sequence[DigestedRange]) -> None:
+        """`ranges` in the order of their starts."""
+        self._waiting = list(reversed(ranges))
+        self._open: list[tuple[DigestedRange, xxhash.xxh3_128]] = []
+        self._position = 0
+        self.wrong: list[DigestedRange] = []
+        """Ranges that have gone by with another digest."""
+
+    def update(self, piece: memoryview) -> None:
+        """The next bytes of the stream."""
+        begin, end = self._position, self._position + len(piece)
+        self._position = end
+        while self._waiting and self._waiting[-1].start < end:
+            self._open.append((self._waiting.pop(), xxhash.xxh3_128()))
+        still_open = []
+        for one, digest in self._open:
+            digest.update(piece[max(one.start, begin) - begin : min(one.end, end) - begin])
+            if one.end > end:
+                still_open.append((one, digest))
+            elif digest.hexdigest() != one.digest:
+                self.wrong.append(one)
+        self._open = still_open
+
+
+def check_file(
+    store: Store, key: str, *, file: FileRecord, ranges: Sequence[DigestedRange], advance: Advance, stopped: Event
+) -> tuple[str, ...]:
+    """What is wrong with the file at `key`, a sentence each; it is read again before anything is. Memory: `READ_BYTES`.
+
+    Raises: StorageError.
+    """
+    first = _look(store, key, file=file, ranges=ranges, advance=advance, stopped=stopped)
+    if not first:
+        return ()
+    second = _look(store, key, file=file, ranges=ranges, advance=lambda _: None, stopped=stopped)
+    if not second:
+        logger.warning("%s read wrong once, and right again: %s", f"{store.url}/{key}", first[0])
+        return ()
+    lasting = tuple(problem for problem in second if problem in first)
+    # What is damaged in the store stays where it is.
+    return lasting or (f"reads differently each time, as if the way to this machine garbled it: {first[0]}, then {second[0]}",)
+
+
+def _look(
+    store: Store, key: str, *, file: FileRecord, ranges: Sequence[DigestedRange], advance: Advance, stopped: Event
+) -> tuple[str, ...]:
+    digests, whole = RangeDigests(ranges), xxhash.xxh3_128()
+    try:
+        size_bytes = store.stat(key).size_bytes
+        if size_bytes != file.size_bytes:
+            return (f"must have {file.size_bytes} bytes, but has {size_bytes}",)
+        buffer = memoryview(bytearray(min(READ_BYTES, file.size_bytes)))
+        done = 0
+        while done < file.size_bytes and not stopped.is_set():
+            piece = buffer[: file.size_bytes - done]
+            count = store.read_into(key, piece, start=done)
+            if count < len(piece):
+                return (f"ends at byte {done + count}, too early",)
+            whole.update(piece)
+            digests.update(piece)
+            done += count
+            advance(count)
+    except ObjectNotFoundError:
+        return ("is gone",)
+    if stopped.is_set() or whole.hexdigest() == file.digest:
+        return ()
+    wrong = tuple(f"{one.what} does not have its digest" for one in digests.wrong)
+    return wrong or ("does not have its digest, although its header and all tensors in it have theirs",)

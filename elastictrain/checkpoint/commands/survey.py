@@ -1,0 +1,121 @@
+"""What is in the checkpoint folders of a run: their manifests and the sizes of their files, not the bytes of tensors."""
+
+import json
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from elastictrain.checkpoint.commands.location import Location
+from elastictrain.checkpoint.commands.rows import Row, State
+from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.second_look import find_missing, read_twice
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError, UnknownFormatError
+from elastictrain.storage.store import Store
+
+_READERS = 8
+_UNCOMMITTED = "being written, or cut short"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One folder as listed, and when the newest of its files was written (unix seconds)."""
+
+    facts: FolderFacts
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
+class Surveyed:
+    """One folder and what its manifest says, where it can be read."""
+
+    run: Store
+    listed: Listed
+    state: State
+    reason: str
+    manifest: Manifest | None
+
+    @property
+    def name(self) -> str:
+        """Of the folder."""
+        return self.listed.facts.name
+
+    @property
+    def url(self) -> str:
+        """Of the folder."""
+        return f"{self.run.url}/{ROOT}/{self.name}"
+
+    @property
+    def row(self) -> Row:
+        """What `ls` tells of it."""
+        facts, manifest = self.listed.facts, self.manifest
+        return Row(
+            name=facts.name,
+            step=facts.step,
+            tier="storage",
+            state=self.state,
+            reason=self.reason,
+            created=None if manifest is None else manifest.created,
+            modified=self.listed.modified,
+            size_bytes=sum(facts.files.values()),
+            world_size=None if manifest is None else manifest.world_size,
+            num_files=len(facts.files.keys() - {MANIFEST_NAME, QUARANTINE_NAME}),
+        )
+
+
+def list_folders(location: Location) -> tuple[Listed, ...]:
+    """All checkpoint folders of the run, newest first. Raises: StorageError."""
+    infos = list(location.run.list(ROOT))
+    modified: dict[str, float] = {}
+    for info in infos:
+        name = info.key.split("/")[1]
+        modified[name] = max(modified.get(name, 0.0), info.modified)
+    return tuple(Listed(facts, modified[facts.name]) for facts in read_listing(infos).folders)
+
+
+def survey(run: Store, folders: Iterable[Listed]) -> tuple[Surveyed, ...]:
+    """Reads manifests, some at once; leaves out folders that the run deletes meanwhile.
+
+    Raises: StorageError.
+    """
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="survey") as pool:
+        found = pool.map(lambda listed: _look_at(run, listed), folders)
+        return tuple(one for one in found if one is not None)
+
+
+def _look_at(run: Store, listed: Listed) -> Surveyed | None:
+    facts = listed.facts
+    manifest: Manifest | None = None
+    state, reason = State.UNCOMMITTED, _UNCOMMITTED
+    if facts.has_manifest:
+        try:
+            manifest = read_twice(run, key_of(facts.name, MANIFEST_NAME), where=MANIFEST_NAME)[1]
+        except ObjectNotFoundError:
+            return None
+        except InvalidCheckpointError as error:
+            state, reason = State.DAMAGED, str(error)
+        except UnknownFormatError as error:
+            # What to do about it is told where somebody wants to use it.
+            state, reason = State.UNKNOWN, str(error).partition(";")[0]
+    if manifest is not None:
+        state, reason = _judge(run, facts, manifest)
+    if facts.quarantined:
+        state, reason = State.QUARANTINED, _quarantine_reason(run, facts.name)
+    return Surveyed(run, listed, state, reason, manifest)
+
+
+def _judge(run: Store, facts: FolderFacts, manifest: Manifest) -> tuple[State, str]:
+    if manifest.step != facts.step:
+        return State.DAMAGED, f"{MANIFEST_NAME} is of step {manifest.step}: files were moved"
+    reject = find_missing(run, manifest, folder=facts)
+    return (State.VALID, "") if reject is None else (State.DAMAGED, reject.reason)
+
+
+def _quarantine_reason(run: Store, name: str) -> str:
+    """What the start that quarantined the folder wrote down, without the URL of the folder."""
+    try:
+        mark = json.loads(run.read(key_of(name, QUARANTINE_NAME)))
+    except (ValueError, RecursionError, StorageError) as error:
+        return f"its mark cannot be read ({error})"
+    reason = mark.get("reason") if isinstance(mark, dict) else None
+    return reason.replace(f"{run.url}/{key_of(name, '')}", "") if isinstance(reason, str) else "its mark gives no reason"

@@ -1,0 +1,44 @@
+"""When a keeper ends. Pure."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+ALONE_S = 60.0
+"""How long a keeper stays that nobody has ever spoken to: the worker that started it may have died at once."""
+
+Decision = Literal["stay", "flush", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What a keeper knows of those it keeps for."""
+
+    workers: int
+    """Connected now."""
+
+    agents: int
+    """Alive now: processes that would start workers again (or, without torchrun, the workers themselves)."""
+
+    ever: bool
+    """Whether a worker was ever connected."""
+
+    age_s: float
+    saving: bool
+    """Whether something is being written."""
+
+    finished: bool
+    """Whether the run said that it is complete."""
+
+    flushed: bool
+    """Whether what was only in memory has been written, or cannot be."""
+
+
+def decide(life: Life) -> Decision:
+    """A keeper stays as long as anybody may come back, and leaves nothing unwritten."""
+    if life.saving:
+        return "stay"
+    if life.finished and not life.workers:
+        return "leave"
+    if life.workers or life.agents or (not life.ever and life.age_s < ALONE_S):
+        return "stay"
+    return "leave" if life.flushed else "flush"

@@ -1,0 +1,333 @@
+"""A worker's end of the line to its keeper: starts it, tells it, hears from it, and gets another one when it is gone."""
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from elastictrain.checkpoint.keeper.facts import RunFacts, store_facts
+from elastictrain.checkpoint.keeper.messages import LOG_NAME, SOCKET_NAME, Lines, MalformedError, Message, encode
+from elastictrain.checkpoint.memory.place import make_private
+from elastictrain.errors import CheckpointError
+from elastictrain.events import Event, KeeperLost, KeeperStarted
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+_ANSWER_S = 30.0
+"""How long a keeper may take to start, or the one before it to end."""
+
+_TRIES = 3
+_TRIES_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint that this host's keeper has committed."""
+
+    step: int
+    checkpoint: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailure:
+    """A save that came to nothing."""
+
+    step: int
+    error: str
+
+
+class KeeperLink:
+    """What one worker knows of its keeper. One thread reads; any thread may tell."""
+
+    def __init__(
+        self,
+        folder: str,
+        facts: RunFacts,
+        hello: Message,
+        *,
+        starts: bool,
+        record: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hello` introduces this worker; `starts`: whether this worker starts keepers for its host."""
+        self._folder = folder
+        self._facts = facts
+        self._hello = hello
+        self._starts = starts
+        self._record = record
+        self._clock = clock
+        self._changed = threading.Condition()
+        # All guarded by the condition.
+        self._socket: socket.socket | None = None
+        self._roster: Message | None = None
+        self._unseen: dict[int, int] = {}
+        self._unreleased: set[int] = set()
+        self._saved: list[Saved] = []
+        self._failures: list[SaveFailure] = []
+        self._closing = False
+        self._broken = ""
+        self._met = False
+        self.pid = 0
+        self.port = 0
+        """Where other hosts reach the keeper; 0 until it has answered."""
+        self.lost_rank: int | None = None
+        """A rank of this host that is gone without a word."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started: list[float] = []
+        self._thread = threading.Thread(target=self._run, name="keeper-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def wait(self, timeout_s: float = _ANSWER_S) -> None:
+        """Until the keeper has answered. Raises: CheckpointError with the reason if it does not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.port_known or self._broken, timeout_s):
+                raise CheckpointError(f"the keeper in {self._folder} does not answer within {timeout_s:g} s{self._log_tail()}")
+            if self._broken:
+                raise CheckpointError(self._broken)
+
+    @property
+    def broken(self) -> str:
+        """Why there is no keeper any more, and none is tried; empty as long as there is hope."""
+        return self._broken
+
+    @property
+    def port_known(self) -> bool:
+        """Whether a keeper has answered."""
+        return self.pid > 0
+
+    def meet(self, roster: Message, timeout_s: float = _ANSWER_S) -> None:
+        """Tell the keeper who the others are. Raises: CheckpointError if it does not take note."""
+        with self._changed:
+            self._roster = roster
+            self._met = False
+            self._send(roster)
+            if not self._changed.wait_for(lambda: self._met or self._broken, timeout_s):
+                raise CheckpointError(f"the keeper in {self._folder} does not answer within {timeout_s:g} s")
+
+    def announce(self, slot: int, step: int, *, durable: bool) -> None:
+        """A snapshot is whole."""
+        with self._changed:
+            self._unseen[slot] = step
+            if durable:
+                self._unreleased.add(step)
+            self._send({"op": "snapshot", "slot": slot, "step": step})
+            if self._broken:
+                self._give_up()
+
+    def tell(self, message: Message) -> None:
+        """Send, if there is a keeper; what is lost with it is not repeated."""
+        with self._changed:
+            self._send(message)
+
+    def needs(self, slot: int, step: int) -> bool:
+        """Whether the keeper still has to look at a snapshot, or to write it."""
+        with self._changed:
+            return self._unseen.get(slot) == step or step in self._unreleased
+
+    def take_saved(self) -> list[Saved]:
+        """What was committed since the last call."""
+        with self._changed:
+            saved, self._saved = self._saved, []
+            return saved
+
+    def take_failures(self) -> list[SaveFailure]:
+        """What failed since the last call."""
+        with self._changed:
+            failures, self._failures = self._failures, []
+            return failures
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Until something was saved, failed or released, or the time is over."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """The run is complete: have the keeper end, and wait until it has, if it is ours."""
+        with self._changed:
+            self._closing = True
+            if self._starts:
+                self._send({"op": "finish"})
+        self.close()
+        child = self._child
+        if child is not None:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(timeout_s)
+        elif self._starts:
+            # Started by a worker that is no more.
+            deadline = self._clock() + timeout_s
+            while self._clock() < deadline and os.path.exists(f"/proc/{self.pid}"):  # noqa: PTH110
+                time.sleep(_PAUSE_S)
+
+    def close(self) -> None:
+        """Say goodbye; the keeper stays for whoever comes next."""
+        with self._changed:
+            self._closing = True
+            self._send({"op": "bye"})
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def _send(self, message: Message) -> None:
+        connection = self._socket
+        if connection is None:
+            return
+        data = encode(message)
+        try:
+            sent = connection.send(data, socket.MSG_DONTWAIT)
+        except OSError:
+            sent = 0
+        if sent < len(data):
+            # It does not read: training must not wait for it. What it misses it is told again when it answers again.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._closing:
+            try:
+                connection = self._connect()
+                self._talk(connection)
+            except (OSError, MalformedError, CheckpointError) as error:
+                with self._changed:
+                    self._broken = f"the keeper of this host does not run: {error}{self._log_tail()}"
+                    self._give_up()
+                    self._changed.notify_all()
+                logger.warning("%s", self._broken)
+                return
+
+    def _connect(self) -> socket.socket:
+        deadline = self._clock() + _ANSWER_S
+        while not self._closing:
+            with suppress(OSError):
+                return self._knock()
+            if self._starts and (self._child is None or self._child.poll() is not None):
+                self._start_keeper()
+            if self._clock() > deadline:
+                raise CheckpointError(f"nobody answers in {self._folder}")
+            time.sleep(_PAUSE_S)
+        raise CheckpointError("closed")
+
+    def _knock(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                connection.connect(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
+            finally:
+                os.close(folder)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _start_keeper(self) -> None:
+        now = self._clock()
+        self._started = [at for at in self._started if now - at < _TRIES_WITHIN_S]
+        if len(self._started) >= _TRIES:
+            raise CheckpointError(f"it ended {_TRIES} times within {_TRIES_WITHIN_S:g} s")
+        self._started.append(now)
+        make_private(self._folder)
+        store_facts(self._folder, self._facts)
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        with open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
+            self._child = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", "elastictrain.checkpoint.keeper", self._folder],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Until the connection ends."""
+        lines = Lines()
+        with self._changed:
+            self._socket = connection
+            self._send(self._hello)
+        try:
+            while data := connection.recv(65536):
+                for message in lines.feed(data):
+                    self._hear(message)
+        except OSError:
+            pass
+        finally:
+            with self._changed:
+                self._socket = None
+                pid, closing = self.pid, self._closing
+            connection.close()
+        if pid and not closing:
+            logger.warning("the keeper of this host (process %d) is gone; another one is started", pid)
+            if self._starts:
+                self._record(KeeperLost(pid=pid))
+
+    def _hear(self, message: Message) -> None:
+        with self._changed:
+            match message["op"]:
+                case "welcome":
+                    self._welcome(message)
+                case "met":
+                    self._met = True
+                case "seen":
+                    if self._unseen.get(_count(message, "slot")) == message.get("step"):
+                        del self._unseen[_count(message, "slot")]
+                case "released":
+                    self._unreleased.discard(_count(message, "step"))
+                case "saved":
+                    step = _count(message, "step")
+                    self._unreleased.discard(step)
+                    self._saved.append(Saved(step, str(message["checkpoint"]), _count(message, "bytes")))
+                case "failed":
+                    step = _count(message, "step")
+                    self._unreleased.discard(step)
+                    self._failures.append(SaveFailure(step, str(message["error"])))
+                case "lost":
+                    self.lost_rank = _count(message, "rank")
+                case other:
+                    raise MalformedError(f"{other!r} is no message to a worker")
+            self._changed.notify_all()
+
+    def _welcome(self, message: Message) -> None:
+        self.pid, self.port = _count(message, "pid"), _count(message, "port")
+        # The other hosts know this port, so a successor is asked to take it over.
+        self._hello = {**self._hello, "port": self.port}
+        if self._starts:
+            self._record(KeeperStarted(pid=self.pid))
+        if self._roster is not None:
+            self._send(self._roster)
+        for slot, step in self._unseen.items():
+            self._send({"op": "snapshot", "slot": slot, "step": step})
+
+    def _give_up(self) -> None:
+        """Nobody will look at what is waiting."""
+        self._unseen.clear()
+        for step in sorted(self._unreleased):
+            self._failures.append(SaveFailure(step, self._broken))
+        self._unreleased.clear()
+
+    def _log_tail(self) -> str:
+        with suppress(OSError), open(f"{self._folder}/{LOG_NAME}", "rb") as log:  # noqa: PTH123
+            lines = log.read()[-2000:].decode(errors="replace").strip().splitlines()
+            if lines:
+                return f"; its last words: {lines[-1]}"
+        return ""
+
+
+def _count(message: Message, name: str) -> int:
+    value = message.get(name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MalformedError(f"`{name}` of {message.get('op')!r} must be a number, but is {value!r}")
+    return value

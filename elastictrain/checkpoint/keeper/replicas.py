@@ -1,0 +1,23 @@
+"""Replicas."""
+
+from collections.abc import Callable
+
+from elastictrain.checkpoint.keeper.desk import Station
+from elastictrain.checkpoint.keeper.messages import Message
+from elastictrain.checkpoint.keeper.pins import Pinned
+from elastictrain.events import Event
+
+
+class Replicas:
+    """To be done."""
+
+    def __init__(self, folder: str, run: str, *, record: Callable[[Event], None]) -> None: ...
+    def listen(self, address: str, *, port: int) -> int:
+        return 0
+
+    def meet(self, message: Message, station: Station | None) -> None: ...
+    def step_took(self, seconds: float) -> None: ...
+    def offer(self, pinned: Pinned) -> None: ...
+    def drop_others(self) -> None: ...
+    def switch(self, *, on: bool) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,266 @@
+"""Writes snapshots to storage and commits them, one save after another, in a thread of its own."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
+from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.meeting import RankPart
+from elastictrain.checkpoint.keeper.pins import Pinned
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.marks import mark_committed
+from elastictrain.checkpoint.memory.layout import digests_of
+from elastictrain.checkpoint.prune import Pruner, read_manifest
+from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
+from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
+from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, StorageError
+from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+STREAMS = 8
+"""Files that are written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """One step of this host's ranks that is to become durable."""
+
+    snapshots: tuple[Pinned, ...]
+    leader: bool
+    """Whether this host commits."""
+
+    reason: str
+    hurry: threading.Event = field(default_factory=threading.Event)
+    """Set when there is no point in waiting long for other hosts."""
+
+    @property
+    def incarnation(self) -> str:
+        """Of the ranks that took the snapshots."""
+        return self.snapshots[0].facts.incarnation
+
+    @property
+    def step(self) -> int:
+        """Of the snapshots."""
+        return self.snapshots[0].facts.step
+
+    @property
+    def world_size(self) -> int:
+        """Of the group that took them."""
+        return self.snapshots[0].facts.world_size
+
+    @property
+    def first_rank(self) -> int:
+        """Names this host among the others."""
+        return min(pinned.facts.rank for pinned in self.snapshots)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all ranks are on this host."""
+        return len(self.snapshots) == self.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A checkpoint that is there already."""
+
+    name: str
+    size_bytes: int
+
+
+class Reports:
+    """What a saver tells; the methods are called from its thread."""
+
+    def __init__(
+        self,
+        *,
+        record: Callable[[str, Event], None],
+        written: Callable[[SaveJob], None],
+        saved: Callable[[SaveJob, str, int], None],
+        failed: Callable[[SaveJob, str], None],
+    ) -> None:
+        """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more."""
+        self.record = record
+        self.written = written
+        self.saved = saved
+        self.failed = failed
+
+
+class Saver:
+    """Carries out jobs."""
+
+    def __init__(self, store: Store, facts: RunFacts, reports: Reports, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._facts = facts
+        self._reports = reports
+        self._clock = clock
+        self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every)
+        self._jobs: queue.Queue[SaveJob | None] = queue.Queue()
+        self._current: SaveJob | None = None
+        self._unfinished = 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for jobs."""
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or being carried out."""
+        return self._unfinished > 0
+
+    def begin(self, job: SaveJob) -> None:
+        """Carry out a job when its turn comes."""
+        with self._lock:
+            self._unfinished += 1
+        self._jobs.put(job)
+
+    def hurry(self) -> None:
+        """The group that took the snapshots is gone: do not wait long for other hosts."""
+        current = self._current
+        if current is not None:
+            current.hurry.set()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._current = job
+            try:
+                self._carry_out(job)
+            except Exception as error:
+                # The edge of the thread: whatever it is, the run goes on and the next save is tried.
+                if not isinstance(error, ElasticTrainError):
+                    logger.exception("step %d could not be saved", job.step)
+                self._reports.failed(job, _reason(error))
+            finally:
+                self._current = None
+                with self._lock:
+                    self._unfinished -= 1
+
+    def _carry_out(self, job: SaveJob) -> None:
+        hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
+        began = self._clock()
+        listing = list_checkpoints(self._store)
+        known = self._saved_before(job, listing)
+        if known is not None:
+            self._reports.saved(job, known.name, known.size_bytes)
+            return
+        if job.leader:
+            folder = clear_target(self._store, listing, step=job.step)
+            if not job.alone:
+                hosts.begin(folder)
+        else:
+            folder = hosts.wait_for_begin(limit_s=self._limit_s(job), hurry=job.hurry)
+        prepared = self._clock()
+        committing = False
+        try:
+            parts, written = self._write(job, folder)
+            self._reports.written(job)
+            if not job.leader:
+                hosts.say_written(parts)
+                return
+            for part in hosts.wait_for_parts(job.world_size, own=parts, limit_s=self._limit_s(job), hurry=job.hurry):
+                written += part.written(job.incarnation)
+            seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
+            manifest = self._manifest(job, written)
+            check_files(self._store, manifest, folder=folder)
+            committing = True
+            commit(self._store, manifest, folder=folder)
+        except BaseException as error:
+            if not committing:
+                discard_files(self._store, folder, incarnation=job.incarnation)
+            if not job.alone:
+                hosts.say_failed(_reason(error))
+            raise
+        seconds["commit"] = self._clock() - began - sum(seconds.values())
+        size_bytes = manifest.size_bytes
+        self._reports.record(
+            job.incarnation,
+            CheckpointSaved(step=job.step, checkpoint=folder, reason=job.reason, bytes=size_bytes, seconds=seconds),
+        )
+        self._reports.saved(job, folder, size_bytes)
+        self._tidy(job, folder, manifest, listing)
+        if not job.alone:
+            hosts.clear()
+
+    def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
+        """Whether a keeper that was killed has committed this very save, and could not say so."""
+        for folder in listing.folders:
+            if folder.step == job.step and folder.has_manifest and not folder.quarantined:
+                manifest = read_manifest(self._store, folder.name)
+                if manifest is not None and manifest.incarnation == job.incarnation:
+                    return _Known(folder.name, manifest.size_bytes)
+        return None
+
+    def _limit_s(self, job: SaveJob) -> float:
+        return self._facts.grace_s if job.hurry.is_set() else self._facts.save_timeout_s
+
+    def _write(self, job: SaveJob, folder: str) -> tuple[list[RankPart], list[WrittenItem]]:
+        """All files of this host's ranks, durable, their bytes the ones that were digested when they came."""
+        tasks: list[tuple[Pinned, int]] = [
+            (pinned, index) for pinned in job.snapshots for index in range(len(pinned.layout.template))
+        ]
+
+        def write_one(task: tuple[Pinned, int]) -> tuple[WrittenItem, ...]:
+            pinned, index = task
+            file = pinned.layout.files(incarnation=job.incarnation, rank=pinned.facts.rank)[index]
+            starts = {placed.item.key: pinned.layout.starts[index] + placed.start for placed in file.items}
+            data = pinned.slot.data
+
+            def source(item: Item) -> ByteReader:
+                start = starts[item.key]
+                return lambda begin, end: data[start + begin : start + end]
+
+            return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source)
+
+        with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
+            results = list(pool.map(write_one, tasks))
+        parts, everything = [], []
+        for pinned in job.snapshots:
+            written = [item for (owner, _), items in zip(tasks, results, strict=True) if owner is pinned for item in items]
+            digests = digests_of(written)
+            if pinned.digests is not None and digests != pinned.digests:
+                raise InvalidCheckpointError(
+                    f"{pinned.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
+                )
+            parts.append(RankPart(pinned.facts.rank, pinned.layout, digests))
+            everything += written
+        return parts, everything
+
+    def _manifest(self, job: SaveJob, written: Sequence[WrittenItem]) -> Manifest:
+        first = min(job.snapshots, key=lambda pinned: pinned.facts.rank).facts
+        facts = SaveFacts(
+            step=job.step,
+            world_size=job.world_size,
+            incarnation=job.incarnation,
+            created=first.created,
+            config_digest=first.config_digest,
+            versions=self._facts.versions,
+            state=first.state,
+        )
+        return build_manifest(written, facts=facts)
+
+    def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing) -> None:
+        """Notes the commit, and deletes what it supersedes."""
+        note: dict[str, JsonValue] = {"checkpoint": folder, "time": time.time(), "incarnation": job.incarnation}
+        mark_committed(self._store, listing=listing, note=note)
+        try:
+            pruned = self._pruner.prune(folder, manifest=manifest)
+        except StorageError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return
+        if pruned:
+            self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}"

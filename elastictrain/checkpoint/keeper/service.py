@@ -1,0 +1,290 @@
+"""The keeper at work: what it does when a worker says something, when something is written, and when all are gone."""
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+from elastictrain.checkpoint.keeper.desk import Desk, Station
+from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.flush import choose_flush, still_there, whole_steps
+from elastictrain.checkpoint.keeper.journals import Journals
+from elastictrain.checkpoint.keeper.lifetime import Life, decide
+from elastictrain.checkpoint.keeper.messages import LOCK_NAME, MalformedError, Message, count, text
+from elastictrain.checkpoint.keeper.pins import Pinned, Pins
+from elastictrain.checkpoint.keeper.replicas import Replicas
+from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.workers import Connection, Workers
+from elastictrain.checkpoint.memory.inventory import look, slot_names
+from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests
+from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.5
+DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
+
+
+class Keeper:
+    """Keeps the snapshots of one run on one host. Its thread is the one that calls `run`; others only leave tasks for it."""
+
+    def __init__(self, folder: str, facts: RunFacts, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._store = store
+        self._clock = clock
+        self._began_s = clock()
+        self._desk = Desk()
+        self._pins = Pins(folder)
+        self._journals = Journals(store, facts)
+        self._workers = Workers(folder, on_message=self._on_message, on_gone=self._on_gone)
+        self._tasks: deque[Callable[[], None]] = deque()
+        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._num_digesting = 0
+        self._ever = self._finished = self._flushed = False
+        self._handed_over: set[tuple[str, int]] = set()
+        self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
+        self._saver = Saver(
+            store,
+            facts,
+            Reports(
+                record=self._journals.record,
+                written=lambda job: self._later(lambda: self._let_go(job)),
+                saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
+                failed=lambda job, error: self._later(lambda: self._on_failed(job, error)),
+            ),
+        )
+        self._replicas = Replicas(folder, facts.run, record=lambda event: self._journals.record(self._incarnation, event))
+
+    @property
+    def _incarnation(self) -> str:
+        return self._desk.station.incarnation if self._desk.station is not None else ""
+
+    def run(self) -> None:
+        """Until nobody needs a keeper any more; then nothing of the run is left in host memory."""
+        self._saver.start()
+        while True:
+            self._workers.turn(_TURN_S)
+            while self._tasks:
+                self._tasks.popleft()()
+            decision = decide(self._life())
+            if decision == "flush":
+                self._flush()
+            elif decision == "leave":
+                break
+        self._workers.stop_listening()
+        self._replicas.close()
+        self._journals.close()
+        self._workers.close()
+        self._digesting.shutdown(wait=False, cancel_futures=True)
+        self._pins.close()
+
+    def _life(self) -> Life:
+        return Life(
+            workers=len(self._workers.connections),
+            agents=self._workers.agents,
+            ever=self._ever,
+            age_s=self._clock() - self._began_s,
+            saving=self._saver.busy or self._num_digesting > 0 or bool(self._tasks),
+            finished=self._finished,
+            flushed=self._flushed,
+        )
+
+    def _later(self, task: Callable[[], None]) -> None:
+        self._tasks.append(task)
+        self._workers.wake()
+
+    def _on_message(self, one: Connection, message: Message) -> None:
+        match message["op"]:
+            case "hello":
+                self._on_hello(one, message)
+            case "snapshot":
+                if one.rank < 0 or one.incarnation != self._incarnation:
+                    raise MalformedError("a snapshot was announced by a worker of no living incarnation")
+                self._take(one.rank, count(message, "slot"), count(message, "step"))
+            case "roster":
+                self._replicas.meet(message, self._desk.station)
+                self._workers.answer(one, {"op": "met"})
+            case "replicate":
+                self._replicas.switch(on=bool(message.get("on")))
+            case "step":
+                self._replicas.step_took(count(message, "micros") / 1e6)
+            case "old":
+                self._drop_old(count(message, "slots"))
+            case "finish":
+                self._finished = True
+            case "bye":
+                one.said_goodbye = True
+            case other:
+                raise MalformedError(f"{other!r} is no message to a keeper")
+
+    def _on_hello(self, one: Connection, message: Message) -> None:
+        ranks = message.get("ranks")
+        if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks) or not ranks:
+            raise MalformedError(f"`ranks` must be a list of ranks, but is {ranks!r}")
+        station = Station(
+            text(message, "incarnation"),
+            text(message, "host"),
+            count(message, "world_size"),
+            tuple(sorted(rank for rank in ranks if isinstance(rank, int))),
+        )
+        rank = count(message, "rank")
+        if rank not in station.ranks or max(station.ranks) >= station.world_size:
+            raise MalformedError(f"rank {rank} of {station.world_size} is not among {station.ranks}")
+        if self._desk.station is not None and station.incarnation < self._incarnation:
+            raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
+        if station.incarnation != self._incarnation:
+            self._saver.hurry()
+            for pinned in self._desk.move_to(station):
+                self._pins.release(pinned)
+            self._handed_over.clear()
+            self._journals.move_to(station)
+        one.rank, one.incarnation = rank, station.incarnation
+        self._ever, self._finished, self._flushed = True, False, False
+        self._workers.watch(count(message, "agent"))
+        port = self._replicas.listen(text(message, "address"), port=count(message, "port"))
+        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": port, "saved": self._desk.saved_step})
+        # After a keeper was killed its successor finds out from the slots what it would have been told.
+        self._take_all(rank)
+
+    def _on_gone(self, one: Connection) -> None:
+        station = self._desk.station
+        if station is None or one.incarnation != station.incarnation:
+            return
+        # The last thing that it did may have been a snapshot.
+        self._take_all(one.rank)
+        if not one.said_goodbye:
+            self._saver.hurry()
+            self._workers.tell({"op": "lost", "rank": one.rank})
+
+    def _take_all(self, rank: int) -> None:
+        for name in slot_names(self._folder):
+            if name.kind == "own" and name.rank == rank:
+                self._take(rank, name.index, None)
+
+    def _take(self, rank: int, index: int, step: int | None) -> None:
+        """Pin a snapshot, digest it, and see what is to be done with it."""
+        name = str(SlotName("own", rank, index))
+        try:
+            pinned = self._pins.pin(name)
+        except (OSError, InvalidCheckpointError) as error:
+            logger.warning("%s cannot be read: %s", name, error)
+            return
+        if pinned is None:
+            return
+        facts = pinned.facts
+        if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
+            self._pins.release(pinned)
+            return
+        if step is not None:
+            self._workers.tell({"op": "seen", "slot": index, "step": step}, rank=rank)
+        self._num_digesting += 1
+        self._digesting.submit(self._digest, pinned)
+
+    def _digest(self, pinned: Pinned) -> None:
+        """In the digesting thread."""
+        digests = load_digests(pinned.slot.path, pinned.facts)
+        try:
+            if digests is None:
+                digests = compute_digests(pinned.slot.data, pinned.layout, threads=DIGEST_THREADS)
+                store_digests(pinned.slot.path, pinned.facts, digests)
+        except OSError as error:
+            logger.warning("the digests of %s cannot be kept: %s", pinned.slot.path, error)
+        self._later(lambda: self._on_digested(replace(pinned, digests=digests)))
+
+    def _on_digested(self, pinned: Pinned) -> None:
+        self._num_digesting -= 1
+        facts, station = pinned.facts, self._desk.station
+        if station is None or facts.incarnation != station.incarnation:
+            self._pins.release(pinned)
+            return
+        self._desk.newest[facts.rank] = max(facts.step, self._desk.newest.get(facts.rank, -1))
+        self._replicas.offer(pinned)
+        key = (facts.incarnation, facts.step)
+        known = facts.rank in self._desk.waiting.get(facts.step, {}) or key in self._handed_over
+        if facts.durable and not known and facts.step > self._desk.saved_step:
+            job = self._desk.arrived(pinned)
+            if job:
+                self._begin(SaveJob(job, leader=station.leader, reason=facts.reason))
+        else:
+            self._pins.release(pinned)
+        for given_up in self._desk.overtaken():
+            self._pins.release(given_up)
+            self._workers.tell({"op": "released", "step": given_up.facts.step})
+
+    def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
+        self._desk.saved_step = max(self._desk.saved_step, job.step)
+        self._let_go(job)
+        self._workers.tell({"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes})
+
+    def _on_failed(self, job: SaveJob, error: str) -> None:
+        logger.warning("step %d could not be saved: %s", job.step, error)
+        self._let_go(job)
+        if job.leader:
+            self._workers.tell({"op": "failed", "step": job.step, "error": error})
+
+    def _drop_old(self, slots: int) -> None:
+        """All ranks have two whole snapshots in this incarnation: what older ones left is of no use."""
+        station = self._desk.station
+        if station is None:
+            return
+        for name in slot_names(self._folder):
+            if name.kind == "own" and (name.rank not in station.ranks or not slots >> name.index & 1):
+                remove_slot(self._folder, name)
+        self._replicas.drop_others()
+
+    def _flush(self) -> None:
+        """Everybody is gone, and so will host memory be: the newest whole step goes to storage."""
+        self._flushed = True
+        station = self._desk.station
+        if station is None or not still_there(self._store):
+            return
+        held = look(self._folder, host=0)
+        try:
+            step = choose_flush(self._store, station, whole_steps(held, station), limit_s=self._facts.grace_s)
+        except ElasticTrainError as error:
+            logger.warning("what is in memory only cannot be saved: %s", error)
+            return
+        names = {one.facts.rank: one.slot for one in held if one.facts.step == step and not one.replica}
+        pinned = [self._pins.pin(names[rank]) for rank in station.ranks] if step is not None else []
+        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned if one is not None)
+        if snapshots and len(snapshots) == len(station.ranks):
+            logger.warning("all workers are gone: step %d is saved from memory", step)
+            self._begin(SaveJob(snapshots, leader=station.leader, reason=snapshots[0].facts.reason or "flush"))
+
+    def _begin(self, job: SaveJob) -> None:
+        key = (job.incarnation, job.step)
+        self._handed_over.add(key)
+        self._held[key] = job.snapshots
+        self._saver.begin(job)
+
+    def _let_go(self, job: SaveJob) -> None:
+        """The job needs its snapshots no more."""
+        for pinned in self._held.pop((job.incarnation, job.step), ()):
+            self._pins.release(pinned)
+        self._workers.tell({"op": "released", "step": job.step})
+
+
+def remove_slot(folder: str, name: SlotName) -> None:
+    """Delete a slot and what lies beside it; who has it mapped keeps its memory until then."""
+    for path in (f"{folder}/{name}", f"{folder}/{name}.digests"):
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108
+
+
+def clear_folder(folder: str) -> None:
+    """Remove everything of the run from host memory, the lock last."""
+    with suppress(FileNotFoundError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == LOCK_NAME):
+            with suppress(OSError):
+                os.unlink(entry.path)  # noqa: PTH108
+        with suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106
+    with suppress(OSError):
+        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120

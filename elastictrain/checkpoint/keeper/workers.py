@@ -1,0 +1,159 @@
+"""The keeper's side of the Unix socket: connections of workers, and the processes whose end matters."""
+
+import logging
+import os
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, Lines, MalformedError, Message, encode
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One worker."""
+
+    socket: socket.socket
+    lines: Lines = field(default_factory=Lines)
+    rank: int = -1
+    incarnation: str = ""
+    said_goodbye: bool = False
+
+
+class Workers:
+    """Listens, and calls back from `turn`; everything happens in the thread that calls it."""
+
+    def __init__(
+        self, folder: str, *, on_message: Callable[[Connection, Message], None], on_gone: Callable[[Connection], None]
+    ) -> None:
+        self._folder = folder
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._selector = selectors.DefaultSelector()
+        self._connections: list[Connection] = []
+        self._agents: dict[int, int] = {}
+        self._listener = self._listen()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
+
+    @property
+    def connections(self) -> list[Connection]:
+        """Workers that have introduced themselves and are there."""
+        return [one for one in self._connections if one.rank >= 0]
+
+    @property
+    def agents(self) -> int:
+        """Watched processes that are alive."""
+        return len(self._agents)
+
+    def wake(self) -> None:
+        """End the wait of `turn`; from any thread."""
+        with suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b"x")
+
+    def watch(self, pid: int) -> None:
+        """Notice the end of a process; one that is gone already is not watched."""
+        if pid in self._agents.values():
+            return
+        with suppress(ProcessLookupError, OSError):
+            descriptor = os.pidfd_open(pid)
+            self._agents[descriptor] = pid
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for something to happen, and deal with it."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def tell(self, message: Message, *, rank: int | None = None) -> None:
+        """Send to all workers, or to those of one rank."""
+        for one in self.connections:
+            if rank is None or one.rank == rank:
+                self.answer(one, message)
+
+    def answer(self, one: Connection, message: Message) -> None:
+        """Send to one worker; who does not read loses the connection."""
+        try:
+            one.socket.sendall(encode(message))
+        except OSError as error:
+            logger.warning("rank %d does not listen (%s)", one.rank, error)
+            self._drop(one)
+
+    def stop_listening(self) -> None:
+        """Nobody new is let in; who waits at the door is turned away, and will start another keeper."""
+        with suppress(KeyError):
+            self._selector.unregister(self._listener)
+        with suppress(OSError):
+            os.unlink(f"{self._folder}/{SOCKET_NAME}")  # noqa: PTH108
+        self._listener.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for one in list(self._connections):
+            one.socket.close()
+        self._connections.clear()
+        self._selector.close()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        path = f"{self._folder}/{SOCKET_NAME}"
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108  # of a keeper that was killed: the lock says that we are the only one
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # An address has at most 107 characters, however deep the folder lies.
+            listener.bind(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
+        finally:
+            os.close(folder)
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        # A worker that is stopped must not stop us.
+        connection.settimeout(1.0)
+        one = Connection(connection)
+        self._connections.append(one)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
+
+    def _read(self, one: Connection) -> None:
+        try:
+            data = one.socket.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(one)
+            return
+        try:
+            for message in one.lines.feed(data):
+                self._on_message(one, message)
+        except MalformedError as error:
+            logger.warning("a connection is closed: %s", error)
+            self._drop(one)
+
+    def _drop(self, one: Connection) -> None:
+        if one in self._connections:
+            self._connections.remove(one)
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(one.socket)
+            one.socket.close()
+            if one.rank >= 0:
+                self._on_gone(one)
+
+    def _ended(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        del self._agents[descriptor]
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_reader, 4096)

@@ -1,0 +1,180 @@
+"""The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
+
+import queue
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.source import FileBytes
+from elastictrain.checkpoint.peers.requests import Get, Put, SnapshotKey, get_to_json, put_to_json
+from elastictrain.checkpoint.peers.roster import Peer
+from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, WireError, introduce
+from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+
+POOL_CONNECTIONS = 4
+
+
+class PeerConnection:
+    """A connection to one peer, made when it is first needed; for one thread at a time."""
+
+    def __init__(self, peer: Peer, *, token: bytes, limits: Limits | None = None) -> None:
+        self._peer = peer
+        self._token = token
+        self._limits = limits or Limits()
+        self._channel: Channel | None = None
+
+    def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
+        """Fill `buffer` with bytes [start, start + len) of a snapshot; a connection that breaks is made anew, once.
+
+        Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address.
+        """
+        request = get_to_json(Get(key, start, len(buffer)))
+        what = f"{key} cannot be read"
+        try:
+            self._get(request, buffer, what=what)
+        except WireError:
+            self.close()
+            try:
+                self._get(request, buffer, what=what)
+            except WireError as error:
+                self.close()
+                raise self._error(what, str(error)) from error
+
+    def put(self, put: Put, data: memoryview, *, before_frame: Callable[[int], None]) -> bool:
+        """Hand over a replica; False if the peer has it already, and nothing was sent.
+
+        `before_frame` is called with the number of bytes before they are sent: it may wait, and break off by raising.
+
+        Raises: TransientStorageError naming host and address; whatever `before_frame` raises.
+        """
+        what = f"the replica of rank {put.facts.rank} at step {put.facts.step} cannot be kept"
+        try:
+            channel = self._connected(what)
+            channel.send_json(put_to_json(put), limit_s=self._limits.io_s)
+            if not self._answer(channel, what, limit_s=self._limits.prepare_s).get("send"):
+                return False
+            self._send(channel, data, what=what, before_frame=before_frame)
+            self._answer(channel, what, limit_s=self._limits.io_s)
+        except WireError as error:
+            self.close()
+            raise self._error(what, str(error)) from error
+        except BaseException:
+            # Midway in a replica: nothing else can be said on this connection.
+            self.close()
+            raise
+        return True
+
+    def break_off(self) -> None:
+        """From another thread: what is on its way fails at once."""
+        channel = self._channel
+        if channel is not None:
+            channel.break_off()
+
+    def close(self) -> None:
+        """Hang up; the next request connects anew."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+    def _get(self, request: dict[str, JsonValue], buffer: memoryview, *, what: str) -> None:
+        channel = self._connected(what)
+        channel.send_json(request, limit_s=self._limits.io_s)
+        self._answer(channel, what, limit_s=self._limits.io_s)
+        filled = 0
+        while filled < len(buffer):
+            filled += channel.receive_data(buffer[filled:], limit_s=self._limits.io_s)
+
+    def _send(self, channel: Channel, data: memoryview, *, what: str, before_frame: Callable[[int], None]) -> None:
+        try:
+            for start in range(0, len(data), FRAME_BYTES):
+                part = data[start : start + FRAME_BYTES]
+                before_frame(len(part))
+                if channel.has_something():
+                    break
+                channel.send_data(part, limit_s=self._limits.io_s)
+            else:
+                return
+        except WireError:
+            # It may have said why before it hung up.
+            with suppress(WireError):
+                self._answer(channel, what, limit_s=self._limits.handshake_s)
+            raise
+        self._answer(channel, what, limit_s=self._limits.io_s)
+        raise WireError("it answered before it had everything")
+
+    def _connected(self, what: str) -> Channel:
+        if self._channel is not None:
+            return self._channel
+        try:
+            found = socket.create_connection((self._peer.address, self._peer.port), timeout=self._limits.connect_s)
+        except OSError as error:
+            raise self._error(what, f"no connection: {error.strerror or error}") from error
+        channel = Channel(found)
+        try:
+            introduce(channel, self._token, limit_s=self._limits.handshake_s)
+        except BaseException:
+            channel.close()
+            raise
+        self._channel = channel
+        return channel
+
+    def _answer(self, channel: Channel, what: str, *, limit_s: float) -> dict[str, JsonValue]:
+        answer = channel.receive_json(limit_s=limit_s)
+        if answer.get("ok") is True:
+            return answer
+        raise self._error(what, str(answer.get("error")), missing=answer.get("code") == "missing")
+
+    def _error(self, what: str, why: str, *, missing: bool = False) -> StorageError:
+        return (ObjectNotFoundError if missing else TransientStorageError)(f"{self._peer.place}: {what}: {why}")
+
+
+class PeerPool:
+    """A few connections to one peer, for several threads."""
+
+    def __init__(self, peer: Peer, *, token: bytes, connections: int = POOL_CONNECTIONS, limits: Limits | None = None) -> None:
+        self._all = [PeerConnection(peer, token=token, limits=limits) for _ in range(connections)]
+        self._idle: queue.LifoQueue[PeerConnection] = queue.LifoQueue()
+        for connection in self._all:
+            self._idle.put(connection)
+
+    def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
+        """As `PeerConnection.get_into`; waits for a connection that is free."""
+        with self._connection() as connection:
+            connection.get_into(buffer, key, start=start)
+
+    def close(self) -> None:
+        """Hang up, when nobody reads any more."""
+        for connection in self._all:
+            connection.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[PeerConnection]:
+        # The one that was used last is the one that is connected most likely.
+        connection = self._idle.get()
+        try:
+            yield connection
+        finally:
+            self._idle.put(connection)
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a snapshot on another host; `base` is its offset in the snapshot's bytes."""
+
+    pool: PeerPool
+    key: SnapshotKey
+    base: int
+    size_bytes: int
+
+    def read_into(self, buffer: memoryview, *, start: int) -> None:
+        """Fill `buffer` from offset `start`. Raises: StorageError."""
+        self.pool.get_into(buffer.cast("B"), self.key, start=self.base + start)
+
+
+def files_of_peer(pool: PeerPool, layout: RankLayout, key: SnapshotKey) -> dict[str, FileBytes]:
+    """The files of a snapshot on another host, by name; the pool stays the caller's to close."""
+    files = layout.files(incarnation=key.incarnation, rank=key.rank)
+    return {file.name: RemoteFile(pool, key, base, file.size_bytes) for file, base in zip(files, layout.starts, strict=True)}

@@ -1,0 +1,196 @@
+"""The side that listens: gives out snapshots of this host, and takes replicas of others. Free of torch."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.peers.keeping import RefusedError, ReplicaSlots
+from elastictrain.checkpoint.peers.reading import locked_snapshot
+from elastictrain.checkpoint.peers.requests import RequestError, get_from_json, put_from_json
+from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, WireError, admit
+from elastictrain.errors import CheckpointError, TransportError
+
+logger = logging.getLogger(__name__)
+
+CONNECTIONS = 64
+"""Served at once, by a thread each; more wait at the door."""
+
+_DRAIN_S = 10.0
+
+
+class PeerServer:
+    """Serves one run's folder in host memory. Until it has a token it lets nobody in."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        run: str,
+        address: str,
+        port: int = 0,
+        connections: int = CONNECTIONS,
+        limits: Limits | None = None,
+    ) -> None:
+        """`address`: of this host, where the others reach it; port 0: any that is free."""
+        self._folder = folder
+        self._run = run
+        self._address = address
+        self._port = port
+        self._limits = limits or Limits()
+        self._replicas = ReplicaSlots(folder, run=run)
+        self._free = threading.Semaphore(connections)
+        self._lock = threading.Lock()
+        self._token: bytes | None = None
+        self._channels: set[Channel] = set()
+        self._listener: socket.socket | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
+
+    @property
+    def port(self) -> int:
+        """Where it listens, once started."""
+        return self._port
+
+    def start(self) -> None:
+        """Begin to listen. Raises: TransportError naming the address."""
+        try:
+            family, _, _, _, place = socket.getaddrinfo(self._address, self._port, type=socket.SOCK_STREAM)[0]
+            self._listener = socket.create_server((str(place[0]), self._port), family=family, backlog=128)
+        except OSError as error:
+            raise TransportError(
+                f"other hosts cannot reach snapshots at {self._address}, port {self._port}: {error}"
+            ) from error
+        self._port = self._listener.getsockname()[1]
+        self._thread.start()
+
+    def set_token(self, token: bytes) -> None:
+        """Only who has this token is let in from now on; connections under another one end."""
+        with self._lock:
+            channels = list(self._channels) if token != self._token else []
+            self._token = token
+        for channel in channels:
+            channel.break_off()
+
+    def set_kept(self, ranks: Iterable[int]) -> None:
+        """Replicas of these ranks are taken from now on, and of no others."""
+        self._replicas.set_kept(ranks)
+
+    def drop_others(self) -> None:
+        """Remove the replicas of ranks that are not kept."""
+        self._replicas.drop_others()
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Hang up everywhere; whether all threads ended within the time. A replica that was arriving stays torn."""
+        deadline = time.monotonic() + timeout_s
+        self._closing.set()
+        self._free.release()
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join(timeout_s)
+            self._listener.close()
+        with self._lock:
+            channels = list(self._channels)
+        for channel in channels:
+            channel.break_off()
+        while self._channels and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not self._channels and not self._thread.is_alive()
+
+    def _accept(self) -> None:
+        assert self._listener is not None  # noqa: S101
+        while self._free.acquire() and not self._closing.is_set():
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                self._free.release()
+                if not self._closing.is_set():
+                    # Too many open files, say: others of this process may close theirs.
+                    logger.warning("a peer cannot be let in: %s", error)
+                    self._closing.wait(0.5)
+                continue
+            channel = Channel(connection)
+            with self._lock:
+                self._channels.add(channel)
+            threading.Thread(target=self._serve, args=(channel, str(address[0])), name="peer", daemon=True).start()
+
+    def _serve(self, channel: Channel, address: str) -> None:
+        try:
+            # A token that is replaced between proof and answer lets nobody in: `set_token` has broken the connection off.
+            admit(channel, lambda: self._token, limit_s=self._limits.handshake_s)
+            while not self._closing.is_set():
+                self._answer(channel, channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s))
+        except WireError as error:
+            logger.debug("a connection from %s ended: %s", address, error)
+        except Exception:
+            # The edge of the thread: nothing that comes over the network may end the keeper.
+            logger.exception("a connection from %s is closed", address)
+        finally:
+            channel.close()
+            with self._lock:
+                self._channels.discard(channel)
+            self._free.release()
+
+    def _answer(self, channel: Channel, message: dict[str, JsonValue]) -> None:
+        match message.get("op"):
+            case "get":
+                self._get(channel, message)
+            case "put":
+                self._put(channel, message)
+            case other:
+                self._refuse(channel, "malformed", f"{other!r:.200} is no request")
+
+    def _get(self, channel: Channel, message: dict[str, JsonValue]) -> None:
+        try:
+            get = get_from_json(message)
+        except RequestError as error:
+            self._refuse(channel, "malformed", str(error))
+            return
+        with locked_snapshot(self._folder, get.key) as slot:
+            if slot is None or get.key.run != self._run:
+                self._refuse(channel, "missing", f"{get.key} is not here")
+                return
+            with slot.data as data:
+                end = get.start + get.length
+                if end > len(data):
+                    self._refuse(channel, "malformed", f"{get.key} has {len(data)} bytes, not {end}")
+                    return
+                channel.send_json({"ok": True}, limit_s=self._limits.io_s)
+                for start in range(get.start, end, FRAME_BYTES):
+                    channel.send_data(data[start : min(end, start + FRAME_BYTES)], limit_s=self._limits.io_s)
+
+    def _put(self, channel: Channel, message: dict[str, JsonValue]) -> None:
+        receiving = False
+
+        def go() -> None:
+            nonlocal receiving
+            receiving = True
+            channel.send_json({"ok": True, "send": True}, limit_s=self._limits.io_s)
+
+        try:
+            put = put_from_json(message)
+            stored = self._replicas.take(put, go=go, receive=lambda part: channel.receive_data(part, limit_s=self._limits.io_s))
+        except RequestError as error:
+            self._refuse(channel, "malformed", str(error))
+        except (RefusedError, CheckpointError, OSError) as error:
+            self._refuse(channel, "refused", str(error))
+            if receiving:
+                self._drain(channel)
+                raise WireError("a replica was given up midway") from error
+        else:
+            channel.send_json({"ok": True, "send": False, "stored": stored}, limit_s=self._limits.io_s)
+
+    def _refuse(self, channel: Channel, code: str, error: str) -> None:
+        channel.send_json({"ok": False, "code": code, "error": error}, limit_s=self._limits.io_s)
+
+    def _drain(self, channel: Channel) -> None:
+        """Until the sender has read the refusal: hanging up with bytes unread would throw it away on its side."""
+        scratch = memoryview(bytearray(FRAME_BYTES))
+        deadline = time.monotonic() + _DRAIN_S
+        with suppress(WireError):
+            while (left_s := deadline - time.monotonic()) > 0:
+                channel.receive_data(scratch, limit_s=left_s)

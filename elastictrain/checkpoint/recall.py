@@ -1,0 +1,218 @@
+"""Restores from host memory, this host's or another's: which steps are whole there, and their bytes as a checkpoint's."""
+
+import base64
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from elastictrain.checkpoint.commit import SaveFacts, build_manifest
+from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet, held_from_json, look, whole_sets
+from elastictrain.checkpoint.memory.layout import (
+    RankDigests,
+    RankLayout,
+    digests_from_json,
+    digests_to_json,
+    layout_from_bytes,
+    written_items,
+)
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.source import FileBytes, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.writer import WrittenItem
+from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
+
+logger = logging.getLogger(__name__)
+
+_DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
+
+
+class RemoteFiles(Protocol):
+    """Opens the files of a snapshot that another host holds."""
+
+    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, FileBytes]:
+        """Raises: ElasticTrainError if that host cannot be reached."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the holder of a snapshot says of its bytes."""
+
+    layout: RankLayout
+    digests: RankDigests
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """A set of snapshots, readable like a checkpoint."""
+
+    manifest: Manifest
+    source: SnapshotSource
+    replicas: bool
+    """Whether any rank's snapshot is a replica."""
+
+
+class Recall:
+    """The memory tiers at the start of one incarnation. Methods are collective over `group`."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        run: str,
+        host: int,
+        speaks_for_host: bool,
+        group: dist.ProcessGroup | None,
+        remote: RemoteFiles | None,
+    ) -> None:
+        """`folder` is the run's in host memory; `host` numbers this host in the group; `remote` reaches the others."""
+        self._folder = folder
+        self._run = run
+        self._host = host
+        self._speaks_for_host = speaks_for_host
+        self._group = group
+        self._remote = remote
+        self._held: list[Held] = []
+
+    def look(self) -> None:
+        """Find out what all hosts hold. Collective: yes."""
+        own: list[JsonValue] = [one.to_json() for one in look(self._folder, host=self._host)] if self._speaks_for_host else []
+        found: list[Held] = []
+        for of_rank in gather_json(own, group=self._group):
+            found += [held_from_json(one) for one in of_rank] if isinstance(of_rank, list) else []
+        self._held = found
+
+    def newest(self) -> SnapshotSet | None:
+        """The newest step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
+        return next(iter(whole_sets(self._held, run=self._run)), None)
+
+    def tier(self, recalled: Recalled) -> str:
+        """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
+        elsewhere = recalled.replicas or recalled.source.remote_bytes > 0
+        return "peer" if any(gather_json(elsewhere, group=self._group)) else "memory"
+
+    def keep(self, incarnations: Collection[str]) -> None:
+        """Snapshots of other incarnations than these count no more."""
+        self._held = [one for one in self._held if one.facts.incarnation in incarnations]
+
+    def forget(self, held: Held) -> None:
+        """A snapshot turned out to be damaged or out of reach: it counts no more."""
+        self._held = [one for one in self._held if (one.host, one.slot) != (held.host, held.slot)]
+
+    def open(self, chosen: SnapshotSet) -> Recalled | Held:
+        """Open the first source of each rank's snapshot; the one that cannot be had, if there is one. Collective: yes."""
+        primary = [sources[0] for sources in chosen.sources]
+        records = self._records(primary)
+        for held, record in zip(primary, records, strict=True):
+            if record is None:
+                return held
+        known = [record for record in records if record is not None]
+        try:
+            manifest = _manifest(chosen, known)
+        except ElasticTrainError as error:
+            logger.warning("the snapshots of step %d do not fit together: %s", chosen.step, error)
+            return primary[0]
+        opened, culprit = self._files(primary, known)
+        culprits = [found for found in gather_json(culprit, group=self._group) if isinstance(found, int)]
+        if culprits or opened is None:
+            if opened is not None:
+                opened.close()
+            return primary[min(culprits)]
+        return Recalled(manifest, opened, replicas=any(held.replica for held in primary))
+
+    def _records(self, primary: Sequence[Held]) -> list[Record | None]:
+        """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
+        told: dict[str, JsonValue] = {}
+        if self._speaks_for_host:
+            for rank, held in enumerate(primary):
+                if held.host == self._host:
+                    told[str(rank)] = self._tell(held)
+        records: list[Record | None] = [None] * len(primary)
+        for of_host in gather_json(told, group=self._group):
+            for name, value in (of_host if isinstance(of_host, dict) else {}).items():
+                records[int(name)] = _record(value)
+        return records
+
+    def _tell(self, held: Held) -> JsonValue:
+        path = f"{self._folder}/{held.slot}"
+        try:
+            layout = load_layout(self._folder, held.facts.layout)
+            digests = load_digests(path, held.facts)
+            if digests is None:
+                # Its keeper was killed before it came to this one.
+                slot = Slot.open(path)
+                try:
+                    digests = compute_digests(slot.data, layout, threads=_DIGEST_THREADS)
+                finally:
+                    slot.close()
+        except (OSError, ElasticTrainError, ValueError) as error:
+            logger.warning("%s cannot be used: %s", path, error)
+            return None
+        encoded: dict[str, JsonValue] = {name: list(values) for name, values in digests_to_json(digests).items()}
+        return [base64.b64encode(layout.to_bytes()).decode(), encoded]
+
+    def _files(self, primary: Sequence[Held], records: Sequence[Record]) -> tuple[SnapshotSource | None, int | None]:
+        """All files, or the rank whose files cannot be opened here."""
+        files: dict[str, FileBytes] = {}
+        slots: list[Slot] = []
+
+        def close() -> None:
+            for slot in slots:
+                slot.close()
+
+        for rank, (held, record) in enumerate(zip(primary, records, strict=True)):
+            try:
+                if held.host == self._host:
+                    slot = Slot.open(f"{self._folder}/{held.slot}")
+                    slots.append(slot)
+                    if not slot.lock(shared=True) or slot.facts != held.facts:
+                        raise InvalidCheckpointError(f"{slot.path} is being written by a worker that is not gone yet")
+                    files |= files_in_slot(slot, record.layout, incarnation=held.facts.incarnation, rank=rank)
+                elif self._remote is not None:
+                    files |= self._remote(held, record.layout)
+                else:
+                    raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
+            except (OSError, ElasticTrainError) as error:
+                logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
+                close()
+                return None, rank
+        return SnapshotSource(f"memory:{self._folder}", files, close=close), None
+
+
+def rank_of_file(name: str | None, chosen: SnapshotSet) -> int | None:
+    """Whose snapshot a file of the set belongs to. Pure."""
+    for rank in range(chosen.world_size):
+        if name is not None and name.startswith(f"{chosen.incarnation}-r{rank:05d}-"):
+            return rank
+    return None
+
+
+def _record(value: JsonValue) -> Record | None:
+    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
+        return None
+    try:
+        return Record(layout_from_bytes(base64.b64decode(value[0]), where="a snapshot"), digests_from_json(value[1]))
+    except (ElasticTrainError, ValueError, TypeError, KeyError) as error:
+        logger.warning("the record of a snapshot cannot be read: %s", error)
+        return None
+
+
+def _manifest(chosen: SnapshotSet, records: Sequence[Record]) -> Manifest:
+    written: list[WrittenItem] = []
+    for rank, record in enumerate(records):
+        written += written_items(record.layout, record.digests, incarnation=chosen.incarnation, rank=rank)
+    facts = SaveFacts(
+        step=chosen.step,
+        world_size=chosen.world_size,
+        incarnation=chosen.incarnation,
+        created=chosen.sources[0][0].facts.created,
+        config_digest=chosen.config_digest,
+        versions={},
+        state=chosen.state,
+    )
+    return build_manifest(written, facts=facts)

@@ -1,0 +1,106 @@
+"""This rank's slots: made and page-locked in the background, so that neither start-up nor a step waits for memory."""
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.records import store_layout
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 64 << 20
+"""Registered at a time: the driver serves nobody else meanwhile, about 20 ms."""
+
+
+class Arena:
+    """The slots of one rank; a slot is None until it can be copied to."""
+
+    def __init__(self, folder: str, layout: RankLayout, *, rank: int, indices: Sequence[int], device: torch.device) -> None:
+        """`indices` name the slots of this rank in the order of their use."""
+        self.names = tuple(SlotName("own", rank, index) for index in indices)
+        self.broken = ""
+        """Why there are fewer slots than were asked for; empty if there are not."""
+        self._folder = folder
+        self._layout = layout
+        self._device = device
+        self._slots: list[Slot | None] = [None] * len(indices)
+        self._registered: list[int] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="arena", daemon=True)
+
+    def start(self) -> None:
+        """Begin to make slots; they become ready one after another."""
+        self._thread.start()
+
+    def slot(self, place: int) -> Slot | None:
+        """The slot at a place of `names`, once it is ready."""
+        return self._slots[place]
+
+    def close(self) -> None:
+        """Unregister and unmap, after the last copy; what is in the slots stays."""
+        self._stopped = True
+        if self._thread.is_alive():
+            self._thread.join()
+        for address in self._registered:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._registered.clear()
+        for place, slot in enumerate(self._slots):
+            if slot is not None:
+                slot.close()
+                self._slots[place] = None
+
+    def _run(self) -> None:
+        try:
+            store_layout(self._folder, self._layout)
+            for place, name in enumerate(self.names):
+                slot = Slot.make(f"{self._folder}/{name}", size_bytes=self._layout.size_bytes)
+                self._lock_pages(slot.map)
+                if self._stopped:
+                    slot.close()
+                    return
+                self._slots[place] = slot
+        except (CheckpointError, OSError) as error:
+            self.broken = str(error)
+            logger.warning("no more snapshots in host memory: %s", error)
+
+    def _lock_pages(self, mapped: mmap.mmap) -> None:
+        if self._device.type != "cuda":
+            return
+        torch.cuda.set_device(self._device)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+        for begin in range(0, len(mapped), SEGMENT_BYTES):
+            if self._stopped:
+                return
+            code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
+            if code != 0:
+                # Copies to memory that is not locked are slower, and right.
+                logger.warning("host memory cannot be page-locked (CUDA error %d), so snapshots take longer", code)
+                return
+            self._registered.append(base + begin)
+
+
+def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:
+    """Indices of the slots to use, and those among them that are there already with the right size.
+
+    Slots of another size stay until newer snapshots are whole: what is in them may be all that there is.
+    """
+    there: dict[int, bool] = {}
+    for index in range(10):
+        try:
+            found = os.stat(f"{folder}/{SlotName('own', rank, index)}")  # noqa: PTH116
+        except OSError:
+            continue
+        there[index] = found.st_size == size_bytes
+    fitting = [index for index, fits in there.items() if fits][:wanted]
+    free = [index for index in range(10) if index not in there]
+    return (fitting + free)[:wanted], fitting

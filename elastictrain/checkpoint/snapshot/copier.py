@@ -1,0 +1,144 @@
+"""Copies local tensors into a slot, from a thread of its own, while the next forward and backward passes run."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.snapshot.arena import SEGMENT_BYTES
+from elastictrain.checkpoint.snapshot.moves import Move, cut, plan_moves
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """How long the bytes took."""
+
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the device's streams and the two threads wait for."""
+
+    ready: torch.cuda.Event
+    """The state is as it is to be copied."""
+
+    arrived: torch.cuda.Event
+    """All of it is on the host."""
+
+    issued: threading.Event
+    """`arrived` is recorded, so that it can be waited for."""
+
+
+class Copier:
+    """Knows where each tensor of a layout goes. One copy at a time.
+
+    Tensors that a forward pass may change (buffers) are cloned at once, in the order of the device's work; all others change
+    only in the update, which waits for `before_update`.
+    """
+
+    def __init__(self, layout: RankLayout, *, changing: frozenset[str], device: torch.device) -> None:
+        """`changing` names the tensors that forward passes change."""
+        places = [
+            (base + placed.start, placed.item)
+            for file, base in zip(layout.template, layout.starts, strict=True)
+            for placed in file.items
+        ]
+        self._names = [item.name for _, item in places]
+        self._sizes = [item.sizes for _, item in places]
+        self._moves = plan_moves([(start, item.size_bytes) for start, item in places])
+        self._headers = [(base, file.header) for file, base in zip(layout.template, layout.starts, strict=True)]
+        self._size_bytes = sum(item.size_bytes for _, item in places)
+        self._changing = changing
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        staged = max((move.size_bytes for move in self._moves if len(move.tensors) > 1), default=0)
+        self._staging = torch.empty(staged, dtype=torch.uint8, device=device) if self._stream is not None else None
+        self._issued: threading.Event | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    def start(self, slot: Slot, parts: Mapping[str, Tensor], *, then: Callable[[Copied | BaseException], None]) -> None:
+        """Begin to copy `parts` (this rank's part of each tensor) into `slot`; `then` is called from the copying thread."""
+        sources = [self._source(name, sizes, parts) for name, sizes in zip(self._names, self._sizes, strict=True)]
+        target = torch.frombuffer(slot.map, dtype=torch.uint8)[HEADER_BYTES:]
+        issued = threading.Event()
+        self._issued = issued
+        order: _Order | None = None
+        if self._stream is not None:
+            order = _Order(torch.cuda.Event(), torch.cuda.Event(), issued)  # type: ignore[no-untyped-call]
+            order.ready.record()
+            self._arrived = order.arrived
+
+        def run() -> None:
+            began = time.monotonic()
+            outcome: Copied | BaseException
+            try:
+                for base, header in self._headers:
+                    target[base : base + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+                if order is None:
+                    self._copy_on_host(sources, target)
+                else:
+                    self._copy_from_device(sources, target, order)
+                outcome = Copied(self._size_bytes, time.monotonic() - began)
+            except BaseException as error:  # noqa: BLE001  # the edge of the thread
+                outcome = error
+            finally:
+                # Also after an error: the update waits for this.
+                issued.set()
+            then(outcome)
+
+        threading.Thread(target=run, name="snapshot", daemon=True).start()
+
+    def before_update(self) -> None:
+        """The state is about to change: wait until all of it is copied. On a device only its stream waits."""
+        if self._issued is None:
+            return
+        self._issued.wait()
+        self._issued = None
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._arrived)
+
+    def _source(self, name: str, sizes: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
+        part = parts[name]
+        assert tuple(part.shape) == sizes, f"{name} has the shape {tuple(part.shape)}, but was planned as {sizes}"  # noqa: S101
+        if name in self._changing:
+            part = part.clone()
+        return part.contiguous().reshape(-1).view(torch.uint8)
+
+    def _copy_on_host(self, sources: Sequence[Tensor], target: Tensor) -> None:
+        for move in self._moves:
+            start = move.start
+            for index in move.tensors:
+                target[start : start + sources[index].numel()] = sources[index]
+                start += sources[index].numel()
+
+    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _Order) -> None:
+        stream = self._stream
+        assert stream is not None  # noqa: S101
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(order.ready)
+            for move in self._moves:
+                source = self._gathered(move, sources)
+                # Registration is counted from the beginning of the slot, its header included.
+                for begin, end in cut(move.start + HEADER_BYTES, move.size_bytes, segment_bytes=SEGMENT_BYTES):
+                    first, last = begin - HEADER_BYTES, end - HEADER_BYTES
+                    target[first:last].copy_(source[first - move.start : last - move.start], non_blocking=True)
+            order.arrived.record(stream)
+        order.issued.set()
+        order.arrived.synchronize()
+
+    def _gathered(self, move: Move, sources: Sequence[Tensor]) -> Tensor:
+        if len(move.tensors) == 1:
+            return sources[move.tensors[0]]
+        assert self._staging is not None  # noqa: S101
+        # One staging area is enough: the stream keeps the order of gathering and copying.
+        gathered = self._staging[: move.size_bytes]
+        torch.cat([sources[index] for index in move.tensors], out=gathered)
+        return gathered

@@ -1,0 +1,245 @@
+"""Takes this rank's snapshots: what is asked for between two steps becomes a whole slot while the next step runs."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.snapshot.arena import Arena
+from elastictrain.checkpoint.snapshot.copier import Copied, Copier
+from elastictrain.errors import CheckpointError
+from elastictrain.events import Event, Snapshot
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Who takes the snapshots: the same in all of them."""
+
+    run: str
+    incarnation: str
+    world_size: int
+    rank: int
+    layout: str
+    config_digest: str
+
+
+@dataclass(slots=True)
+class _Taking:
+    """A snapshot that is not whole yet: its bytes and its counters are still to come."""
+
+    place: int
+    slot: Slot
+    step: int
+    reason: str
+    began_s: float
+    stall_s: float
+    outcome: Copied | BaseException | None = None
+    state: Mapping[str, JsonValue] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStatus:
+    """What this rank says of one of its slots."""
+
+    busy: bool
+    """It cannot be written now."""
+
+    torn: bool
+    """It holds no whole snapshot."""
+
+
+class Snapshots:
+    """The slots of this rank and what is in them. All methods but the internal ones are called by the training thread."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        copier: Copier,
+        link: KeeperLink,
+        *,
+        origin: Origin,
+        steps: list[int | None],
+        flush_records: Callable[[], None],
+        record: Callable[[Event], None] | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`steps`: of the snapshots that the slots hold already. `record`: for the rank that speaks."""
+        self._arena = arena
+        self._copier = copier
+        self._link = link
+        self._origin = origin
+        self._flush_records = flush_records
+        self._record = record
+        self._clock = clock
+        self._changed = threading.Condition()
+        # Guarded by the condition.
+        self._steps = steps
+        self._taking: dict[int, _Taking] = {}
+        self._closing = False
+        self._thread = threading.Thread(target=self._complete_all, name="snapshots", daemon=True)
+        self._thread.start()
+
+    def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
+        """Of each slot. A slot that is not busy is locked for this rank and stays so.
+
+        `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had.
+        """
+        newest = max((step for step in self._steps if step is not None), default=None)
+        protected = self._steps.index(newest) if newest is not None else -1
+        free = [place != protected and self._seize(place) for place in range(len(self._steps))]
+        if protected >= 0:
+            if due and not any(free):
+                free[protected] = self._seize(protected)
+            else:
+                self._let_go(protected)
+        with self._changed:
+            return tuple(
+                SlotStatus(busy=not free[place], torn=place in self._taking or step is None)
+                for place, step in enumerate(self._steps)
+            )
+
+    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor]) -> None:
+        """Take a snapshot of `parts` into a slot that is not busy. Its counters follow by `deliver`."""
+        began = self._clock()
+        slot = self._arena.slot(place)
+        assert slot is not None  # noqa: S101
+        assert slot.locked  # noqa: S101
+        slot.begin()
+        taking = _Taking(place, slot, step, reason, began, 0.0)
+        with self._changed:
+            self._steps[place] = None
+            self._taking[place] = taking
+
+        def arrived(outcome: Copied | BaseException) -> None:
+            with self._changed:
+                taking.outcome = outcome
+                self._changed.notify_all()
+
+        self._copier.start(slot, parts, then=arrived)
+        taking.stall_s = self._clock() - began
+
+    def deliver(self, step: int, state: Mapping[str, JsonValue]) -> None:
+        """The counters of a step, for its snapshot if there is one."""
+        with self._changed:
+            for taking in self._taking.values():
+                if taking.step == step:
+                    taking.state = state
+                    self._changed.notify_all()
+
+    def before_update(self) -> None:
+        """The state is about to change."""
+        began = self._clock()
+        self._copier.before_update()
+        waited_s = self._clock() - began
+        with self._changed:
+            for taking in self._taking.values():
+                taking.stall_s += waited_s
+
+    def wait(self, step: int, *, timeout_s: float) -> None:
+        """Until the snapshot of a step is whole, its counters delivered. Raises: CheckpointError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(one.step != step for one in self._taking.values()), timeout_s):
+                raise CheckpointError(f"the snapshot of step {step} was not copied within {timeout_s:g} s")
+            if step not in self._steps:
+                raise CheckpointError(f"the snapshot of step {step} could not be copied")
+
+    def close(self) -> None:
+        """No more snapshots; what is being copied is waited for."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout=5.0)
+        self._arena.close()
+
+    def _seize(self, place: int) -> bool:
+        slot = self._arena.slot(place)
+        with self._changed:
+            step = self._steps[place]
+            if slot is None or place in self._taking or (step is not None and self._link.needs(self._index(place), step)):
+                return False
+        return slot.locked or slot.lock(shared=False)
+
+    def _let_go(self, place: int) -> None:
+        slot = self._arena.slot(place)
+        with self._changed:
+            if slot is not None and slot.locked and place not in self._taking:
+                slot.unlock()
+
+    def _index(self, place: int) -> int:
+        return self._arena.names[place].index
+
+    def _complete_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._next() is not None)
+                taking = self._next()
+                if taking is None:
+                    return
+            try:
+                self._complete(taking)
+            except Exception:
+                # The edge of the thread: a snapshot less, and the run goes on.
+                logger.exception("the snapshot of step %d could not be completed", taking.step)
+                self._forget(taking)
+
+    def _next(self) -> _Taking | None:
+        for taking in self._taking.values():
+            if taking.outcome is not None and (taking.state is not None or not isinstance(taking.outcome, Copied)):
+                return taking
+        return None
+
+    def _complete(self, taking: _Taking) -> None:
+        outcome, state = taking.outcome, taking.state
+        if not isinstance(outcome, Copied) or state is None:
+            logger.warning("the snapshot of step %d could not be copied: %s", taking.step, outcome)
+            self._forget(taking)
+            return
+        # A step that is not repeated after a restart must have left its records behind.
+        self._flush_records()
+        origin = self._origin
+        taking.slot.complete(
+            SnapshotFacts(
+                version=VERSION,
+                run=origin.run,
+                incarnation=origin.incarnation,
+                step=taking.step,
+                world_size=origin.world_size,
+                rank=origin.rank,
+                layout=origin.layout,
+                config_digest=origin.config_digest,
+                created=time.time(),
+                reason=taking.reason,
+                state=state,
+            )
+        )
+        # The keeper locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
+        taking.slot.unlock()
+        self._link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
+        with self._changed:
+            self._steps[taking.place] = taking.step
+            del self._taking[taking.place]
+            self._changed.notify_all()
+        if self._record is not None:
+            self._record(
+                Snapshot(
+                    step=taking.step,
+                    slot=self._index(taking.place),
+                    bytes=outcome.size_bytes,
+                    copy_s=outcome.seconds,
+                    stall_s=taking.stall_s,
+                )
+            )
+
+    def _forget(self, taking: _Taking) -> None:
+        with self._changed:
+            del self._taking[taking.place]
+            self._changed.notify_all()

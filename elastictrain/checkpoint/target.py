@@ -1,0 +1,49 @@
+"""The folder that a save writes to: chosen, cleared of what a dead predecessor left, and cleared again if the save fails."""
+
+import logging
+import re
+
+from elastictrain.checkpoint.folders import ROOT, Listing, choose_target, key_of, read_listing
+from elastictrain.checkpoint.manifest import MANIFEST_NAME
+from elastictrain.checkpoint.second_look import is_there
+from elastictrain.errors import StorageError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_EVENTS_OF_RANK = re.compile(r"(.+)-r\d+\.")
+
+
+def clear_target(store: Store, listing: Listing, *, step: int) -> str:
+    """The folder for `step`, now empty of files. Raises: StorageError."""
+    committed: set[str] = set()
+    target = choose_target(listing.folders, step=step)
+    while target.stale_files and is_there(store, key_of(target.folder, MANIFEST_NAME)):
+        # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+        committed.add(target.folder)
+        target = choose_target(listing.folders, step=step, committed=committed)
+    for file in target.stale_files:
+        store.delete(key_of(target.folder, file))
+    return target.folder
+
+
+def list_checkpoints(store: Store) -> Listing:
+    """All checkpoint folders of a run. Raises: StorageError."""
+    return read_listing(store.list(ROOT))
+
+
+def list_incarnations(store: Store) -> list[str]:
+    """The incarnations that have stored events in this run folder. Raises: StorageError."""
+    names = (info.key.rpartition("/")[2] for info in store.list("events"))
+    return sorted({match[1] for name in names if (match := _EVENTS_OF_RANK.match(name))})
+
+
+def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
+    """Deletes what a failed save of this incarnation wrote; never raises. Nobody may still be writing there."""
+    own = key_of(folder, f"{incarnation}-r")
+    try:
+        for info in list(store.list(f"{ROOT}/{folder}")):
+            if info.key.startswith(own):
+                store.delete(info.key)
+    except StorageError as error:
+        logger.warning("the remnants of a failed save in %s could not be deleted yet: %s", folder, error)

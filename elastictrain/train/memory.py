@@ -1,0 +1,266 @@
+"""Brings up the memory tiers of one incarnation: the keeper, who the other hosts are, and room for snapshots."""
+
+import logging
+import os
+import platform
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from elastictrain import __version__
+from elastictrain.checkpoint.exchange import from_first, gather_json
+from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.manifest import JsonValue, digest_of
+from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, describe, least, memory_of
+from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.place import make_private, parse_slot_name, run_folder, run_name
+from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
+from elastictrain.checkpoint.snapshot.boxes import own_items
+from elastictrain.checkpoint.snapshot.copier import Copier
+from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
+from elastictrain.checkpoint.tensor_bytes import dtype_name
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import config_digest
+from elastictrain.errors import CheckpointError
+from elastictrain.events import MemoryShort
+from elastictrain.identity import Identity
+from elastictrain.train.bringup import Started
+from elastictrain.train.saving import Saving, SavingParts, SnapshotSaving, SynchronousSaving
+
+logger = logging.getLogger(__name__)
+
+_CONTROL_PORT = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """This rank's way to host memory."""
+
+    folder: str
+    run: str
+    link: KeeperLink
+    recall: Recall
+    several_hosts: bool
+
+
+def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> KeeperLink | None:
+    """Begin to reach this host's keeper; None if this host keeps nothing in memory. `agent` is the process that would start
+    this worker again. Raises: ConfigError if host memory cannot be used as configured."""
+    options = config.checkpoint
+    if options.buffers == 0:
+        return None
+    if not os.path.isdir(options.memory_dir) or platform.system() != "Linux":  # noqa: PTH112
+        logger.warning("no snapshots in host memory: `checkpoint.memory_dir` = %s is no folder here", options.memory_dir)
+        return None
+    folder = run_folder(options.memory_dir, config.run.dir)
+    make_private(folder)
+    versions = {"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    facts = RunFacts(
+        run_dir=_absolute(config.run.dir),
+        run=run_name(config.run.dir),
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        save_timeout_s=config.fault.save_timeout_s,
+        flush_s=config.telemetry.flush_s,
+        grace_s=config.fault.shutdown_grace_s,
+        versions=versions,
+    )
+    first = identity.rank - identity.local_rank
+    ranks: list[JsonValue] = list(range(first, first + identity.local_world_size))
+    link = KeeperLink(
+        folder,
+        facts,
+        {
+            "op": "hello",
+            "rank": identity.rank,
+            "ranks": ranks,
+            "world_size": identity.world_size,
+            "incarnation": started.met.incarnation.name,
+            "host": identity.host,
+            "agent": agent,
+            "address": "" if identity.local_world_size == identity.world_size else own_address(os.environ),
+            "port": 0,
+        },
+        starts=identity.local_rank == 0,
+        record=started.met.journal.record,
+    )
+    link.start()
+    return link
+
+
+def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: KeeperLink | None) -> Memory | None:
+    """Make the keepers of all hosts known to each other; None if any host has none. Collective: yes."""
+    group = started.group.control
+    error = "a host keeps nothing in memory" if link is None else ""
+    if link is not None:
+        try:
+            link.wait()
+        except CheckpointError as exception:
+            error = str(exception)
+    address = "" if identity.local_world_size == identity.world_size else own_address(os.environ)
+    told = gather_json([error, identity.host, address, link.port if link is not None else 0, identity.local_rank], group=group)
+    rows = [row for row in told if isinstance(row, list)]
+    errors = [str(row[0]) for row in rows if row[0]]
+    if errors or link is None:
+        if link is not None:
+            link.close()
+        if identity.speaks and config.checkpoint.buffers > 0:
+            logger.warning("checkpoints are written while training waits: %s", errors[0])
+        return None
+    hosts = _hosts(rows)
+    own = identity.rank - identity.local_rank
+    folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
+    token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
+    if len(hosts) > 1 and identity.local_rank == 0:
+        link.meet({"op": "roster", "hosts": hosts, "own": own, "token": token})
+    recall = Recall(
+        folder,
+        run=run_name(config.run.dir),
+        host=own,
+        speaks_for_host=identity.local_rank == 0,
+        group=group,
+        remote=None,
+    )
+    return Memory(folder, run_name(config.run.dir), link, recall, len(hosts) > 1)
+
+
+def make_saving(
+    memory: Memory | None, parts: SavingParts, *, config: RunConfig, identity: Identity, started: Started
+) -> Saving:
+    """Room for snapshots where hosts have it; else training waits for checkpoints. Collective: yes."""
+    if memory is None:
+        return SynchronousSaving(parts)
+    tensors = parts.state.tensors()
+    layout = RankLayout(
+        own_items(tensors, rank=identity.rank, world_size=identity.world_size),
+        shard_bytes=int(config.checkpoint.shard_mb * 2**20),
+    )
+    _check_alike(tensors, parts)
+    buffers = _agree_on_buffers(memory, layout, parts, config=config, identity=identity)
+    if buffers.shortage and parts.rank == 0:
+        message = describe(buffers)
+        parts.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
+        parts.say(message)
+    if buffers.per_rank == 0:
+        memory.link.finish(config.fault.shutdown_grace_s)
+        return SynchronousSaving(parts)
+    if identity.local_rank == 0:
+        memory.link.tell({"op": "replicate", "on": buffers.replicate})
+    indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
+    steps = _agree_on_steps(memory, indices, parts, rank=identity.rank)
+    device = started.group.device
+    arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
+    arena.start()
+    snapshots = Snapshots(
+        arena,
+        Copier(layout, changing=parts.state.changed_by_forward(), device=device),
+        memory.link,
+        origin=Origin(
+            run=memory.run,
+            incarnation=started.met.incarnation.name,
+            world_size=identity.world_size,
+            rank=identity.rank,
+            layout=layout.digest,
+            config_digest=config_digest(config),
+        ),
+        steps=list(steps),
+        flush_records=parts.flush_records,
+        record=parts.record if identity.speaks else None,
+    )
+    return SnapshotSaving(
+        parts,
+        snapshots,
+        memory.link,
+        slots=indices,
+        steps=steps,
+        every_steps=config.checkpoint.snapshot_every_steps,
+        unusable=lambda: memory.link.broken or arena.broken,
+    )
+
+
+def own_address(environment: Mapping[str, str]) -> str:
+    """The address by which other hosts reach this one: the one that the kernel uses towards the rendezvous."""
+    target = environment.get("MASTER_ADDR", "127.0.0.1")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                # Connecting a datagram socket sends nothing: it only asks for the route.
+                probe.connect((target, _CONTROL_PORT))
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return "127.0.0.1"
+
+
+def _hosts(rows: Sequence[Sequence[JsonValue]]) -> list[JsonValue]:
+    """The hosts in the order of their ranks, each numbered by its first rank."""
+    ranks: dict[int, list[JsonValue]] = {}
+    for rank, row in enumerate(rows):
+        ranks.setdefault(rank - int(str(row[4])), []).append(rank)
+    hosts: list[JsonValue] = []
+    for number, of_host in ranks.items():
+        _, host, address, port, _ = rows[number]
+        hosts.append({"host": host, "address": address, "port": port, "number": number, "ranks": of_host})
+    return hosts
+
+
+def _absolute(run_dir: str) -> str:
+    return run_dir if "://" in run_dir else os.path.abspath(os.path.expanduser(run_dir))  # noqa: PTH100, PTH111
+
+
+def _check_alike(tensors: Mapping[str, Tensor], parts: SavingParts) -> None:
+    """Each rank decides by itself what it writes, so all must have the same names. Raises: CheckpointError."""
+    facts = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
+    told = gather_json(digest_of(repr(sorted(facts, key=str)).encode()), group=parts.group)
+    for rank, digest in enumerate(told):
+        if digest != told[0]:
+            raise CheckpointError(f"rank {rank} has other tensors than rank 0, so what they save would not fit together")
+
+
+def _agree_on_buffers(
+    memory: Memory, layout: RankLayout, parts: SavingParts, *, config: RunConfig, identity: Identity
+) -> Buffers:
+    """What all hosts have room for. Collective: yes."""
+    options, group = config.checkpoint, parts.group
+    _, fitting = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=options.buffers)
+    host = identity.rank - identity.local_rank
+    sizes: dict[int, int] = {}
+    held = 0
+    for row in gather_json([host, layout.file_bytes, len(fitting)], group=group):
+        assert isinstance(row, list)  # noqa: S101
+        its_host, size_bytes, there = (int(str(value)) for value in row)
+        sizes[its_host] = sizes.get(its_host, 0) + size_bytes
+        held += size_bytes * there if its_host == host else 0
+    choice = decide_buffers(
+        memory_of(memory.folder, held_bytes=held),
+        wanted=options.buffers,
+        replicate=options.replicate and memory.several_hosts,
+        snapshot_bytes=sizes[host],
+        replica_bytes=max(sizes.values()),
+    )
+    told = gather_json([choice.per_rank, choice.replicate, choice.shortage], group=group)
+    return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
+
+
+def _agree_on_steps(memory: Memory, indices: list[int], parts: SavingParts, *, rank: int) -> list[int | None]:
+    """Of the snapshots that every rank holds in the same slot already. Collective: yes."""
+    own: dict[int, int] = {}
+    for held in look(memory.folder, host=0):
+        name = parse_slot_name(held.slot)
+        if name is not None and name.kind == "own" and name.rank == rank and held.facts.run == memory.run:
+            own[name.index] = held.facts.step
+    told = gather_json([own.get(index) for index in indices], group=parts.group)
+    rows = [row for row in told if isinstance(row, list)]
+    steps: list[int | None] = []
+    for place in range(len(indices)):
+        column = [row[place] for row in rows]
+        step = column[0]
+        steps.append(step if isinstance(step, int) and all(value == step for value in column) else None)
+    return steps

@@ -1,0 +1,331 @@
+"""How the loop saves: through snapshots in host memory that a keeper writes out, or while training waits."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.exchange import from_first, gather_json
+from elastictrain.checkpoint.failed_saves import FailedSaves
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.memory.choice import SlotBook
+from elastictrain.checkpoint.snapshot.boxes import local_part
+from elastictrain.checkpoint.snapshot.snapshots import Snapshots
+from elastictrain.errors import CheckpointError, StorageError
+from elastictrain.events import CheckpointFailed, Event
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.train.cadence import SaveReason
+from elastictrain.train.state import TrainState
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+
+
+class Saving(Protocol):
+    """What the loop asks for. All ranks call alike."""
+
+    @property
+    def num_notes(self) -> int:
+        """How many flags ride on each step's reduction."""
+
+    @property
+    def needs_settled(self) -> bool:
+        """Whether a step has to be settled before it can be saved."""
+
+    def notes(self, step: int) -> tuple[bool, ...]:
+        """What this rank has to say when it begins a step."""
+
+    def hear(self, step: int, notes: Sequence[bool]) -> None:
+        """What any rank had to say when the step began; the same on all. Raises: SavesFailingError."""
+
+    def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
+        """The step is launched. `reason`: it is to become durable. Raises: SavesFailingError."""
+
+    def settled(self, step: int) -> None:
+        """The counters of a step are known."""
+
+    def before_update(self) -> None:
+        """The state is about to change."""
+
+    def save_now(self, step: int, reason: SaveReason) -> None:
+        """Save, and return when it is durable. Collective: yes. Raises: SavesFailingError."""
+
+    def close(self, *, finished: bool) -> None:
+        """No more saves. `finished`: the run is complete, and needs no memory any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingParts:
+    """What both ways of saving work with."""
+
+    checkpointer: Checkpointer
+    state: TrainState
+    global_batch: int
+    group: dist.ProcessGroup | None
+    """The control group."""
+
+    rank: int
+    max_failed_saves: int
+    save_timeout_s: float
+    whereabouts: Whereabouts
+    flush_records: Callable[[], None]
+    record: Callable[[Event], None]
+    say: Callable[[str], None]
+
+
+class SynchronousSaving:
+    """Training waits for each checkpoint."""
+
+    num_notes = 0
+    needs_settled = True
+
+    def __init__(self, parts: SavingParts) -> None:
+        self._parts = parts
+        self._failed = FailedSaves(parts.max_failed_saves)
+
+    def notes(self, step: int) -> tuple[bool, ...]:
+        return ()
+
+    def hear(self, step: int, notes: Sequence[bool]) -> None:
+        pass
+
+    def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
+        if reason is not None:
+            self._try(step, reason)
+
+    def settled(self, step: int) -> None:
+        pass
+
+    def before_update(self) -> None:
+        pass
+
+    def save_now(self, step: int, reason: SaveReason) -> None:
+        while not self._try(step, reason):
+            pass
+
+    def close(self, *, finished: bool) -> None:
+        pass
+
+    def _try(self, step: int, reason: SaveReason) -> bool:
+        parts = self._parts
+        parts.whereabouts.enter(Phase.SAVE, step=step)
+        # What the checkpoint covers is never done again, so its records must not be lost with this process.
+        parts.flush_records()
+        try:
+            parts.checkpointer.save(
+                step,
+                tensors=parts.state.tensors(),
+                state=parts.state.scalars(step, global_batch=parts.global_batch),
+                reason=reason,
+            )
+        except (CheckpointError, StorageError) as error:
+            self._failed = self._failed.failed()
+            if parts.rank == 0:
+                tell_failure(parts, step, error=str(error), in_a_row=self._failed.in_a_row)
+            self._failed.check(error)
+            return False
+        self._failed = self._failed.succeeded()
+        return True
+
+
+def tell_failure(parts: SavingParts, step: int, *, error: str, in_a_row: int) -> None:
+    """As the rank that speaks: record and show that a save failed."""
+    parts.record(CheckpointFailed(step=step, error=error, in_a_row=in_a_row))
+    parts.say(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
+
+
+class SnapshotSaving:
+    """Snapshots between steps; a keeper makes them durable. Where that does not work any more, training waits instead."""
+
+    def __init__(
+        self,
+        parts: SavingParts,
+        snapshots: Snapshots,
+        link: KeeperLink,
+        *,
+        slots: Sequence[int],
+        steps: Sequence[int | None],
+        every_steps: int,
+        unusable: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`slots`: their numbers on this rank. `steps`: of the snapshots that all ranks hold in them already. `unusable`: why
+        this rank can take no snapshots, if so."""
+        self._parts = parts
+        self._snapshots = snapshots
+        self._link = link
+        self._slots = slots
+        self._every_steps = every_steps
+        self._unusable = unusable
+        self._clock = clock
+        self._book = SlotBook(steps)
+        self._failed = FailedSaves(parts.max_failed_saves)
+        self._told_failures = 0
+        self._owed: SaveReason | None = None
+        self._saved_step = -1
+        self._num_started = 0
+        self._dropped_old = False
+        self._fallback: SynchronousSaving | None = None
+
+    @property
+    def num_notes(self) -> int:
+        return 2 * len(self._slots) + 3
+
+    @property
+    def needs_settled(self) -> bool:
+        return self._fallback is not None
+
+    def notes(self, step: int) -> tuple[bool, ...]:
+        if self._fallback is not None:
+            return (False,) * self.num_notes
+        due = self._owed is not None or (self._every_steps > 0 and (step + 1) % self._every_steps <= 1)
+        status = self._snapshots.status(due=due)
+        failed, saved = self._take_news()
+        busy, torn = [one.busy for one in status], [one.torn for one in status]
+        return (*busy, *torn, failed, saved, bool(self._unusable()))
+
+    def hear(self, step: int, notes: Sequence[bool]) -> None:
+        if self._fallback is not None:
+            return
+        count = len(self._slots)
+        self._book.hear(step, busy=notes[:count], torn=notes[count : 2 * count])
+        failed, saved, unusable = notes[2 * count :]
+        if saved:
+            self._failed = self._failed.succeeded()
+        if failed:
+            self._failed = self._failed.failed()
+            self._failed.check(CheckpointError("the log of rank 0 tells it"))
+        if unusable:
+            self._fall_back()
+
+    def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
+        if self._fallback is not None:
+            self._fallback.snapshot(step, reason=reason)
+            return
+        self._owed = reason or self._owed
+        if self._owed is None and not (self._every_steps and step % self._every_steps == 0):
+            return
+        place = self._book.choose()
+        if place is None:
+            return
+        self._begin(place, step, self._owed or "")
+        self._owed = None
+        if not self._dropped_old and self._num_started > 2:
+            # Before a third snapshot begins, one of this incarnation is whole on all ranks: older ones are of no use.
+            self._dropped_old = True
+            self._link.tell({"op": "old", "slots": sum(1 << slot for slot in self._slots)})
+
+    def settled(self, step: int) -> None:
+        self._snapshots.deliver(step, self._parts.state.scalars(step, global_batch=self._parts.global_batch))
+
+    def before_update(self) -> None:
+        # Also when no more snapshots are taken: the last one may still be on its way.
+        self._snapshots.before_update()
+
+    def save_now(self, step: int, reason: SaveReason) -> None:
+        parts = self._parts
+        parts.whereabouts.enter(Phase.SAVE, step=step)
+        while self._fallback is None:
+            place = self._wait_for_slot()
+            if place is None:
+                break
+            self._begin(place, step, reason)
+            self._snapshots.before_update()
+            self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
+            error = self._outcome(step)
+            if not error:
+                self._failed = self._failed.succeeded()
+                return
+            self._failed = self._failed.failed()
+            if parts.rank == 0:
+                tell_failure(parts, step, error=error, in_a_row=self._failed.in_a_row)
+            self._failed.check(CheckpointError(error))
+        (self._fallback or self._fall_back()).save_now(step, reason)
+
+    def close(self, *, finished: bool) -> None:
+        self._snapshots.close()
+        if finished:
+            self._link.finish(self._parts.save_timeout_s)
+        else:
+            self._link.close()
+
+    def _begin(self, place: int, step: int, reason: str) -> None:
+        parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}
+        self._snapshots.begin(place, step, reason=reason, parts=parts)
+        self._book.started(place, step)
+        self._num_started += 1
+
+    def _take_news(self) -> tuple[bool, bool]:
+        """Whether a save has failed, and whether one has succeeded, since this was asked before; rank 0 alone knows."""
+        failures, saved = self._link.take_failures(), self._link.take_saved()
+        if self._parts.rank != 0:
+            return False, False
+        in_a_row = self._failed.in_a_row
+        for one in saved:
+            self._saved_step = max(self._saved_step, one.step)
+            in_a_row = 0
+        for failure in failures:
+            in_a_row += 1
+            tell_failure(self._parts, failure.step, error=failure.error, in_a_row=in_a_row)
+        return bool(failures), bool(saved)
+
+    def _wait_for_slot(self) -> int | None:
+        """The slot for a snapshot that cannot be put off; None if some rank can take none. Collective: yes."""
+        deadline = self._clock() + self._parts.save_timeout_s
+        step = 1 << 62
+        while True:
+            status = self._snapshots.status(due=True)
+            late = bool(self._unusable()) or self._clock() > deadline
+            told = gather_json([[one.busy for one in status], [one.torn for one in status], late], group=self._parts.group)
+            busy, torn = [False] * len(self._slots), [False] * len(self._slots)
+            for of_rank in told:
+                assert isinstance(of_rank, list)  # noqa: S101
+                its_busy, its_torn, its_late = of_rank
+                if its_late:
+                    return None
+                busy = [a or bool(b) for a, b in zip(busy, its_busy, strict=True)]  # type: ignore[arg-type]
+                torn = [a or bool(b) for a, b in zip(torn, its_torn, strict=True)]  # type: ignore[arg-type]
+            self._book.hear(step, busy=busy, torn=torn)
+            place = self._book.choose()
+            if place is not None:
+                return place
+            time.sleep(_PAUSE_S)
+
+    def _outcome(self, step: int) -> str:
+        """Waits until the snapshot of a step is in storage; returns what went wrong, if so. Collective: yes."""
+        error = ""
+        try:
+            self._snapshots.wait(step, timeout_s=self._parts.save_timeout_s)
+        except CheckpointError as exception:
+            error = str(exception)
+        errors = [str(one) for one in gather_json(error, group=self._parts.group) if one]
+        if errors:
+            return errors[0]
+        return from_first(lambda: self._wait_for_keeper(step).encode(), group=self._parts.group).decode()
+
+    def _wait_for_keeper(self, step: int) -> str:
+        """As rank 0."""
+        deadline = self._clock() + self._parts.save_timeout_s
+        while self._clock() < deadline:
+            for saved in self._link.take_saved():
+                self._saved_step = max(self._saved_step, saved.step)
+            if self._saved_step >= step:
+                return ""
+            for failure in self._link.take_failures():
+                if failure.step == step:
+                    return failure.error
+                tell_failure(self._parts, failure.step, error=failure.error, in_a_row=self._failed.in_a_row + 1)
+            self._link.wait_for_news(_PAUSE_S)
+        return f"it was not durable within {self._parts.save_timeout_s:g} s"
+
+    def _fall_back(self) -> SynchronousSaving:
+        if self._parts.rank == 0:
+            reason = self._unusable() or "another rank can take no snapshots"
+            self._parts.say(f"no more snapshots in host memory ({reason}): checkpoints are written while training waits")
+        self._fallback = SynchronousSaving(self._parts)
+        return self._fallback

@@ -1,0 +1,287 @@
+"""Replicas are sent in rounds, again if need be, and nothing that goes wrong lasts longer than it must."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.memory.records import store_digests
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.peers.pace import PaceOptions
+from elastictrain.checkpoint.peers.replicator import Replicator, ReplicatorOptions, Reports
+from elastictrain.checkpoint.peers.roster import Peer
+from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, facts_of, fill_slot, host, line_to, put_of
+
+FAST = PaceOptions(first=1e9)
+OPTIONS = ReplicatorOptions(
+    deadline_s=10.0, quiet_most_s=0.2, first_pause_s=0.05, longest_pause_s=0.1, pace=FAST, limits=LIMITS
+)
+
+
+class Desk:
+    """Hears what a replicator tells, and lets tests wait for it."""
+
+    def __init__(self) -> None:
+        self.replicated: list[tuple[int, int, int]] = []
+        self.failed: list[tuple[int, int, str]] = []
+        self._changed = threading.Condition()
+
+    @property
+    def reports(self) -> Reports:
+        return Reports(
+            replicated=lambda rank, step, size_bytes, seconds: self._add(self.replicated, (rank, step, size_bytes)),
+            failed=lambda rank, step, error: self._add(self.failed, (rank, step, error)),
+        )
+
+    def wait(self, until: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+        with self._changed:
+            assert self._changed.wait_for(until, limit_s), (self.replicated, self.failed)
+
+    def wait_replicated(self, *steps: tuple[int, int]) -> None:
+        self.wait(lambda: {(rank, step) for rank, step, _ in self.replicated} >= set(steps))
+
+    def _add(self, where: list, what: tuple) -> None:  # type: ignore[type-arg]
+        with self._changed:
+            where.append(what)
+            self._changed.notify_all()
+
+
+@contextmanager
+def replicating(
+    folder: Path, buddy: Peer, desk: Desk, *, ranks: tuple[int, ...] = (0,), options: ReplicatorOptions = OPTIONS
+) -> Iterator[Replicator]:
+    own = Peer("a", "127.0.0.1", 1, ranks, 0)
+    replicator = Replicator(str(folder), own=own, buddy=buddy, token=TOKEN, reports=desk.reports, options=options)
+    replicator.start()
+    try:
+        yield replicator
+    finally:
+        assert replicator.close()
+
+
+@pytest.fixture
+def a(tmp_path: Path) -> Path:
+    folder = tmp_path / "a"
+    folder.mkdir(mode=0o700)
+    return folder
+
+
+@pytest.fixture
+def b(tmp_path: Path) -> Iterator[Host]:
+    with host(tmp_path / "b", kept=(0, 1)) as found:
+        yield found
+
+
+def offer(replicator: Replicator, folder: Path, step: int, *, rank: int = 0, index: int = 0) -> bytearray:
+    name = f"own-r{rank:05d}-s{index}"
+    data = fill_slot(folder, name, facts_of(rank, step))
+    replicator.offer(name, facts_of(rank, step))
+    return data
+
+
+def test_what_is_offered_arrives(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk) as replicator:
+        for step in (1, 2, 3):
+            data = offer(replicator, a, step, index=step % 2)
+            desk.wait_replicated((0, step))
+            assert data in [b.data_of(slot) for slot in b.replicas()]
+        # What was sent is not sent again.
+        replicator.offer("own-r00000-s1", facts_of(0, 3))
+        offer(replicator, a, 4)
+        desk.wait_replicated((0, 4))
+    assert desk.replicated == [(0, step, LAYOUT.size_bytes) for step in (1, 2, 3, 4)]
+    assert desk.failed == []
+
+
+def test_rounds_wait_for_all_ranks_of_the_host(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk, ranks=(0, 1)) as replicator:
+        offer(replicator, a, 1, rank=0, index=0)
+        offer(replicator, a, 2, rank=0, index=1)
+        offer(replicator, a, 1, rank=1, index=0)
+        time.sleep(0.1)
+        assert desk.replicated == []
+        offer(replicator, a, 2, rank=1, index=1)
+        desk.wait_replicated((0, 2), (1, 2))
+    assert b.replicas() == {"replica-r00000-s0": 2, "replica-r00001-s0": 2}
+
+
+def test_the_newest_wins_while_the_buddy_is_away(a: Path, b: Host) -> None:
+    desk = Desk()
+    b.server.set_kept([])
+    with replicating(a, b.peer, desk) as replicator:
+        for step in (1, 2, 3):
+            offer(replicator, a, step, index=step % 2)
+            desk.wait(lambda step=step: desk.failed[-1:] != [] and desk.failed[-1][1] >= step - 1)  # type: ignore[misc]
+        b.server.set_kept([0])
+        desk.wait_replicated((0, 3))
+    assert [step for _, step, _ in desk.replicated] == [3]
+    assert b.replicas() == {"replica-r00000-s0": 3}
+
+
+def test_a_failure_is_told_once_and_tried_again(a: Path, b: Host) -> None:
+    desk = Desk()
+    b.server.set_kept([])
+    with replicating(a, b.peer, desk) as replicator:
+        offer(replicator, a, 1)
+        desk.wait(lambda: desk.failed != [])
+        time.sleep(0.4)
+        assert len(desk.failed) == 1
+        assert "does not keep replicas of rank 0" in desk.failed[0][2]
+        b.server.set_kept([0])
+        desk.wait_replicated((0, 1))
+
+
+def test_a_buddy_that_comes_late(a: Path, b: Host, tmp_path: Path) -> None:
+    """The token of a new incarnation may reach the buddy a little later."""
+    desk = Desk()
+    b.server.set_token(b"of the incarnation before")
+    with replicating(a, b.peer, desk) as replicator:
+        offer(replicator, a, 1)
+        desk.wait(lambda: desk.failed != [])
+        assert f"b (127.0.0.1:{b.peer.port})" in desk.failed[0][2]
+        b.server.set_token(TOKEN)
+        desk.wait_replicated((0, 1))
+
+
+def test_digests_that_come_late(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk) as replicator:
+        fill_slot(a, "own-r00000-s0", facts_of(), digests=False)
+        replicator.offer("own-r00000-s0", facts_of())
+        time.sleep(0.15)
+        assert (desk.replicated, desk.failed) == ([], [])
+        store_digests(str(a / "own-r00000-s0"), facts_of(), put_of(facts_of())[0].digests)
+        desk.wait_replicated((0, 1))
+
+
+def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk) as replicator:
+        fill_slot(a, "own-r00000-s0", facts_of(step=1))
+        slot = Slot.make(str(a / "own-r00000-s0"), size_bytes=LAYOUT.size_bytes)
+        assert slot.lock(shared=False)
+        replicator.offer("own-r00000-s0", facts_of(step=1))
+        time.sleep(0.1)
+        slot.close()
+        replicator.offer("own-r00000-s1", facts_of(step=2))
+        time.sleep(0.1)
+        offer(replicator, a, 3)
+        desk.wait_replicated((0, 3))
+    assert [step for _, step, _ in desk.replicated] == [3]
+    assert desk.failed == []
+
+
+def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> None:
+    desk, slow = Desk(), replace(OPTIONS, pace=PaceOptions(first=1e6))
+    with replicating(a, b.peer, desk, ranks=(0, 1), options=slow) as replicator:
+        for rank in (0, 1):
+            offer(replicator, a, 1, rank=rank)
+        slots = [Slot.open(str(a / f"own-r0000{rank}-s0")) for rank in (0, 1)]
+        deadline = time.monotonic() + 5
+        # Of both ranks, though the second one's turn is far off.
+        while slots[1].lock(shared=False):
+            slots[1].unlock()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert not slots[0].lock(shared=False)
+        began = time.monotonic()
+        assert replicator.close()
+        assert time.monotonic() - began < 1
+        for slot in slots:
+            assert slot.lock(shared=False)
+            slot.close()
+    assert (desk.replicated, desk.failed) == ([], [])
+    assert b.replicas() == {}
+
+
+def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.1, pace=PaceOptions(first=1e6))) as replicator:
+        offer(replicator, a, 1)
+        desk.wait(lambda: desk.failed != [])
+        assert "a replica took longer than 0.1 s at 1 MB/s" in desk.failed[0][2]
+    assert b.replicas() == {}
+
+
+def test_a_line_that_breaks(a: Path, b: Host) -> None:
+    desk = Desk()
+    with line_to(b.peer) as line:
+        line.cut_at["there"] = 1_500_000
+        with replicating(a, line.peer, desk) as replicator:
+            offer(replicator, a, 1)
+            desk.wait_replicated((0, 1))
+            assert len(desk.failed) == 1
+            assert line.connections == 2
+
+
+def test_a_damaged_snapshot_is_told_of_and_does_not_stop_newer_ones(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk) as replicator:
+        fill_slot(a, "own-r00000-s0", facts_of(step=1))
+        slot = Slot.make(str(a / "own-r00000-s0"), size_bytes=LAYOUT.size_bytes)
+        with slot.data as data:
+            data[LAYOUT.starts[1] + 5000] ^= 1
+        slot.close()
+        replicator.offer("own-r00000-s0", facts_of(step=1))
+        desk.wait(lambda: desk.failed != [])
+        assert "i00001-aa-r00000-001.safetensors: bytes [" in desk.failed[0][2]
+        offer(replicator, a, 2, index=1)
+        desk.wait_replicated((0, 2))
+
+
+def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk) as replicator:
+        fill_slot(a, "own-r00000-s0", facts_of())
+        (a / f"layout-{LAYOUT.digest}.json").unlink()
+        replicator.offer("own-r00000-s0", facts_of())
+        desk.wait(lambda: desk.failed != [])
+        assert "layout-" in desk.failed[0][2]
+
+
+def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host) -> None:
+    desk, options = Desk(), replace(OPTIONS, quiet_most_s=30.0)
+    with replicating(a, b.peer, desk, options=options) as replicator:
+        replicator.step_took(0.1)
+        offer(replicator, a, 1)
+        time.sleep(0.1)
+        assert desk.replicated == []
+        for _ in range(FAST.baseline - 1):
+            replicator.step_took(0.1)
+        desk.wait_replicated((0, 1))
+    with replicating(a, b.peer, desk) as replicator:
+        replicator.step_took(0.1)
+        offer(replicator, a, 2)
+        desk.wait_replicated((0, 2))
+
+
+def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host) -> None:
+    desk, options = Desk(), replace(OPTIONS, pace=PaceOptions(first=5e5, least=1e5, window=4, baseline=2))
+    with replicating(a, b.peer, desk, options=options) as replicator:
+        for _ in range(2):
+            replicator.step_took(1.0)
+        offer(replicator, a, 1)
+        slot = Slot.open(str(a / "own-r00000-s0"))
+        deadline = time.monotonic() + 5
+        while slot.lock(shared=False):
+            slot.unlock()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        slot.close()
+        while replicator.rate == 5e5 and time.monotonic() < deadline:
+            replicator.step_took(1.1)
+            time.sleep(0.01)
+        assert replicator.rate == pytest.approx(1.25e5)
+
+
+def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
+    with replicating(a, b.peer, Desk()):
+        pass
+    own = Peer("a", "127.0.0.1", 1, (0,), 0)
+    assert Replicator(str(a), own=own, buddy=b.peer, token=TOKEN, reports=Desk().reports).close()
