@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = load(arguments)
     except ElasticTrainError as error:
         return complain(error, identity)
+    from elastictrain.distributed.device import start_device
+
+    start_device(config.parallel.backend, local_rank=identity.local_rank)
     from elastictrain.train.worker import Worker
 
     return Worker(config, identity, parent=parent).run()

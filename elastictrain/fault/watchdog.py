@@ -17,6 +17,20 @@ class Overdue:
 
     exit_code: int
     reason: str
+    show_stacks: bool = True
+    """Whether where its threads are tells a person anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostPeer:
+    """A process of the group is gone without a word; `since_s` is monotonic."""
+
+    name: str
+    since_s: float
+
+
+LOST_PATIENCE_S = 0.5
+"""How long a collective may take to notice by itself that a peer is gone. NCCL never does."""
 
 
 def bound_s(mark: Mark, options: FaultGroup) -> float:
@@ -33,12 +47,16 @@ def bound_s(mark: Mark, options: FaultGroup) -> float:
     return options.init_timeout_s
 
 
-def judge(mark: Mark, *, now_s: float, stop: StopRequest | None, options: FaultGroup) -> Overdue | None:
+def judge(
+    mark: Mark, *, now_s: float, stop: StopRequest | None, options: FaultGroup, lost: LostPeer | None = None
+) -> Overdue | None:
     """Whether this process must end now. `now_s` is on the clock of `mark.since_s`."""
     silent_s = now_s - mark.since_s
     limit_s = bound_s(mark, options)
     if silent_s > limit_s:
         return Overdue(EXIT_TRANSPORT, f"no progress for {silent_s:.1f} s in {mark} (limit {limit_s:g} s)")
+    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > LOST_PATIENCE_S:
+        return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
     if stop is None or mark.phase in (Phase.SAVE, Phase.END):
         return None
     # A survivor of a dead group hangs in a collective that nobody will join, and torchrun waits half a minute for it.
@@ -65,13 +83,15 @@ class Watchdog:
         mark: Callable[[], Mark],
         stop: Callable[[], StopRequest | None],
         end: Callable[[Overdue], None],
+        lost: Callable[[], LostPeer | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
-        interval_s: float = 0.2,
+        interval_s: float = 0.1,
     ) -> None:
         self._options = options
         self._mark = mark
         self._stop = stop
         self._end = end
+        self._lost = lost
         self._clock = clock
         self._interval_s = interval_s
         self._closed = threading.Event()
@@ -90,7 +110,7 @@ class Watchdog:
         while not self._closed.wait(self._interval_s):
             # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
             mark = self._mark()
-            overdue = judge(mark, now_s=self._clock(), stop=self._stop(), options=self._options)
+            overdue = judge(mark, now_s=self._clock(), stop=self._stop(), options=self._options, lost=self._lost())
             if overdue is not None:
                 self._end(overdue)
                 return

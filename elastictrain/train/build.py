@@ -46,10 +46,14 @@ class Built:
     close_observer: Callable[[], None]
     show_sample: Callable[[], None]
 
-    def close(self, *, finished: bool = False) -> None:
+    def close(self, *, finished: bool) -> None:
         """End the loader's workers and everything that writes. `finished`: the run is complete."""
-        self.loader.close()
         self.loop.saving.close(finished=finished)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The same after a failure: the keeper finds out by itself that this worker is gone, and tells the others."""
+        self.loader.close()
         if self.loop.ledger is not None:
             self.loop.ledger.close()
         self.close_observer()

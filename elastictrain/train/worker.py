@@ -22,7 +22,7 @@ from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
 from elastictrain.fault.speaker import TURN_S, must_speak
 from elastictrain.fault.stop import StopListener
-from elastictrain.fault.watchdog import Overdue, Watchdog
+from elastictrain.fault.watchdog import LostPeer, Overdue, Watchdog
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
@@ -50,6 +50,7 @@ class Worker:
             mark=lambda: self._whereabouts.mark,
             stop=lambda: self._stop.request,
             end=self._end_overdue,
+            lost=self._lost_peer,
         )
         self._prefix = LogPrefix(identity.rank, step=lambda: self._whereabouts.mark.step)
         self._ending = threading.Lock()
@@ -146,9 +147,14 @@ class Worker:
         try:
             heard = self._last_heard()
             sentence = overdue.reason + describe_heard(heard)
-            self._report(Meaning(overdue.exit_code, sentence, show_stack=True), stack=_all_stacks(), heard=heard)
+            stack = _all_stacks() if overdue.show_stacks else ""
+            self._report(Meaning(overdue.exit_code, sentence, show_stack=overdue.show_stacks), stack=stack, heard=heard)
         finally:
             os._exit(overdue.exit_code)
+
+    def _lost_peer(self) -> LostPeer | None:
+        lost = self._link.lost if self._link is not None else None
+        return LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else None
 
     def _limit_the_end(self, exit_code: int) -> None:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
@@ -177,7 +183,7 @@ class Worker:
             # Last, since it asks the library that may be what hangs.
             within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
             if self._built is not None:
-                within(self._config.fault.shutdown_grace_s / 2, self._built.close)
+                within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
 
     def _speaks(self, what: Meaning) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -78,8 +79,8 @@ class KeeperLink:
         self.pid = 0
         self.port = 0
         """Where other hosts reach the keeper; 0 until it has answered."""
-        self.lost_rank: int | None = None
-        """A rank of this host that is gone without a word."""
+        self.lost: tuple[int, float] | None = None
+        """A rank of this host that is gone without a word, and since when."""
         self._child: subprocess.Popen[bytes] | None = None
         self._started: list[float] = []
         self._thread = threading.Thread(target=self._run, name="keeper-link", daemon=True)
@@ -159,15 +160,10 @@ class KeeperLink:
             if self._starts:
                 self._send({"op": "finish"})
         self.close()
-        child = self._child
-        if child is not None:
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(timeout_s)
-        elif self._starts:
-            # Started by a worker that is no more.
-            deadline = self._clock() + timeout_s
-            while self._clock() < deadline and os.path.exists(f"/proc/{self.pid}"):  # noqa: PTH110
-                time.sleep(_PAUSE_S)
+        if self._starts and self.pid:
+            wait_for_end(self.pid, timeout_s=timeout_s)
+            if self._child is not None:
+                self._child.poll()
 
     def close(self) -> None:
         """Say goodbye; the keeper stays for whoever comes next."""
@@ -295,7 +291,7 @@ class KeeperLink:
                     self._unreleased.discard(step)
                     self._failures.append(SaveFailure(step, str(message["error"])))
                 case "lost":
-                    self.lost_rank = _count(message, "rank")
+                    self.lost = self.lost or (_count(message, "rank"), self._clock())
                 case other:
                     raise MalformedError(f"{other!r} is no message to a worker")
             self._changed.notify_all()
@@ -324,6 +320,20 @@ class KeeperLink:
             if lines:
                 return f"; its last words: {lines[-1]}"
         return ""
+
+
+def wait_for_end(pid: int, *, timeout_s: float) -> bool:
+    """Whether a process, one's own child or not, has ended within the time."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except OSError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(1e3 * timeout_s))
+    finally:
+        os.close(descriptor)
 
 
 def _count(message: Message, name: str) -> int:

@@ -1,0 +1,266 @@
+"""The checkpoint engine on GPUs of one host, under real training: what snapshots cost, persisting and restoring against raw
+file access, and the time from SIGKILL of a worker to the next new step.
+
+    python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
+
+import itertools
+
+from torchruns import events, kill, last_step, torchrun, wait_until  # noqa: E402
+
+WORLD = int(os.environ.get("WORLD", "2"))
+BASE = (
+    "recipe=llama_fsdp",
+    "data=stdlib",
+    "data.holdout_samples=0",
+    f"train.global_batch={4 * WORLD}",
+    "train.micro_batch=4",
+    "optim.schedule=constant",
+    "train.eval_every_steps=0",
+    "telemetry.tensorboard=false",
+    "checkpoint.every_steps=0",
+    "checkpoint.memory_dir=/dev/shm",
+    *os.environ.get("EXTRA", "").split(),
+)
+STREAMS = 3
+
+
+def say(**figures: object) -> None:
+    print(json.dumps(figures), flush=True)
+
+
+def train(run_dir: Path, *arguments: str, steps: int) -> None:
+    """Run to step `steps`, and end without the checkpoint at the end: the process tree is killed."""
+    with torchrun(
+        [*BASE, f"train.steps={10 * steps}", f"run.dir={run_dir}", *arguments],
+        world_size=WORLD,
+        folder=run_dir.parent / f"{run_dir.name}-log",
+    ) as run:
+        wait_until(lambda: last_step(run_dir) >= steps or run.process.poll() is not None, timeout_s=240, what=f"step {steps}")
+        if run.process.poll() is not None:
+            print(run.output()[-4000:], flush=True)
+
+
+def durations(run_dir: Path) -> dict[int, float]:
+    """Seconds of each step but the first 15, by its number."""
+    rows = list(events(run_dir, "step"))
+    return {b["step"]: b["time"] - a["time"] for a, b in itertools.pairwise(rows) if b["step"] > 15}
+
+
+def snapshots(folder: Path) -> None:
+    """Runs with and without snapshots every 10 steps, in turns."""
+    means: dict[str, list[float]] = {"with": [], "without": []}
+    for turn in range(2):
+        for kind, arguments in (("with", ("checkpoint.snapshot_every_steps=10",)), ("without", ("checkpoint.buffers=0",))):
+            run_dir = folder / f"{kind}-{turn}"
+            train(run_dir, *arguments, steps=75)
+            took = durations(run_dir)
+            window = [seconds for step, seconds in took.items() if 26 <= step <= 75]
+            means[kind].append(statistics.fmean(window))
+            if kind == "with":
+                report_snapshots(run_dir, took)
+    say(
+        what="throughput",
+        step_with_s=means["with"],
+        step_without_s=means["without"],
+        cost=statistics.fmean(means["with"]) / statistics.fmean(means["without"]) - 1,
+    )
+
+
+def report_snapshots(run_dir: Path, took: dict[int, float]) -> None:
+    taken = {row["step"]: row for row in events(run_dir, "snapshot")}
+    steps = [step for step in taken if step + 2 in took and step >= 20]
+    beside = {step + offset for step in steps for offset in (0, 1, 2)}
+    quiet = statistics.median(seconds for step, seconds in took.items() if step not in beside)
+    # A step is settled one step late, so what a snapshot costs may show in any of the three.
+    extra = [sum(took[step + offset] - quiet for offset in (0, 1, 2)) for step in steps if step in took]
+    during = statistics.median(took[step + 1] for step in steps)
+    rates = [row["bytes"] / row["copy_s"] / 1e9 for step, row in taken.items() if step in steps]
+    say(
+        what="snapshots",
+        taken=sorted(taken),
+        gb=next(iter(taken.values()))["bytes"] / 1e9 if taken else 0,
+        stall_loop_ms=[round(1e3 * row["stall_s"], 1) for row in taken.values()],
+        visible_ms=[round(1e3 * value, 1) for value in extra],
+        visible_median_ms=1e3 * statistics.median(extra),
+        quiet_step_s=quiet,
+        step_during_s=during,
+        slower=during / quiet - 1,
+        copy_gb_per_s=[round(rate, 1) for rate in rates],
+    )
+
+
+def persist(folder: Path) -> None:
+    """One checkpoint to disk while training, against raw writes; then a start from it, against raw reads."""
+    run_dir = folder / "persist"
+    train(run_dir, "checkpoint.every_steps=30", "checkpoint.snapshot_every_steps=0", steps=29)
+    with torchrun(
+        [*BASE, "train.steps=1000", "checkpoint.every_steps=20", f"run.dir={run_dir}-b"],
+        world_size=WORLD,
+        folder=folder / "persist-log",
+    ) as run:
+        wait_until(lambda: bool(events(Path(f"{run_dir}-b"), "checkpoint_saved")), timeout_s=200, what="a checkpoint")
+        run.kill_tree()
+    saved = events(Path(f"{run_dir}-b"), "checkpoint_saved")[0]
+    time.sleep(15)
+    size_bytes = saved["bytes"]
+    raw = [raw_write(folder, size_bytes) for _ in range(2)]
+    say(
+        what="persist",
+        gb=size_bytes / 1e9,
+        seconds=saved["seconds"],
+        gb_per_s=size_bytes / saved["seconds"]["write"] / 1e9,
+        raw_gb_per_s=[size_bytes / seconds / 1e9 for seconds in raw],
+        ratio=statistics.fmean(raw) / saved["seconds"]["write"],
+    )
+    restore(folder, Path(f"{run_dir}-b"))
+
+
+def restore(folder: Path, run_dir: Path) -> None:
+    newest = max((run_dir / "checkpoints").glob("step-*"))
+    for cold in (True, False):
+        raw_s = raw_read(newest, cold=cold)
+        if cold:
+            drop_cache(newest)
+        target = folder / f"restore-{cold}"
+        subprocess.run(["cp", "-al", str(run_dir), str(target)], check=True)
+        with torchrun(
+            [*BASE, "train.steps=1000", "checkpoint.buffers=0", f"run.dir={target}"],
+            world_size=WORLD,
+            folder=folder / f"restore-log-{cold}",
+        ) as run:
+            before = len(events(target, "resume"))
+            wait_until(
+                lambda target=target, before=before: len(events(target, "resume")) > before, timeout_s=120, what="resume"
+            )
+            run.kill_tree()
+        resume = events(target, "resume")[-1]
+        say(
+            what="restore from disk",
+            cold=cold,
+            resume={name: resume[name] for name in ("step", "tier", "bytes", "seconds")},
+            gb_per_s=resume["bytes"] / resume["seconds"]["read"] / 1e9,
+            raw_gb_per_s=resume["bytes"] / raw_s / 1e9,
+            ratio=raw_s / resume["seconds"]["read"],
+        )
+
+
+def raw_write(folder: Path, size_bytes: int) -> float:
+    """Seconds to write and sync that many bytes, in as many streams as the keeper uses."""
+    streams = STREAMS * WORLD
+    block = os.urandom(1 << 20) * 8
+
+    def write(index: int) -> None:
+        path = folder / f"raw-{index}"
+        with path.open("wb", buffering=0) as file:
+            for _ in range(size_bytes // streams // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(streams) as pool:
+        list(pool.map(write, range(streams)))
+    seconds = time.monotonic() - began
+    for index in range(streams):
+        (folder / f"raw-{index}").unlink()
+    return seconds
+
+
+def drop_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def raw_read(folder: Path, *, cold: bool) -> float:
+    """Seconds to read all shard files once, four threads per rank as a restore has."""
+    if cold:
+        drop_cache(folder)
+    pieces = [
+        (path, start) for path in sorted(folder.glob("*.safetensors")) for start in range(0, path.stat().st_size, 32 << 20)
+    ]
+
+    def read(piece: tuple[Path, int]) -> None:
+        descriptor = os.open(piece[0], os.O_RDONLY)
+        buffer = bytearray(32 << 20)
+        os.preadv(descriptor, [buffer], piece[1])
+        os.close(descriptor)
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(4 * WORLD) as pool:
+        list(pool.map(read, pieces))
+    return time.monotonic() - began
+
+
+def kill_one(folder: Path) -> None:
+    """SIGKILL of rank 1 after step 35, with the state in host memory."""
+    run_dir = folder / "killed"
+    with torchrun(
+        [*BASE, "train.steps=1000", "train.compile=false", f"run.dir={run_dir}"],
+        world_size=WORLD,
+        folder=folder / "kill-log",
+        max_restarts=3,
+    ) as run:
+        for wanted in (35, 75):
+            wait_until(lambda wanted=wanted: last_step(run_dir) >= wanted, timeout_s=150, what=f"step {wanted}")
+            highest = last_step(run_dir)
+            killed = time.time()
+            kill(run.workers()[-1])
+            wait_until(lambda highest=highest: last_step(run_dir) > highest + 3, timeout_s=120, what="the next steps")
+            after = [row for row in events(run_dir) if row["time"] > killed]
+            resume = next(row for row in after if row["event"] == "resume")
+            start = next(row for row in after if row["event"] == "start")
+            steps = [row for row in after if row["event"] == "step" and row["incarnation"] == start["incarnation"]]
+            new = [row for row in steps if row["step"] > highest]
+            say(
+                what="kill",
+                step_at_kill=highest,
+                failure_s=[round(row["time"] - killed, 2) for row in after if row["event"] == "failure"][:1],
+                start_s=start["time"] - killed,
+                phases=start["seconds"],
+                resume={name: resume[name] for name in ("step", "tier", "bytes", "seconds")},
+                resumed_s=resume["time"] - killed,
+                first_step_s=steps[0]["time"] - killed,
+                first_step=steps[0]["step"],
+                new_step_s=new[0]["time"] - killed if new else None,
+            )
+            losses: dict[int, list[float]] = {}
+            for row in events(run_dir, "step"):
+                losses.setdefault(row["step"], []).append(row["loss"])
+            repeated = {step: values for step, values in losses.items() if len(values) > 1}
+            say(what="repeated steps", losses=dict(sorted(repeated.items())))
+    print(run.output()[-3000:], flush=True)
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["snapshots", "persist", "kill"]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("DISK", "/tmp")) as name:
+        folder = Path(name)
+        for section, run in (("kill", kill_one), ("snapshots", snapshots), ("persist", persist)):
+            if section in wanted:
+                try:
+                    run(folder)
+                except AssertionError as error:
+                    say(what=section, error=str(error)[:2000])
+    subprocess.run(
+        "ls -la /dev/shm/elastictrain-*/* 2>/dev/null | head; ps aux | grep -c checkpoint.keeper", shell=True, check=False
+    )
+
+
+if __name__ == "__main__":
+    main()
