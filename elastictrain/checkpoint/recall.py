@@ -147,7 +147,7 @@ class Recall:
                 # Its keeper was killed before it came to this one.
                 slot = Slot.open(path)
                 try:
-                    digests = compute_digests(slot.data, layout, threads=_DIGEST_THREADS)
+                    digests = compute_digests(slot, layout, threads=_DIGEST_THREADS)
                 finally:
                     slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:

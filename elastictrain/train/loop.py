@@ -131,6 +131,7 @@ class Loop:
             if step == self._first_step:
                 self._parts.whereabouts.first_step_done()
                 self._parts.on_first_step()
+                saving.first_step_done()
             self._follow(step, following, saved=early)
             if agreed.stop and step < self._intervals.total_steps:
                 request = self._parts.stop_request()

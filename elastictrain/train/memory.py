@@ -157,7 +157,6 @@ def make_saving(
     steps = _agree_on_steps(memory, indices, parts, rank=identity.rank)
     device = started.group.device
     arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
-    arena.start()
     snapshots = Snapshots(
         arena,
         Copier(layout, changing=parts.state.changed_by_forward(), device=device),

@@ -37,6 +37,9 @@ class Saving(Protocol):
     def needs_settled(self) -> bool:
         """Whether a step has to be settled before it can be saved."""
 
+    def first_step_done(self) -> None:
+        """Start-up is over."""
+
     def notes(self, step: int) -> tuple[bool, ...]:
         """What this rank has to say when it begins a step."""
 
@@ -87,6 +90,9 @@ class SynchronousSaving:
     def __init__(self, parts: SavingParts) -> None:
         self._parts = parts
         self._failed = FailedSaves(parts.max_failed_saves)
+
+    def first_step_done(self) -> None:
+        pass
 
     def notes(self, step: int) -> tuple[bool, ...]:
         return ()
@@ -179,6 +185,9 @@ class SnapshotSaving:
     @property
     def needs_settled(self) -> bool:
         return self._fallback is not None
+
+    def first_step_done(self) -> None:
+        self._snapshots.make_room()
 
     def notes(self, step: int) -> tuple[bool, ...]:
         if self._fallback is not None:

@@ -4,6 +4,7 @@ file access, and the time from SIGKILL of a worker to the next new step.
     python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
 """
 
+import itertools
 import json
 import os
 import statistics
@@ -16,8 +17,6 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
-
-import itertools
 
 from torchruns import events, kill, last_step, torchrun, wait_until  # noqa: E402
 

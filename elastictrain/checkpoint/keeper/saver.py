@@ -214,11 +214,17 @@ class Saver:
             pinned, index = task
             file = pinned.layout.files(incarnation=job.incarnation, rank=pinned.facts.rank)[index]
             starts = {placed.item.key: pinned.layout.starts[index] + placed.start for placed in file.items}
-            data = pinned.slot.data
+            longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
+            buffer = memoryview(bytearray(longest))
 
             def source(item: Item) -> ByteReader:
                 start = starts[item.key]
-                return lambda begin, end: data[start + begin : start + end]
+
+                def read(begin: int, end: int) -> memoryview:
+                    pinned.slot.read_into(buffer[: end - begin], start=start + begin)
+                    return buffer[: end - begin]
+
+                return read
 
             return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source)
 

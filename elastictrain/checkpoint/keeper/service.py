@@ -192,7 +192,7 @@ class Keeper:
         digests = load_digests(pinned.slot.path, pinned.facts)
         try:
             if digests is None:
-                digests = compute_digests(pinned.slot.data, pinned.layout, threads=DIGEST_THREADS)
+                digests = compute_digests(pinned.slot, pinned.layout, threads=DIGEST_THREADS)
                 store_digests(pinned.slot.path, pinned.facts, digests)
         except OSError as error:
             logger.warning("the digests of %s cannot be kept: %s", pinned.slot.path, error)

@@ -18,6 +18,7 @@ from elastictrain.checkpoint.memory.layout import (
     digests_to_json,
     layout_from_bytes,
 )
+from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import InvalidCheckpointError
 
 _MOST_BYTES = 1 << 30
@@ -91,30 +92,32 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
         return None
 
 
-def compute_digests(data: memoryview, layout: RankLayout, *, threads: int) -> RankDigests:
-    """Digests of all bytes of a snapshot, files side by side."""
+def compute_digests(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
+    """Digests of all bytes of a snapshot, files side by side, in the memory of one chunk per thread. Raises: OSError."""
     starts = layout.starts
 
     def of_file(index: int) -> tuple[str, str, list[str]]:
         file: ShardFile = layout.template[index]
-        base = starts[index]
-        header = data[base : base + len(file.header)]
-        whole = xxhash.xxh3_128(header)
+        longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
+        buffer = memoryview(bytearray(max(longest, len(file.header))))
+
+        def read(begin: int, size_bytes: int) -> memoryview:
+            piece = buffer[:size_bytes]
+            slot.read_into(piece, start=starts[index] + begin)
+            return piece
+
+        header = read(0, len(file.header))
+        whole, header_digest = xxhash.xxh3_128(header), digest_of(header)
         chunks = []
         for placed in file.items:
             for chunk in placed.chunks:
-                begin = base + placed.start + chunk.begin
-                piece = data[begin : begin + chunk.size_bytes]
+                piece = read(placed.start + chunk.begin, chunk.size_bytes)
                 whole.update(piece)
                 chunks.append(digest_of(piece))
-        return whole.hexdigest(), digest_of(header), chunks
+        return whole.hexdigest(), header_digest, chunks
 
-    indices = range(len(layout.template))
-    if threads > 1 and len(indices) > 1:
-        with ThreadPoolExecutor(min(threads, len(indices)), thread_name_prefix="digest") as pool:
-            results = list(pool.map(of_file, indices))
-    else:
-        results = [of_file(index) for index in indices]
+    with ThreadPoolExecutor(max(1, min(threads, len(starts))), thread_name_prefix="digest") as pool:
+        results = list(pool.map(of_file, range(len(starts))))
     return RankDigests(
         tuple(whole for whole, _, _ in results),
         tuple(header for _, header, _ in results),

@@ -1,5 +1,6 @@
-"""One slot: a file in host memory with room for one snapshot of one rank, mapped by whoever reads or writes it."""
+"""One slot: a file in host memory with room for one snapshot of one rank; its writer maps it, others read it like a file."""
 
+import errno
 import fcntl
 import mmap
 import os
@@ -11,7 +12,7 @@ from elastictrain.errors import CheckpointError
 
 
 class Slot:
-    """A mapped slot.
+    """An open slot.
 
     Locks are flock's, which end with the process that holds them, however it ends: a writer holds the slot alone, readers
     share it.
@@ -20,10 +21,8 @@ class Slot:
     def __init__(self, path: str, *, descriptor: int, writable: bool) -> None:
         self.path = path
         self._descriptor = descriptor
-        size_bytes = os.fstat(descriptor).st_size
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self.map = mmap.mmap(descriptor, size_bytes, access=access)
-        self._view = memoryview(self.map)
+        self._access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map: mmap.mmap | None = None
         self.locked = False
 
     @classmethod
@@ -60,7 +59,7 @@ class Slot:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size < HEADER_BYTES:
-                raise OSError(0, "it is no slot", path)
+                raise OSError(errno.EINVAL, "it is no slot", path)
             return cls(path, descriptor=descriptor, writable=False)
         except BaseException:
             os.close(descriptor)
@@ -75,14 +74,30 @@ class Slot:
         return (named.st_dev, named.st_ino) == (own.st_dev, own.st_ino)
 
     @property
+    def map(self) -> mmap.mmap:
+        """The whole file in this process's memory. The first touch of each page takes longer than reading it."""
+        if self._map is None:
+            self._map = mmap.mmap(self._descriptor, os.fstat(self._descriptor).st_size, access=self._access)
+        return self._map
+
+    @property
     def data(self) -> memoryview:
-        """The snapshot's bytes."""
-        return self._view[HEADER_BYTES:]
+        """The snapshot's bytes, mapped."""
+        return memoryview(self.map)[HEADER_BYTES:]
+
+    def read_into(self, buffer: memoryview, *, start: int) -> None:
+        """Fill `buffer` with the snapshot's bytes from `start`. Raises: OSError, also if there are fewer."""
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], HEADER_BYTES + start + done)
+            if count == 0:
+                raise OSError(errno.EIO, "it ends too early", self.path)
+            done += count
 
     @property
     def facts(self) -> SnapshotFacts | None:
         """What is in the slot now, if it is whole."""
-        return read_header(self._view[:HEADER_BYTES])
+        return read_header(os.pread(self._descriptor, HEADER_BYTES, 0))
 
     def lock(self, *, shared: bool) -> bool:
         """Try to lock; False if somebody else holds the slot."""
@@ -100,18 +115,18 @@ class Slot:
 
     def begin(self) -> None:
         """From now on what is in the slot is torn. Only with the lock held alone."""
-        mark(self._view[:HEADER_BYTES], SlotState.WRITING)
+        mark(memoryview(self.map)[:HEADER_BYTES], SlotState.WRITING)
 
     def complete(self, facts: SnapshotFacts) -> None:
         """All bytes are in place: from now on it is a whole snapshot."""
-        page = self._view[:HEADER_BYTES]
+        page = memoryview(self.map)[:HEADER_BYTES]
         write_body(page, facts)
         mark(page, SlotState.COMPLETE)
 
     def close(self) -> None:
         """Unmap and let go."""
-        self._view.release()
-        # Tensors over the map keep it mapped until they go.
-        with suppress(BufferError):
-            self.map.close()
+        if self._map is not None:
+            # Tensors over the map keep it mapped until they go.
+            with suppress(BufferError):
+                self._map.close()
         os.close(self._descriptor)

@@ -5,11 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.errors import ObjectNotFoundError
+from elastictrain.errors import ObjectNotFoundError, TransientStorageError
 
 
 class FileBytes(Protocol):
@@ -33,9 +31,10 @@ class SlotFile:
 
     def read_into(self, buffer: memoryview, *, start: int) -> None:
         """A copy, so that nothing can change between its verification and its use."""
-        source = np.frombuffer(self.slot.data, dtype=np.uint8, count=len(buffer), offset=self.base + start)
-        # numpy lets other threads run while it copies; an assignment to a memoryview does not.
-        np.copyto(np.frombuffer(buffer, dtype=np.uint8), source)
+        try:
+            self.slot.read_into(buffer, start=self.base + start)
+        except OSError as error:
+            raise TransientStorageError(f"{self.slot.path} cannot be read: {error}") from error
 
 
 def files_in_slot(slot: Slot, layout: RankLayout, *, incarnation: str, rank: int) -> dict[str, FileBytes]:

@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,11 @@ from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 << 20
-"""Registered at a time: the driver serves nobody else meanwhile, about 20 ms."""
+SEGMENT_BYTES = 32 << 20
+"""Registered at a time: the driver serves nobody else meanwhile, about 10 ms."""
+
+_REST = 0.5
+"""Rest after each segment, as a share of the time that it took: training is under way by then."""
 
 
 class Arena:
@@ -48,7 +52,7 @@ class Arena:
     def close(self) -> None:
         """Unregister and unmap, after the last copy; what is in the slots stays."""
         self._stopped = True
-        if self._thread.is_alive():
+        if self._thread.ident is not None:
             self._thread.join()
         for address in self._registered:
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
@@ -81,12 +85,14 @@ class Arena:
         for begin in range(0, len(mapped), SEGMENT_BYTES):
             if self._stopped:
                 return
+            began = time.monotonic()
             code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
             if code != 0:
                 # Copies to memory that is not locked are slower, and right.
                 logger.warning("host memory cannot be page-locked (CUDA error %d), so snapshots take longer", code)
                 return
             self._registered.append(base + begin)
+            time.sleep(_REST * (time.monotonic() - began))
 
 
 def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:

@@ -29,6 +29,9 @@ class _Order:
     ready: torch.cuda.Event
     """The state is as it is to be copied."""
 
+    begun: torch.cuda.Event
+    """The first byte is about to be copied."""
+
     arrived: torch.cuda.Event
     """All of it is on the host."""
 
@@ -71,7 +74,8 @@ class Copier:
         self._issued = issued
         order: _Order | None = None
         if self._stream is not None:
-            order = _Order(torch.cuda.Event(), torch.cuda.Event(), issued)  # type: ignore[no-untyped-call]
+            timed = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            order = _Order(torch.cuda.Event(), *timed, issued)  # type: ignore[no-untyped-call]
             order.ready.record()
             self._arrived = order.arrived
 
@@ -83,9 +87,10 @@ class Copier:
                     target[base : base + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
                 if order is None:
                     self._copy_on_host(sources, target)
+                    seconds = time.monotonic() - began
                 else:
-                    self._copy_from_device(sources, target, order)
-                outcome = Copied(self._size_bytes, time.monotonic() - began)
+                    seconds = self._copy_from_device(sources, target, order)
+                outcome = Copied(self._size_bytes, seconds)
             except BaseException as error:  # noqa: BLE001  # the edge of the thread
                 outcome = error
             finally:
@@ -118,12 +123,14 @@ class Copier:
                 target[start : start + sources[index].numel()] = sources[index]
                 start += sources[index].numel()
 
-    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _Order) -> None:
+    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _Order) -> float:
+        """Returns the seconds that the device took, without the wait for the state to be ready."""
         stream = self._stream
         assert stream is not None  # noqa: S101
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(stream):
             stream.wait_event(order.ready)
+            order.begun.record(stream)
             for move in self._moves:
                 source = self._gathered(move, sources)
                 # Registration is counted from the beginning of the slot, its header included.
@@ -133,6 +140,7 @@ class Copier:
             order.arrived.record(stream)
         order.issued.set()
         order.arrived.synchronize()
+        return float(order.begun.elapsed_time(order.arrived)) / 1e3
 
     def _gathered(self, move: Move, sources: Sequence[Tensor]) -> Tensor:
         if len(move.tensors) == 1:

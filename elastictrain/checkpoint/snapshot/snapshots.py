@@ -88,6 +88,10 @@ class Snapshots:
         self._thread = threading.Thread(target=self._complete_all, name="snapshots", daemon=True)
         self._thread.start()
 
+    def make_room(self) -> None:
+        """Begin to make the slots, once the first step is through: until then the device has other things to do."""
+        self._arena.start()
+
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
         """Of each slot. A slot that is not busy is locked for this rank and stays so.
 
