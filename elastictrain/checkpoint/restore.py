@@ -13,7 +13,7 @@ from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.match import TensorFacts, describe_mismatch
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_file, verify_headers
+from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks, verify_headers
 from elastictrain.checkpoint.votes import Vote, vote_from_json
 from elastictrain.errors import ConfigError, ElasticTrainError
 
@@ -84,8 +84,12 @@ class Loader:
         return 0
 
     def _verify(self, folder: Folder, manifest: Manifest) -> int:
-        for file in manifest.files[self._rank :: self._world_size]:
-            verify_file(folder, file)
+        files = manifest.files[self._rank :: self._world_size]
+        verify_headers(folder, files)
+        # Headers and chunks are all that a file consists of, and chunks are read side by side.
+        names = {file.name for file in files}
+        chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks if chunk.file in names]
+        read_chunks(folder, chunks, take=lambda chunk, data: None)
         return 0
 
     def _load(self, folder: Folder, manifest: Manifest) -> int:

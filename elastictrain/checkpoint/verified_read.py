@@ -1,6 +1,7 @@
 """Reads parts of a checkpoint from a store and verifies every byte before handing it on. Free of torch."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
 
 logger = logging.getLogger(__name__)
 
-READ_THREADS = 4
+READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
 READ_BYTES = 16 * 2**20
 
 

@@ -8,12 +8,21 @@ from threading import Lock
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
+_SYNC_FILE_RANGE_WRITE = 2
 
 
 def write_all(descriptor: int, view: memoryview) -> None:
     """Writes every byte, in as many calls as it takes (Linux moves at most 2 GiB in one)."""
     while len(view) > 0:
         view = view[os.write(descriptor, view) :]
+
+
+def begin_writeback(descriptor: int, start: int, size_bytes: int) -> None:
+    """Asks the kernel to begin to write a range to disk, where it can; waits for nothing and promises nothing."""
+    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if sync_file_range is not None:
+        offset = ctypes.c_int64
+        sync_file_range(ctypes.c_int(descriptor), offset(start), offset(size_bytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
 def sync_folder(folder: str) -> None:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastictrain.storage.posix import DurableFolders, sync_folder, write_all
+from elastictrain.storage.posix import DurableFolders, begin_writeback, sync_folder, write_all
 from elastictrain.storage.store import Bytes
 from elastictrain.storage.temporaries import temporary_name, this_writer
 
 _GATHER_BYTES = 1 << 20
+_WRITEBACK_BYTES = 16 << 20
 _PRUNED_AT_MOST = 20
 """How often others may remove the new file's folder, as an empty one, between our making and using it."""
 
@@ -21,6 +22,7 @@ class UnfinishedFile:
         self._folder = os.path.dirname(path)  # noqa: PTH120
         self._temporary = f"{self._folder}/{temporary_name(this_writer())}"
         self._gathered = bytearray()
+        self._written = self._on_its_way = 0
         for chance in range(_PRUNED_AT_MOST):
             folders.make(self._folder)
             try:
@@ -39,6 +41,11 @@ class UnfinishedFile:
         else:
             self._flush()
             write_all(self._descriptor, view)
+            self._written += len(view)
+            if self._written - self._on_its_way >= _WRITEBACK_BYTES:
+                # The kernel would let gigabytes wait for the fsync, and the disk would be idle until then.
+                begin_writeback(self._descriptor, self._on_its_way, self._written - self._on_its_way)
+                self._on_its_way = self._written
 
     def finish(self, publish: Callable[[str, str], None]) -> None:
         """Makes the content durable, gives it its name by `publish(temporary, path)`, and makes the name durable."""
@@ -62,3 +69,4 @@ class UnfinishedFile:
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, bytearray()
         write_all(self._descriptor, memoryview(gathered))
+        self._written += len(gathered)

@@ -126,8 +126,8 @@ class Loop:
             if early:
                 self._save(step, following)
             if step == self._first_step or following.leave or following.evaluate or (following.save and not early):
-                carried = self._settle(pending)
-                pending = None
+                settled, pending = self._settle(pending), None
+                carried = Agreed(settled.stop, settled.save and following.save is None)
             if step == self._first_step:
                 self._parts.whereabouts.first_step_done()
                 self._parts.on_first_step()

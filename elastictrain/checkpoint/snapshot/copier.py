@@ -74,8 +74,8 @@ class Copier:
         self._issued = issued
         order: _Order | None = None
         if self._stream is not None:
-            timed = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-            order = _Order(torch.cuda.Event(), *timed, issued)  # type: ignore[no-untyped-call]
+            ready, begun, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
+            order = _Order(ready, begun, arrived, issued)
             order.ready.record()
             self._arrived = order.arrived
 

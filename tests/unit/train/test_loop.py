@@ -25,6 +25,7 @@ from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train.loop import Loop, LoopParts, StepReport
 from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.saving import SavingParts, SynchronousSaving
 from elastictrain.train.schedule import learning_rate
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, StepFacts
@@ -108,19 +109,35 @@ class World:
         model = nn.Linear(1, 1)
         state = TrainState(model, make_optimizer(model, self.config.optim), step=self.first)
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
+        whereabouts = Whereabouts()
+        observer = _Observer(self)
+        saving = SynchronousSaving(
+            SavingParts(
+                checkpointer=self,  # type: ignore[arg-type]
+                state=state,
+                global_batch=BATCH,
+                group=None,
+                rank=self.rank,
+                max_failed_saves=self.config.checkpoint.max_failed_saves,
+                save_timeout_s=1.0,
+                whereabouts=whereabouts,
+                flush_records=lambda: self.flushed.append(self.of(Step)),
+                record=self.events.append,
+                say=observer.say,
+            )
+        )
         parts = LoopParts(
             config=self.config,
             identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True),
             state=state,
             stepper=self,  # type: ignore[arg-type]
             micro_batches=repeat(None),  # type: ignore[arg-type]
-            checkpointer=self,  # type: ignore[arg-type]
+            saving=saving,
             evaluator=evaluator,  # type: ignore[arg-type]
             ledger=None,
-            observer=_Observer(self),
+            observer=observer,
             record=self.events.append,
-            flush_records=lambda: self.flushed.append(self.of(Step)),
-            whereabouts=Whereabouts(),
+            whereabouts=whereabouts,
             stop_request=lambda: self.request,
             on_first_step=self._count_first_step,
             tokens_per_sample=10,

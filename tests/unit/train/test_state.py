@@ -83,7 +83,7 @@ def test_handles_stay_those_of_the_shards_after_an_evaluation(group_of_one: dist
 def test_counters_survive_a_manifest() -> None:
     state = state_of(nn.Linear(2, 2))
     state.step, state.skips = 7, SkipCounts(1, 3)
-    scalars = state.scalars(global_batch=16)
+    scalars = state.scalars(state.step, global_batch=16)
     assert scalars["positions"] == 7 * 16
     restored = state_of(nn.Linear(2, 2))
     restored.adopt_scalars(scalars)
@@ -93,7 +93,7 @@ def test_counters_survive_a_manifest() -> None:
 @pytest.mark.parametrize("value", [None, -1, "7", 1.5])
 def test_a_manifest_without_a_counter_is_refused(value: object) -> None:
     state = state_of(nn.Linear(2, 2))
-    scalars = {**state.scalars(global_batch=1), "step": value}
+    scalars = {**state.scalars(state.step, global_batch=1), "step": value}
     with pytest.raises(InvalidCheckpointError, match="`step`"):
         state.adopt_scalars(scalars)  # type: ignore[arg-type]
 
