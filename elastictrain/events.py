@@ -168,6 +168,16 @@ class CheckpointSaved(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSlow(Event):
+    """A save is still under way after a time in which most are done; `trouble` is the last thing that storage complained of."""
+
+    event: ClassVar[str] = "checkpoint_slow"
+    step: int
+    seconds: float
+    trouble: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFailed(Event):
     """A save failed; the run goes on."""
 

@@ -113,6 +113,7 @@ def build(
             rank=identity.rank,
             max_failed_saves=config.checkpoint.max_failed_saves,
             save_timeout_s=config.fault.save_timeout_s,
+            finish_timeout_s=config.fault.shutdown_grace_s / 4,
             whereabouts=whereabouts,
             flush_records=flush_records,
             record=record,

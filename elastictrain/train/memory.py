@@ -19,7 +19,7 @@ from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, describe, least, memory_of
 from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.place import make_private, parse_slot_name, run_folder, run_name
+from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
@@ -154,7 +154,7 @@ def make_saving(
     if identity.local_rank == 0:
         memory.link.tell({"op": "replicate", "on": buffers.replicate})
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
-    steps = _agree_on_steps(memory, indices, parts, rank=identity.rank)
+    steps = _agree_on_steps(memory, indices, parts)
     device = started.group.device
     arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
     snapshots = Snapshots(
@@ -248,18 +248,15 @@ def _agree_on_buffers(
     return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
 
 
-def _agree_on_steps(memory: Memory, indices: list[int], parts: SavingParts, *, rank: int) -> list[int | None]:
-    """Of the snapshots that every rank holds in the same slot already. Collective: yes."""
-    own: dict[int, int] = {}
-    for held in look(memory.folder, host=0):
-        name = parse_slot_name(held.slot)
-        if name is not None and name.kind == "own" and name.rank == rank and held.facts.run == memory.run:
-            own[name.index] = held.facts.step
-    told = gather_json([own.get(index) for index in indices], group=parts.group)
-    rows = [row for row in told if isinstance(row, list)]
-    steps: list[int | None] = []
-    for place in range(len(indices)):
-        column = [row[place] for row in rows]
-        step = column[0]
-        steps.append(step if isinstance(step, int) and all(value == step for value in column) else None)
-    return steps
+def _agree_on_steps(memory: Memory, indices: list[int], parts: SavingParts) -> list[int | None]:
+    """Of the snapshots that every rank holds in the same slot already: only the one that was restored counts.
+
+    Collective: yes.
+    """
+    whole: list[JsonValue] = []
+    held = {one.slot: one.facts for one in look(memory.folder, host=0) if one.facts.run == memory.run}
+    for index in indices:
+        facts = held.get(str(SlotName("own", parts.rank, index)))
+        whole.append(facts is not None and facts.step == parts.state.step)
+    rows = [row for row in gather_json(whole, group=parts.group) if isinstance(row, list)]
+    return [parts.state.step if all(row[place] for row in rows) else None for place in range(len(indices))]

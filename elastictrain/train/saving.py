@@ -75,6 +75,9 @@ class SavingParts:
     rank: int
     max_failed_saves: int
     save_timeout_s: float
+    finish_timeout_s: float
+    """How long the end of the run may wait for its keeper's."""
+
     whereabouts: Whereabouts
     flush_records: Callable[[], None]
     record: Callable[[Event], None]
@@ -259,7 +262,7 @@ class SnapshotSaving:
     def close(self, *, finished: bool) -> None:
         self._snapshots.close()
         if finished:
-            self._link.finish(self._parts.save_timeout_s)
+            self._link.finish(self._parts.finish_timeout_s)
         else:
             self._link.close()
 
@@ -271,9 +274,11 @@ class SnapshotSaving:
 
     def _take_news(self) -> tuple[bool, bool]:
         """Whether a save has failed, and whether one has succeeded, since this was asked before; rank 0 alone knows."""
-        failures, saved = self._link.take_failures(), self._link.take_saved()
+        failures, saved, sayings = self._link.take_failures(), self._link.take_saved(), self._link.take_sayings()
         if self._parts.rank != 0:
             return False, False
+        for saying in sayings:
+            self._parts.say(saying)
         in_a_row = self._failed.in_a_row
         for one in saved:
             self._saved_step = max(self._saved_step, one.step)

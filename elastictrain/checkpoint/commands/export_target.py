@@ -15,13 +15,11 @@ from elastictrain.storage.store import Store
 class ExportTarget:
     """A folder (`file` is empty), or one file in it."""
 
+    url: str
+    """As the person wrote it."""
+
     store: Store
     file: str = ""
-
-    @property
-    def url(self) -> str:
-        """As the person wrote it."""
-        return f"{self.store.url}/{self.file}".rstrip("/")
 
     def clear(self) -> None:
         """Deletes what an export has written so far. Raises: StorageError."""
@@ -38,7 +36,7 @@ def folder_target(url: str) -> ExportTarget:
     store = open_store(url)
     if (present := next(iter(store.list()), None)) is not None:
         raise UsageError(f"{store.url} must be empty, but holds {present.key}; choose another folder, or delete it")
-    return ExportTarget(store)
+    return ExportTarget(url, store)
 
 
 def file_target(url: str) -> ExportTarget:
@@ -52,4 +50,4 @@ def file_target(url: str) -> ExportTarget:
         raise UsageError(f"--to torch writes one file, but {url} is a folder; give a name such as {url}/checkpoint.pt")
     if is_there(store, name):
         raise UsageError(f"{url} must not exist, but does; choose another name, or delete it")
-    return ExportTarget(store, name)
+    return ExportTarget(url, store, name)

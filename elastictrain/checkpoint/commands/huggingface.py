@@ -62,7 +62,9 @@ def exporting_task(run: Store) -> ExportsHuggingFace:
     values, model = (value if isinstance(value := tree.get(name), dict) else {} for name in ("task", "model"))
     target = values.get("_target_")
     url = f"{run.url}/{CONFIG_NAME}"
-    cls, problems = find_task(str(target))
+    if not isinstance(target, str):
+        raise ConfigError([Problem(TARGET, f"must name the task of the run in {url}, but is {target!r}")])
+    cls, problems = find_task(target)
     if cls is None:
         raise _config_error(problems, url=url)
     if not callable(getattr(cls, "export_huggingface", None)):

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
+from elastictrain.checkpoint.second_look import is_there
 from elastictrain.errors import ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
@@ -38,12 +39,12 @@ def locate(url: str) -> Location:
             )
         return Location(open_store(run_url), name)
     run = open_store(url)
-    if _holds(run, ROOT):
+    if _has_checkpoints(run):
         return Location(run)
-    if name == ROOT and _holds(above_run := open_store(parent), ROOT):
+    if name == ROOT and _has_checkpoints(above_run := open_store(parent)):
         return Location(above_run)
     # A run writes its configuration first, and a checkpoint much later.
-    if not _holds(run, CONFIG_NAME):
+    if not is_there(run, CONFIG_NAME):
         raise ObjectNotFoundError(
             f"{run.url} must be the folder of a run or a checkpoint in it, but holds neither {ROOT}/ nor {CONFIG_NAME}"
         )
@@ -66,12 +67,5 @@ def split_url(url: str) -> tuple[str, str]:
     return os.path.basename(os.path.abspath(path)), os.path.normpath(f"{path}/..")  # noqa: PTH100, PTH119
 
 
-def _holds(store: Store, key: str) -> bool:
-    """Whether there is an object of that name, or any in a folder of that name."""
-    if next(iter(store.list(key)), None) is not None:
-        return True
-    try:
-        store.stat(key)
-    except ObjectNotFoundError:
-        return False
-    return True
+def _has_checkpoints(run: Store) -> bool:
+    return next(iter(run.list(ROOT)), None) is not None

@@ -65,7 +65,7 @@ def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads:
     count = size_bytes = 0
     with progress("deleting", total=len(shown), unit="folder") as advance:
         for deletion in again.deletions:
-            if deletion.folder in shown and _delete(location, deletion):
+            if deletion.folder in shown and delete_folder(location, deletion):
                 count += 1
                 size_bytes += again.bytes_of(deletion.folder)
             advance(1)
@@ -112,8 +112,8 @@ def _verify_newest(newest: Surveyed, *, threads: int) -> None:
         raise InvalidCheckpointError(_refusal(newest, f"damaged: {file.name}: {file.problems[0]}"))
 
 
-def _delete(location: Location, deletion: Deletion) -> bool:
-    """Whether the folder was deleted."""
+def delete_folder(location: Location, deletion: Deletion) -> bool:
+    """Whether the folder was deleted; it is not if it has become a checkpoint since it was listed. Raises: StorageError."""
     run = location.run
     if MANIFEST_NAME not in deletion.files and is_there(run, key_of(deletion.folder, MANIFEST_NAME)):
         note(f"{deletion.folder} is not deleted: its manifest has appeared meanwhile")
@@ -133,7 +133,7 @@ def _text(plan: Plan, *, url: str) -> str:
     ]
     total = sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions)
     stay = len(plan.folders) - len(plan.deletions)
-    end = f"{plural(len(rows), 'folder')}, {size_text(total)}; {stay} stay, the newest of them {plan.newest.name}"
+    end = f"{plural(len(rows), 'folder')}, {size_text(total)}; left: {plural(stay, 'folder')}, newest checkpoint {plan.newest.name}"
     return f"{url}\n{table(('to delete', 'size', 'what'), rows, right=('size',))}\n{end}"
 
 

@@ -9,14 +9,14 @@ import time
 from contextlib import suppress
 
 from elastictrain.checkpoint.keeper.facts import load_facts
+from elastictrain.checkpoint.keeper.leftovers import clear_folder, sweep
 from elastictrain.checkpoint.keeper.messages import LOCK_NAME
-from elastictrain.checkpoint.keeper.service import Keeper, clear_folder
+from elastictrain.checkpoint.keeper.service import Keeper
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
 
-_STALE_S = 3600.0
 _LOCK_WAIT_S = 30.0
 _NICENESS = 5
 
@@ -69,33 +69,6 @@ def _take_lock(folder: str, *, wait_s: float = _LOCK_WAIT_S) -> int:
         os.close(descriptor)
         time.sleep(0.05)
     return -1
-
-
-def sweep(parent: str, *, now: float | None = None) -> list[str]:
-    """Removes folders of other runs whose keeper and workers were all killed long ago; returns their paths."""
-    removed = []
-    with suppress(OSError):
-        for entry in list(os.scandir(parent)):
-            with suppress(OSError):
-                age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
-                if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S and _abandoned(entry.path):
-                    clear_folder(entry.path)
-                    removed.append(entry.path)
-    return removed
-
-
-def _abandoned(folder: str) -> bool:
-    try:
-        descriptor = os.open(f"{folder}/{LOCK_NAME}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
 
 
 if __name__ == "__main__":

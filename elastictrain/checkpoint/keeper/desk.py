@@ -33,7 +33,7 @@ class Desk:
     """By rank: the step of its newest whole snapshot in this incarnation."""
 
     saved_step: int = -1
-    """The newest step that is in storage."""
+    """The newest step of this incarnation that is in storage."""
 
     def move_to(self, station: Station) -> list[Pinned]:
         """A new incarnation: what still waited for ranks of the old one is given up."""
@@ -44,6 +44,8 @@ class Desk:
         self.station = station
         self.waiting.clear()
         self.newest.clear()
+        # It may go on from an older step than the one before it has saved.
+        self.saved_step = -1
         return given_up
 
     def arrived(self, pinned: Pinned) -> tuple[Pinned, ...]:
@@ -55,6 +57,10 @@ class Desk:
             del self.waiting[pinned.facts.step]
             return tuple(of_step[rank] for rank in self.station.ranks)
         return ()
+
+    def give_up(self, step: int) -> list[Pinned]:
+        """What waits for a step that will not be complete."""
+        return list(self.waiting.pop(step, {}).values())
 
     def overtaken(self) -> list[Pinned]:
         """Waiting snapshots of steps that some rank of this host has passed without them: they will never be complete."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
 from elastictrain.checkpoint.memory.inventory import Held
-from elastictrain.checkpoint.target import list_checkpoints
+from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.storage.store import Store
 
@@ -26,39 +26,54 @@ def still_there(store: Store) -> bool:
     return True
 
 
-def whole_steps(held: Sequence[Held], station: Station) -> list[int]:
-    """Steps of this incarnation that all ranks of this host have, newest first. Pure."""
-    ranks: dict[int, set[int]] = {}
+def whole_here(held: Sequence[Held], station: Station) -> list[tuple[Held, ...]]:
+    """The steps that could be saved with what this host holds, newest first, each in the order of its ranks. Pure.
+
+    A host that holds all ranks takes any incarnation: the last one may have ended before its first snapshot. One of several
+    hosts takes only the steps of the last incarnation, of which it knows the ranks that are its own.
+    """
+    found: dict[tuple[int, str, int], dict[int, Held]] = {}
     for one in held:
-        if one.facts.incarnation == station.incarnation and not one.replica:
-            ranks.setdefault(one.facts.step, set()).add(one.facts.rank)
-    return sorted((step for step, there in ranks.items() if there >= set(station.ranks)), reverse=True)
+        facts = one.facts
+        found.setdefault((facts.step, facts.incarnation, facts.world_size), {})[facts.rank] = one
+    whole = []
+    for (_, incarnation, world_size), ranks in sorted(found.items(), reverse=True, key=lambda pair: pair[0]):
+        ours = set(station.ranks) if incarnation == station.incarnation else set(range(world_size))
+        if ranks.keys() >= ours:
+            whole.append(tuple(ranks[rank] for rank in sorted(ours)))
+    return whole
 
 
 def choose_flush(
     store: Store,
     station: Station,
-    steps: Sequence[int],
+    held: Sequence[Held],
     *,
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> int | None:
-    """The step to save, if there is one that storage does not have.
+) -> tuple[Held, ...]:
+    """The snapshots of the step to save; none if storage has all that are whole.
 
     The leader takes its newest. The others wait for it to begin with a step that they have. Raises: StorageError.
     """
     committed = [folder.step for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
-    wanted = [step for step in steps if step > max(committed, default=-1)]
+    # What a deleted run of the same name left in memory has no events here.
+    known = {station.incarnation, *list_incarnations(store)}
+    wanted = [
+        one
+        for one in whole_here(held, station)
+        if one[0].facts.step > max(committed, default=-1) and one[0].facts.incarnation in known
+    ]
     if not wanted:
-        return None
-    if station.leader:
+        return ()
+    if wanted[0][0].facts.rank == 0:
         return wanted[0]
     deadline = clock() + limit_s
     while clock() < deadline:
         begun = steps_begun((info.key for info in store.list(PENDING)), incarnation=station.incarnation)
-        common = [step for step in wanted if step in begun]
+        common = [one for one in wanted if one[0].facts.step in begun]
         if common:
             return common[0]
         sleep(_PAUSE_S)
-    return None
+    return ()

@@ -71,11 +71,14 @@ class KeeperLink:
         self._roster: Message | None = None
         self._unseen: dict[int, int] = {}
         self._unreleased: set[int] = set()
+        self._unsaved: dict[int, float] = {}
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
+        self._sayings: list[str] = []
         self._closing = False
         self._broken = ""
         self._met = False
+        self._welcomed = False
         self.pid = 0
         self.port = 0
         """Where other hosts reach the keeper; 0 until it has answered."""
@@ -122,7 +125,8 @@ class KeeperLink:
             self._unseen[slot] = step
             if durable:
                 self._unreleased.add(step)
-            self._send({"op": "snapshot", "slot": slot, "step": step})
+                self._unsaved[step] = self._clock()
+            self._send(self._announcement(slot, step))
             if self._broken:
                 self._give_up()
 
@@ -145,8 +149,18 @@ class KeeperLink:
     def take_failures(self) -> list[SaveFailure]:
         """What failed since the last call."""
         with self._changed:
+            overdue = [step for step, since in self._unsaved.items() if self._clock() - since > self._facts.save_timeout_s]
+            if overdue and not self._broken:
+                # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
+                self._break(f"step {overdue[0]} was not durable within {self._facts.save_timeout_s:g} s")
             failures, self._failures = self._failures, []
             return failures
+
+    def take_sayings(self) -> list[str]:
+        """What a person should be told."""
+        with self._changed:
+            sayings, self._sayings = self._sayings, []
+            return sayings
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Until something was saved, failed or released, or the time is over."""
@@ -192,16 +206,13 @@ class KeeperLink:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing and not self._broken:
             try:
                 connection = self._connect()
                 self._talk(connection)
             except (OSError, MalformedError, CheckpointError) as error:
                 with self._changed:
-                    self._broken = f"the keeper of this host does not run: {error}{self._log_tail()}"
-                    self._give_up()
-                    self._changed.notify_all()
-                logger.warning("%s", self._broken)
+                    self._break(f"the keeper of this host does not run: {error}{self._log_tail()}")
                 return
 
     def _connect(self) -> socket.socket:
@@ -253,6 +264,7 @@ class KeeperLink:
         lines = Lines()
         with self._changed:
             self._socket = connection
+            self._welcomed = False
             self._send(self._hello)
         try:
             while data := connection.recv(65536):
@@ -263,12 +275,17 @@ class KeeperLink:
         finally:
             with self._changed:
                 self._socket = None
-                pid, closing = self.pid, self._closing
+                pid, closing, welcomed = self.pid, self._closing or bool(self._broken), self._welcomed
             connection.close()
-        if pid and not closing:
-            logger.warning("the keeper of this host (process %d) is gone; another one is started", pid)
-            if self._starts:
-                self._record(KeeperLost(pid=pid))
+        if closing:
+            return
+        if not welcomed:
+            # One that was about to end did not get to this connection any more.
+            time.sleep(_PAUSE_S)
+            return
+        logger.warning("the keeper of this host (process %d) is gone; another one is started", pid)
+        if self._starts:
+            self._record(KeeperLost(pid=pid))
 
     def _hear(self, message: Message) -> None:
         with self._changed:
@@ -285,18 +302,29 @@ class KeeperLink:
                 case "saved":
                     step = _count(message, "step")
                     self._unreleased.discard(step)
+                    self._unsaved.pop(step, None)
                     self._saved.append(Saved(step, str(message["checkpoint"]), _count(message, "bytes")))
                 case "failed":
                     step = _count(message, "step")
                     self._unreleased.discard(step)
+                    self._unsaved.pop(step, None)
                     self._failures.append(SaveFailure(step, str(message["error"])))
+                case "slow":
+                    trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
+                    seconds = float(_count(message, "seconds"))
+                    self._sayings.append(
+                        f"step {_count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
+                    )
                 case "lost":
                     self.lost = self.lost or (_count(message, "rank"), self._clock())
+                case "refused":
+                    raise CheckpointError(f"it refuses this worker: {message.get('reason')}")
                 case other:
                     raise MalformedError(f"{other!r} is no message to a worker")
             self._changed.notify_all()
 
     def _welcome(self, message: Message) -> None:
+        self._welcomed = True
         self.pid, self.port = _count(message, "pid"), _count(message, "port")
         # The other hosts know this port, so a successor is asked to take it over.
         self._hello = {**self._hello, "port": self.port}
@@ -305,7 +333,20 @@ class KeeperLink:
         if self._roster is not None:
             self._send(self._roster)
         for slot, step in self._unseen.items():
-            self._send({"op": "snapshot", "slot": slot, "step": step})
+            self._send(self._announcement(slot, step))
+
+    def _announcement(self, slot: int, step: int) -> Message:
+        return {"op": "snapshot", "slot": slot, "step": step, "durable": step in self._unreleased}
+
+    def _break(self, reason: str) -> None:
+        """No keeper is tried any more."""
+        self._broken = reason
+        logger.warning("%s", reason)
+        self._give_up()
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()
 
     def _give_up(self) -> None:
         """Nobody will look at what is waiting."""
@@ -313,6 +354,7 @@ class KeeperLink:
         for step in sorted(self._unreleased):
             self._failures.append(SaveFailure(step, self._broken))
         self._unreleased.clear()
+        self._unsaved.clear()
 
     def _log_tail(self) -> str:
         with suppress(OSError), open(f"{self._folder}/{LOG_NAME}", "rb") as log:  # noqa: PTH123

@@ -9,6 +9,7 @@ from elastictrain.checkpoint.manifest import JsonValue
 Message: TypeAlias = dict[str, JsonValue]
 
 LONGEST_BYTES = 1 << 20
+_MOST = 1 << 63
 SOCKET_NAME = "keeper.sock"
 LOCK_NAME = "keeper.lock"
 FACTS_NAME = "run.json"
@@ -52,9 +53,9 @@ def _message(line: bytes) -> Message:
 
 
 def count(message: Message, name: str) -> int:
-    """A field that must be a whole number >= 0. Raises: MalformedError."""
+    """A field that must be a whole number >= 0, and below 2^63. Raises: MalformedError."""
     value = message.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
         raise MalformedError(f"`{name}` of {message.get('op')!r} must be a count, but is {value!r}")
     return value
 

@@ -106,6 +106,7 @@ class Saver:
         self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every)
         self._jobs: queue.Queue[SaveJob | None] = queue.Queue()
         self._current: SaveJob | None = None
+        self._current_since_s = 0.0
         self._unfinished = 0
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -118,6 +119,12 @@ class Saver:
     def busy(self) -> bool:
         """Whether a job is waiting or being carried out."""
         return self._unfinished > 0
+
+    @property
+    def under_way(self) -> tuple[SaveJob, float] | None:
+        """The job that is being carried out, and for how many seconds."""
+        current = self._current
+        return (current, self._clock() - self._current_since_s) if current is not None else None
 
     def begin(self, job: SaveJob) -> None:
         """Carry out a job when its turn comes."""
@@ -133,6 +140,7 @@ class Saver:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
+            self._current_since_s = self._clock()
             self._current = job
             try:
                 self._carry_out(job)

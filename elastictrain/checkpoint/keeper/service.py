@@ -6,28 +6,32 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 
 from elastictrain.checkpoint.keeper.desk import Desk, Station
 from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.flush import choose_flush, still_there, whole_steps
+from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
 from elastictrain.checkpoint.keeper.journals import Journals
+from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
-from elastictrain.checkpoint.keeper.messages import LOCK_NAME, MalformedError, Message, count, text
+from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.trouble import LastTrouble
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
+from elastictrain.events import CheckpointSlow
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
+SLOW_S = 20.0
+"""A save that takes longer is told of; large ones on slow disks may."""
 DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
 
 
@@ -48,7 +52,11 @@ class Keeper:
         self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._num_digesting = 0
         self._ever = self._finished = self._flushed = False
+        self._slow_step = -1
+        self._trouble = LastTrouble()
+        logging.getLogger("elastictrain.storage").addHandler(self._trouble)
         self._handed_over: set[tuple[str, int]] = set()
+        self._tried: set[tuple[str, int]] = set()
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
         self._saver = Saver(
             store,
@@ -73,6 +81,7 @@ class Keeper:
             self._workers.turn(_TURN_S)
             while self._tasks:
                 self._tasks.popleft()()
+            self._watch_save()
             decision = decide(self._life())
             if decision == "flush":
                 self._flush()
@@ -84,6 +93,19 @@ class Keeper:
         self._workers.close()
         self._digesting.shutdown(wait=False, cancel_futures=True)
         self._pins.close()
+
+    def _watch_save(self) -> None:
+        """Tell of a save that takes long, once."""
+        under_way = self._saver.under_way
+        if under_way is None:
+            self._slow_step = -1
+            return
+        job, seconds = under_way
+        if seconds < SLOW_S or self._slow_step == job.step:
+            return
+        self._slow_step, trouble = job.step, self._trouble.take()
+        self._journals.record(job.incarnation, CheckpointSlow(step=job.step, seconds=seconds, trouble=trouble))
+        self._workers.tell({"op": "slow", "step": job.step, "seconds": round(seconds), "trouble": trouble or ""})
 
     def _life(self) -> Life:
         return Life(
@@ -107,7 +129,9 @@ class Keeper:
             case "snapshot":
                 if one.rank < 0 or one.incarnation != self._incarnation:
                     raise MalformedError("a snapshot was announced by a worker of no living incarnation")
-                self._take(one.rank, count(message, "slot"), count(message, "step"))
+                slot, step = count(message, "slot"), count(message, "step")
+                if (error := self._take(one.rank, slot, step)) and message.get("durable"):
+                    self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
             case "roster":
                 self._replicas.meet(message, self._desk.station)
                 self._workers.answer(one, {"op": "met"})
@@ -116,7 +140,9 @@ class Keeper:
             case "step":
                 self._replicas.step_took(count(message, "micros") / 1e6)
             case "old":
-                self._drop_old(count(message, "slots"))
+                if one.rank < 0 or one.incarnation != self._incarnation:
+                    raise MalformedError("slots were given up by a worker of no living incarnation")
+                self._drop_old(one.rank, count(message, "slots"))
             case "finish":
                 self._finished = True
             case "bye":
@@ -144,6 +170,7 @@ class Keeper:
             for pinned in self._desk.move_to(station):
                 self._pins.release(pinned)
             self._handed_over.clear()
+            self._tried.clear()
             self._journals.move_to(station)
         one.rank, one.incarnation = rank, station.incarnation
         self._ever, self._finished, self._flushed = True, False, False
@@ -168,34 +195,48 @@ class Keeper:
             if name.kind == "own" and name.rank == rank:
                 self._take(rank, name.index, None)
 
-    def _take(self, rank: int, index: int, step: int | None) -> None:
-        """Pin a snapshot, digest it, and see what is to be done with it."""
+    def _take(self, rank: int, index: int, step: int | None) -> str:
+        """Pin a snapshot, digest it, and see what is to be done with it; returns why it cannot be used, if so."""
         name = str(SlotName("own", rank, index))
+        error, pinned = f"{name} holds nothing whole", None
         try:
             pinned = self._pins.pin(name)
-        except (OSError, InvalidCheckpointError) as error:
-            logger.warning("%s cannot be read: %s", name, error)
-            return
+        except (OSError, InvalidCheckpointError) as exception:
+            error = f"{name} cannot be read: {exception}"
+        if step is not None:
+            # Also of one that is of no use: its worker waits for this before it uses the slot again.
+            self._workers.tell({"op": "seen", "slot": index, "step": step}, rank=rank)
         if pinned is None:
-            return
+            if step is not None:
+                logger.warning("%s", error)
+            return error
         facts = pinned.facts
         if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
             self._pins.release(pinned)
-            return
-        if step is not None:
-            self._workers.tell({"op": "seen", "slot": index, "step": step}, rank=rank)
+            return f"{name} holds another snapshot"
         self._num_digesting += 1
         self._digesting.submit(self._digest, pinned)
+        return ""
+
+    def _give_up(self, step: int, error: str) -> None:
+        """A step cannot become durable: whoever waits for it is told, and what of it is here is let go."""
+        for pinned in self._desk.give_up(step):
+            self._pins.release(pinned)
+        self._workers.tell({"op": "failed", "step": step, "error": error})
 
     def _digest(self, pinned: Pinned) -> None:
         """In the digesting thread."""
-        digests = load_digests(pinned.slot.path, pinned.facts)
+        digests = None
         try:
+            digests = load_digests(pinned.slot.path, pinned.facts)
             if digests is None:
                 digests = compute_digests(pinned.slot, pinned.layout, threads=DIGEST_THREADS)
                 store_digests(pinned.slot.path, pinned.facts, digests)
         except OSError as error:
             logger.warning("the digests of %s cannot be kept: %s", pinned.slot.path, error)
+        except Exception:
+            # The edge of the thread. Digests are computed once more when it is written.
+            logger.exception("%s cannot be digested", pinned.slot.path)
         self._later(lambda: self._on_digested(replace(pinned, digests=digests)))
 
     def _on_digested(self, pinned: Pinned) -> None:
@@ -216,7 +257,7 @@ class Keeper:
             self._pins.release(pinned)
         for given_up in self._desk.overtaken():
             self._pins.release(given_up)
-            self._workers.tell({"op": "released", "step": given_up.facts.step})
+            self._workers.tell({"op": "failed", "step": given_up.facts.step, "error": "a rank has no snapshot of this step"})
 
     def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
         self._desk.saved_step = max(self._desk.saved_step, job.step)
@@ -226,42 +267,50 @@ class Keeper:
     def _on_failed(self, job: SaveJob, error: str) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
         self._let_go(job)
+        # A step that cannot be put off comes again.
+        self._handed_over.discard((job.incarnation, job.step))
         if job.leader:
             self._workers.tell({"op": "failed", "step": job.step, "error": error})
 
-    def _drop_old(self, slots: int) -> None:
-        """All ranks have two whole snapshots in this incarnation: what older ones left is of no use."""
+    def _drop_old(self, rank: int, slots: int) -> None:
+        """All ranks have a whole snapshot of this incarnation: what older ones left is of no use. Each rank tells its slots."""
         station = self._desk.station
         if station is None:
             return
         for name in slot_names(self._folder):
-            if name.kind == "own" and (name.rank not in station.ranks or not slots >> name.index & 1):
+            unused = name.rank == rank and not slots >> name.index & 1
+            if name.kind == "own" and (unused or name.rank not in station.ranks):
                 remove_slot(self._folder, name)
         self._replicas.drop_others()
 
     def _flush(self) -> None:
-        """Everybody is gone, and so will host memory be: the newest whole step goes to storage."""
-        self._flushed = True
+        """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
         station = self._desk.station
-        if station is None or not still_there(self._store):
+        chosen = None
+        if station is not None and still_there(self._store):
+            own = [one for one in look(self._folder, host=0) if not one.replica and one.facts.run == self._facts.run]
+            own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
+            try:
+                chosen = choose_flush(self._store, station, own, limit_s=self._facts.grace_s)
+            except ElasticTrainError as error:
+                logger.warning("what is in memory only cannot be saved: %s", error)
+        if station is None or not chosen:
+            self._flushed = True
             return
-        held = look(self._folder, host=0)
-        try:
-            step = choose_flush(self._store, station, whole_steps(held, station), limit_s=self._facts.grace_s)
-        except ElasticTrainError as error:
-            logger.warning("what is in memory only cannot be saved: %s", error)
-            return
-        names = {one.facts.rank: one.slot for one in held if one.facts.step == step and not one.replica}
-        pinned = [self._pins.pin(names[rank]) for rank in station.ranks] if step is not None else []
+        self._tried.add((chosen[0].facts.incarnation, chosen[0].facts.step))
+        pinned = [self._pins.pin(one.slot) for one in chosen]
         snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned if one is not None)
-        if snapshots and len(snapshots) == len(station.ranks):
-            logger.warning("all workers are gone: step %d is saved from memory", step)
-            self._begin(SaveJob(snapshots, leader=station.leader, reason=snapshots[0].facts.reason or "flush"))
+        if [one.facts for one in snapshots] == [one.facts for one in chosen]:
+            logger.warning("all workers are gone: step %d is saved from memory", snapshots[0].facts.step)
+            self._begin(SaveJob(snapshots, leader=snapshots[0].facts.rank == 0, reason=snapshots[0].facts.reason or "flush"))
 
     def _begin(self, job: SaveJob) -> None:
         key = (job.incarnation, job.step)
         self._handed_over.add(key)
         self._held[key] = job.snapshots
+        if not self._workers.connections and not still_there(self._store):
+            self._on_failed(job, f"{self._store.url} was deleted")
+            return
         self._saver.begin(job)
 
     def _let_go(self, job: SaveJob) -> None:
@@ -269,22 +318,3 @@ class Keeper:
         for pinned in self._held.pop((job.incarnation, job.step), ()):
             self._pins.release(pinned)
         self._workers.tell({"op": "released", "step": job.step})
-
-
-def remove_slot(folder: str, name: SlotName) -> None:
-    """Delete a slot and what lies beside it; who has it mapped keeps its memory until then."""
-    for path in (f"{folder}/{name}", f"{folder}/{name}.digests"):
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108
-
-
-def clear_folder(folder: str) -> None:
-    """Remove everything of the run from host memory, the lock last."""
-    with suppress(FileNotFoundError):
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == LOCK_NAME):
-            with suppress(OSError):
-                os.unlink(entry.path)  # noqa: PTH108
-        with suppress(OSError):
-            os.rmdir(folder)  # noqa: PTH106
-    with suppress(OSError):
-        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120

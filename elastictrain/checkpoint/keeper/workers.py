@@ -60,7 +60,8 @@ class Workers:
         """Notice the end of a process; one that is gone already is not watched."""
         if pid in self._agents.values():
             return
-        with suppress(ProcessLookupError, OSError):
+        # A number that can be no process's overflows.
+        with suppress(OSError, OverflowError):
             descriptor = os.pidfd_open(pid)
             self._agents[descriptor] = pid
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
@@ -138,6 +139,8 @@ class Workers:
                 self._on_message(one, message)
         except MalformedError as error:
             logger.warning("a connection is closed: %s", error)
+            # A worker that is refused must not knock again and again.
+            self.answer(one, {"op": "refused", "reason": str(error)})
             self._drop(one)
 
     def _drop(self, one: Connection) -> None:

@@ -62,4 +62,7 @@ class SlotBook:
             return SlotView(None, whole=False, busy=self._busy[index])
         # What was said before the snapshot began says nothing about it.
         known = self._heard_step > step
+        if known and self._torn[index] and not self._busy[index]:
+            # It came to nothing on some rank, so it is of no use on any.
+            return SlotView(None, whole=False, busy=False)
         return SlotView(step, whole=known and not self._torn[index], busy=not known or self._busy[index])

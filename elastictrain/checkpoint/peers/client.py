@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
@@ -17,6 +18,13 @@ from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStor
 POOL_CONNECTIONS = 4
 
 
+class SnapshotBytes(Protocol):
+    """The bytes of a snapshot that is to be replicated, such as a slot."""
+
+    def read_into(self, buffer: memoryview, *, start: int) -> None:
+        """Fill `buffer` from offset `start`. Raises: OSError."""
+
+
 class PeerConnection:
     """A connection to one peer, made when it is first needed; for one thread at a time."""
 
@@ -25,6 +33,7 @@ class PeerConnection:
         self._token = token
         self._limits = limits or Limits()
         self._channel: Channel | None = None
+        self._broken_off = False
 
     def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
         """Fill `buffer` with bytes [start, start + len) of a snapshot; a connection that breaks is made anew, once.
@@ -43,12 +52,12 @@ class PeerConnection:
                 self.close()
                 raise self._error(what, str(error)) from error
 
-    def put(self, put: Put, data: memoryview, *, before_frame: Callable[[int], None]) -> bool:
+    def put(self, put: Put, source: SnapshotBytes, *, before_frame: Callable[[int], None]) -> bool:
         """Hand over a replica; False if the peer has it already, and nothing was sent.
 
         `before_frame` is called with the number of bytes before they are sent: it may wait, and break off by raising.
 
-        Raises: TransientStorageError naming host and address; whatever `before_frame` raises.
+        Raises: TransientStorageError naming host and address; whatever `source` and `before_frame` raise.
         """
         what = f"the replica of rank {put.facts.rank} at step {put.facts.step} cannot be kept"
         try:
@@ -56,7 +65,7 @@ class PeerConnection:
             channel.send_json(put_to_json(put), limit_s=self._limits.io_s)
             if not self._answer(channel, what, limit_s=self._limits.prepare_s).get("send"):
                 return False
-            self._send(channel, data, what=what, before_frame=before_frame)
+            self._send(channel, put.layout.size_bytes, source, what=what, before_frame=before_frame)
             self._answer(channel, what, limit_s=self._limits.io_s)
         except WireError as error:
             self.close()
@@ -68,7 +77,8 @@ class PeerConnection:
         return True
 
     def break_off(self) -> None:
-        """From another thread: what is on its way fails at once."""
+        """From another thread, for good: what is on its way fails at once."""
+        self._broken_off = True
         channel = self._channel
         if channel is not None:
             channel.break_off()
@@ -87,10 +97,20 @@ class PeerConnection:
         while filled < len(buffer):
             filled += channel.receive_data(buffer[filled:], limit_s=self._limits.io_s)
 
-    def _send(self, channel: Channel, data: memoryview, *, what: str, before_frame: Callable[[int], None]) -> None:
+    def _send(
+        self,
+        channel: Channel,
+        size_bytes: int,
+        source: SnapshotBytes,
+        *,
+        what: str,
+        before_frame: Callable[[int], None],
+    ) -> None:
+        buffer = memoryview(bytearray(min(FRAME_BYTES, size_bytes)))
         try:
-            for start in range(0, len(data), FRAME_BYTES):
-                part = data[start : start + FRAME_BYTES]
+            for start in range(0, size_bytes, FRAME_BYTES):
+                part = buffer[: size_bytes - start]
+                source.read_into(part, start=start)
                 before_frame(len(part))
                 if channel.has_something():
                     break
@@ -112,13 +132,15 @@ class PeerConnection:
             found = socket.create_connection((self._peer.address, self._peer.port), timeout=self._limits.connect_s)
         except OSError as error:
             raise self._error(what, f"no connection: {error.strerror or error}") from error
-        channel = Channel(found)
+        # Known from now on: `break_off` must reach the handshake, too.
+        channel = self._channel = Channel(found)
+        if self._broken_off:
+            raise WireError("it is broken off")
         try:
             introduce(channel, self._token, limit_s=self._limits.handshake_s)
         except BaseException:
-            channel.close()
+            self.close()
             raise
-        self._channel = channel
         return channel
 
     def _answer(self, channel: Channel, what: str, *, limit_s: float) -> dict[str, JsonValue]:

@@ -182,8 +182,7 @@ class Replicator:
         """For another attempt, unless newer ones have come."""
         with self._condition:
             for offer in offers:
-                if offer.facts.rank not in self._waiting:
-                    self._waiting = add_offer(self._waiting, offer)
+                self._waiting = add_offer(self._waiting, offer)
             self._not_before = time.monotonic() + pause_s
 
     def _carry_out(self, offers: tuple[Offer, ...]) -> None:
@@ -221,19 +220,18 @@ class Replicator:
         put = Put(facts, load_layout(self._folder, facts.layout), digests)
         began = time.monotonic()
         self._deadline = began + self._options.deadline_s
-        with slot.data as data:
-            try:
-                sent = self._connection.put(put, data, before_frame=self._before_frame)
-            except TransientStorageError:
-                # Closing breaks the connection off.
-                if self._closing.is_set():
-                    raise _ClosingError from None
-                raise
-            size_bytes = len(data) if sent else 0
+        try:
+            sent = self._connection.put(put, slot, before_frame=self._before_frame)
+        except TransientStorageError:
+            # Closing breaks the connection off.
+            if self._closing.is_set():
+                raise _ClosingError from None
+            raise
         with self._condition:
             known = self._sent.get(facts.rank) == facts
             self._sent[facts.rank] = facts
         if not known:
+            size_bytes = put.layout.size_bytes if sent else 0
             self._reports.replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
 
     def _before_frame(self, count: int) -> None:

@@ -151,17 +151,21 @@ class PeerServer:
             self._refuse(channel, "malformed", str(error))
             return
         with locked_snapshot(self._folder, get.key) as slot:
-            if slot is None or get.key.run != self._run:
+            if slot is None:
                 self._refuse(channel, "missing", f"{get.key} is not here")
                 return
             with slot.data as data:
-                end = get.start + get.length
-                if end > len(data):
-                    self._refuse(channel, "malformed", f"{get.key} has {len(data)} bytes, not {end}")
-                    return
-                channel.send_json({"ok": True}, limit_s=self._limits.io_s)
-                for start in range(get.start, end, FRAME_BYTES):
-                    channel.send_data(data[start : min(end, start + FRAME_BYTES)], limit_s=self._limits.io_s)
+                size_bytes = len(data)
+            end = get.start + get.length
+            if end > size_bytes:
+                self._refuse(channel, "malformed", f"{get.key} has {size_bytes} bytes, not {end}")
+                return
+            channel.send_json({"ok": True}, limit_s=self._limits.io_s)
+            buffer = memoryview(bytearray(min(FRAME_BYTES, get.length)))
+            for start in range(get.start, end, FRAME_BYTES):
+                part = buffer[: end - start]
+                slot.read_into(part, start=start)
+                channel.send_data(part, limit_s=self._limits.io_s)
 
     def _put(self, channel: Channel, message: dict[str, JsonValue]) -> None:
         receiving = False

@@ -83,6 +83,7 @@ class Snapshots:
         self._changed = threading.Condition()
         # Guarded by the condition.
         self._steps = steps
+        self._told_free = [False] * len(steps)
         self._taking: dict[int, _Taking] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._complete_all, name="snapshots", daemon=True)
@@ -93,7 +94,8 @@ class Snapshots:
         self._arena.start()
 
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
-        """Of each slot. A slot that is not busy is locked for this rank and stays so.
+        """Of each slot. A slot that is not busy is locked for this rank, and stays so at least until the next call is over: what is
+        said with one step is acted upon in the next.
 
         `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had.
         """
@@ -103,8 +105,9 @@ class Snapshots:
         if protected >= 0:
             if due and not any(free):
                 free[protected] = self._seize(protected)
-            else:
+            elif not self._told_free[protected]:
                 self._let_go(protected)
+        self._told_free = list(free)
         with self._changed:
             return tuple(
                 SlotStatus(busy=not free[place], torn=place in self._taking or step is None)
@@ -170,6 +173,10 @@ class Snapshots:
             step = self._steps[place]
             if slot is None or place in self._taking or (step is not None and self._link.needs(self._index(place), step)):
                 return False
+        if not slot.is_current():
+            # Somebody has emptied the folder: nobody would ever find what we put there.
+            self._arena.broken = f"{slot.path} was removed"
+            return False
         return slot.locked or slot.lock(shared=False)
 
     def _let_go(self, place: int) -> None:

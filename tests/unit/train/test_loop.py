@@ -120,6 +120,7 @@ class World:
                 rank=self.rank,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
                 save_timeout_s=1.0,
+                finish_timeout_s=1.0,
                 whereabouts=whereabouts,
                 flush_records=lambda: self.flushed.append(self.of(Step)),
                 record=self.events.append,
