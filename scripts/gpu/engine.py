@@ -62,12 +62,12 @@ def durations(run_dir: Path) -> dict[int, float]:
 def snapshots(folder: Path) -> None:
     """Runs with and without snapshots every 10 steps, in turns."""
     means: dict[str, list[float]] = {"with": [], "without": []}
-    for turn in range(2):
+    for turn in range(int(os.environ.get("TURNS", "2"))):
         for kind, arguments in (("with", ("checkpoint.snapshot_every_steps=10",)), ("without", ("checkpoint.buffers=0",))):
             run_dir = folder / f"{kind}-{turn}"
-            train(run_dir, *arguments, steps=75)
+            train(run_dir, *arguments, steps=45)
             took = durations(run_dir)
-            window = [seconds for step, seconds in took.items() if 26 <= step <= 75]
+            window = [seconds for step, seconds in took.items() if 26 <= step <= 45]
             means[kind].append(statistics.fmean(window))
             if kind == "with":
                 report_snapshots(run_dir, took)

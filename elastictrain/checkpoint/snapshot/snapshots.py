@@ -94,7 +94,7 @@ class Snapshots:
         self._arena.start()
 
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
-        """Of each slot. A slot that is not busy is locked for this rank, and stays so at least until the next call is over: what is
+        """Of each slot. A slot that is not busy is locked for this rank, and stays so through the next call at least: what is
         said with one step is acted upon in the next.
 
         `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had.
