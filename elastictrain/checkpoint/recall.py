@@ -71,8 +71,8 @@ class Recall:
         remote: RemoteFiles | None,
     ) -> None:
         """`folder` is the run's in host memory; `host` numbers this host in the group; `remote` reaches the others."""
-        self._folder = folder
-        self._run = run
+        self.folder = folder
+        self.run = run
         self._host = host
         self._speaks_for_host = speaks_for_host
         self._group = group
@@ -81,7 +81,7 @@ class Recall:
 
     def look(self) -> None:
         """Find out what all hosts hold. Collective: yes."""
-        own: list[JsonValue] = [one.to_json() for one in look(self._folder, host=self._host)] if self._speaks_for_host else []
+        own: list[JsonValue] = [one.to_json() for one in look(self.folder, host=self._host)] if self._speaks_for_host else []
         found: list[Held] = []
         for of_rank in gather_json(own, group=self._group):
             found += [held_from_json(one) for one in of_rank] if isinstance(of_rank, list) else []
@@ -89,7 +89,7 @@ class Recall:
 
     def newest(self) -> SnapshotSet | None:
         """The newest step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
-        return next(iter(whole_sets(self._held, run=self._run)), None)
+        return next(iter(whole_sets(self._held, run=self.run)), None)
 
     def tier(self, recalled: Recalled) -> str:
         """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
@@ -139,9 +139,9 @@ class Recall:
         return records
 
     def _tell(self, held: Held) -> JsonValue:
-        path = f"{self._folder}/{held.slot}"
+        path = f"{self.folder}/{held.slot}"
         try:
-            layout = load_layout(self._folder, held.facts.layout)
+            layout = load_layout(self.folder, held.facts.layout)
             digests = load_digests(path, held.facts)
             if digests is None:
                 # Its keeper was killed before it came to this one.
@@ -168,7 +168,7 @@ class Recall:
         for rank, (held, record) in enumerate(zip(primary, records, strict=True)):
             try:
                 if held.host == self._host:
-                    slot = Slot.open(f"{self._folder}/{held.slot}")
+                    slot = Slot.open(f"{self.folder}/{held.slot}")
                     slots.append(slot)
                     if not slot.lock(shared=True) or slot.facts != held.facts:
                         raise InvalidCheckpointError(f"{slot.path} is being written by a worker that is not gone yet")
@@ -181,7 +181,7 @@ class Recall:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
                 close()
                 return None, rank
-        return SnapshotSource(f"memory:{self._folder}", files, close=close), None
+        return SnapshotSource(f"memory:{self.folder}", files, close=close), None
 
 
 def rank_of_file(name: str | None, chosen: SnapshotSet) -> int | None:

@@ -20,6 +20,7 @@ from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, descr
 from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
+from elastictrain.checkpoint.peers.roster import roster_from_json
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
@@ -32,6 +33,7 @@ from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started
+from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SnapshotSaving, SynchronousSaving
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,8 @@ class Memory:
     run: str
     link: KeeperLink
     recall: Recall
-    several_hosts: bool
+    others: OtherHosts | None
+    """The way to other hosts' memory, where there are others."""
 
 
 def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> KeeperLink | None:
@@ -116,19 +119,21 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
         return None
     hosts = _hosts(rows)
     own = identity.rank - identity.local_rank
-    folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
     token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
-    if len(hosts) > 1 and identity.local_rank == 0:
-        link.meet({"op": "roster", "hosts": hosts, "own": own, "token": token})
+    others: OtherHosts | None = None
+    if len(hosts) > 1 and all(isinstance(host, dict) and host["port"] for host in hosts):
+        others = OtherHosts(roster_from_json(hosts), token=bytes.fromhex(token))
+        if identity.local_rank == 0:
+            link.meet({"op": "roster", "hosts": hosts, "own": own, "token": token})
     recall = Recall(
-        folder,
+        run_folder(config.checkpoint.memory_dir, config.run.dir),
         run=run_name(config.run.dir),
         host=own,
         speaks_for_host=identity.local_rank == 0,
         group=group,
-        remote=None,
+        remote=others,
     )
-    return Memory(folder, run_name(config.run.dir), link, recall, len(hosts) > 1)
+    return Memory(recall.folder, recall.run, link, recall, others)
 
 
 def make_saving(
@@ -151,8 +156,10 @@ def make_saving(
     if buffers.per_rank == 0:
         memory.link.finish(config.fault.shutdown_grace_s)
         return SynchronousSaving(parts)
-    if identity.local_rank == 0:
-        memory.link.tell({"op": "replicate", "on": buffers.replicate})
+    if memory.others is not None:
+        memory.others.close()
+        if identity.local_rank == 0:
+            memory.link.tell({"op": "replicate", "on": buffers.replicate}, standing=True)
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
     steps = _agree_on_steps(memory, indices, parts)
     device = started.group.device
@@ -240,7 +247,7 @@ def _agree_on_buffers(
     choice = decide_buffers(
         memory_of(memory.folder, held_bytes=held),
         wanted=options.buffers,
-        replicate=options.replicate and memory.several_hosts,
+        replicate=options.replicate and memory.others is not None,
         snapshot_bytes=sizes[host],
         replica_bytes=max(sizes.values()),
     )

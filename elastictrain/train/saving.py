@@ -172,6 +172,7 @@ class SnapshotSaving:
         self._every_steps = every_steps
         self._unusable = unusable
         self._clock = clock
+        self._settled_s = clock()
         self._book = SlotBook(steps)
         self._failed = FailedSaves(parts.max_failed_saves)
         self._told_failures = 0
@@ -233,6 +234,9 @@ class SnapshotSaving:
             self._link.tell({"op": "old", "slots": sum(1 << slot for slot in self._slots)})
 
     def settled(self, step: int) -> None:
+        now_s = self._clock()
+        self._link.step_took(now_s - self._settled_s)
+        self._settled_s = now_s
         self._snapshots.deliver(step, self._parts.state.scalars(step, global_batch=self._parts.global_batch))
 
     def before_update(self) -> None:

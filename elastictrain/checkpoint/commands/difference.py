@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 18
 """Elements that are widened to 64 bits at once."""
 
 

@@ -19,7 +19,7 @@ def still_there(store: Store) -> bool:
     try:
         store.stat(_RUN_MARK)
     except ObjectNotFoundError:
-        return False
+        return next(iter(store.list("events")), None) is not None
     except StorageError:
         # Nothing is known, and trying to save does no harm.
         return True

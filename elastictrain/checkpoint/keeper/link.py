@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.keeper.facts import RunFacts, store_facts
+from elastictrain.checkpoint.keeper.leftovers import clear_if_abandoned
 from elastictrain.checkpoint.keeper.messages import LOG_NAME, SOCKET_NAME, Lines, MalformedError, Message, encode
 from elastictrain.checkpoint.memory.place import make_private
-from elastictrain.errors import CheckpointError
+from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,8 @@ class KeeperLink:
         self._changed = threading.Condition()
         # All guarded by the condition.
         self._socket: socket.socket | None = None
-        self._roster: Message | None = None
+        self._standing: dict[str, Message] = {}
+        """What every keeper of this incarnation has to know, by `op`."""
         self._unseen: dict[int, int] = {}
         self._unreleased: set[int] = set()
         self._unsaved: dict[int, float] = {}
@@ -113,7 +115,7 @@ class KeeperLink:
     def meet(self, roster: Message, timeout_s: float = _ANSWER_S) -> None:
         """Tell the keeper who the others are. Raises: CheckpointError if it does not take note."""
         with self._changed:
-            self._roster = roster
+            self._standing["roster"] = roster
             self._met = False
             self._send(roster)
             if not self._changed.wait_for(lambda: self._met or self._broken, timeout_s):
@@ -130,10 +132,18 @@ class KeeperLink:
             if self._broken:
                 self._give_up()
 
-    def tell(self, message: Message) -> None:
-        """Send, if there is a keeper; what is lost with it is not repeated."""
+    def tell(self, message: Message, *, standing: bool = False) -> None:
+        """Send, if there is a keeper; only what is `standing` is told its successor, too."""
         with self._changed:
+            if standing:
+                self._standing[str(message["op"])] = message
             self._send(message)
+
+    def step_took(self, seconds: float) -> None:
+        """How long a step took, for a keeper that sends replicas: they must not slow it down."""
+        with self._changed:
+            if self._starts and self._standing.get("replicate", {}).get("on"):
+                self._send({"op": "step", "micros": round(1e6 * seconds)})
 
     def needs(self, slot: int, step: int) -> bool:
         """Whether the keeper still has to look at a snapshot, or to write it."""
@@ -178,6 +188,9 @@ class KeeperLink:
             wait_for_end(self.pid, timeout_s=timeout_s)
             if self._child is not None:
                 self._child.poll()
+        if self._starts and self._broken:
+            # Nobody else is left who would do it.
+            clear_if_abandoned(self._folder)
 
     def close(self) -> None:
         """Say goodbye; the keeper stays for whoever comes next."""
@@ -210,9 +223,10 @@ class KeeperLink:
             try:
                 connection = self._connect()
                 self._talk(connection)
-            except (OSError, MalformedError, CheckpointError) as error:
+            except (OSError, MalformedError, ElasticTrainError) as error:
                 with self._changed:
-                    self._break(f"the keeper of this host does not run: {error}{self._log_tail()}")
+                    if not self._closing:
+                        self._break(f"the keeper of this host does not run: {error}{self._log_tail()}")
                 return
 
     def _connect(self) -> socket.socket:
@@ -330,8 +344,8 @@ class KeeperLink:
         self._hello = {**self._hello, "port": self.port}
         if self._starts:
             self._record(KeeperStarted(pid=self.pid))
-        if self._roster is not None:
-            self._send(self._roster)
+        for standing in self._standing.values():
+            self._send(standing)
         for slot, step in self._unseen.items():
             self._send(self._announcement(slot, step))
 

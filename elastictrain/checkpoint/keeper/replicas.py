@@ -1,23 +1,116 @@
-"""Replicas."""
+"""The keeper's part in the peer tier: it serves its snapshots to other hosts, keeps replicas, and sends its own to a buddy."""
 
+import logging
 from collections.abc import Callable
 
-from elastictrain.checkpoint.keeper.desk import Station
-from elastictrain.checkpoint.keeper.messages import Message
+from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
 from elastictrain.checkpoint.keeper.pins import Pinned
-from elastictrain.events import Event
+from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
+from elastictrain.checkpoint.peers.replicator import Replicator, Reports
+from elastictrain.checkpoint.peers.roster import Peer, roster_from_json
+from elastictrain.checkpoint.peers.server import PeerServer
+from elastictrain.errors import TransportError
+from elastictrain.events import Event, Replicated, ReplicationFailed
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
 
 
 class Replicas:
-    """To be done."""
+    """Everything between this host and others; used by the keeper's own thread alone."""
 
-    def __init__(self, folder: str, run: str, *, record: Callable[[Event], None]) -> None: ...
+    def __init__(self, folder: str, run: str, *, record: Callable[[Event], None]) -> None:
+        self._folder = folder
+        self._run = run
+        self._record = record
+        self._server: PeerServer | None = None
+        self._address = ""
+        self._own: Peer | None = None
+        self._buddy: Peer | None = None
+        self._token = b""
+        self._replicator: Replicator | None = None
+        self._rate: float | None = None
+
     def listen(self, address: str, *, port: int) -> int:
+        """Serve at an address of this host, if possible at the port that others know; 0 if there are no others, or none can."""
+        if not address:
+            return 0
+        if self._server is not None and self._address == address:
+            return self._server.port
+        if self._server is not None:
+            self._server.close(_CLOSE_S)
+            self._server = None
+        for wanted in dict.fromkeys((port, 0)):
+            server = PeerServer(self._folder, run=self._run, address=address, port=wanted)
+            try:
+                server.start()
+            except TransportError as error:
+                logger.warning("%s", error)
+                continue
+            self._server, self._address = server, address
+            return server.port
         return 0
 
-    def meet(self, message: Message, station: Station | None) -> None: ...
-    def step_took(self, seconds: float) -> None: ...
-    def offer(self, pinned: Pinned) -> None: ...
-    def drop_others(self) -> None: ...
-    def switch(self, *, on: bool) -> None: ...
-    def close(self) -> None: ...
+    def meet(self, message: Message) -> None:
+        """Learn who the others are. Raises: MalformedError."""
+        try:
+            roster = roster_from_json(message.get("hosts"))
+            token = bytes.fromhex(text(message, "token"))
+        except ValueError as error:
+            raise MalformedError(str(error)) from error
+        own = next((peer for peer in roster if peer.number == count(message, "own")), None)
+        if own is None or not token:
+            raise MalformedError("a roster must have a token, and this host in it")
+        self._stop_sending()
+        self._own, self._buddy, self._token = own, buddy_of(own, roster), token
+        if self._server is not None:
+            self._server.set_token(token)
+            self._server.set_kept(rank for ward in wards_of(own, roster) for rank in ward.ranks)
+
+    def switch(self, *, on: bool) -> None:
+        """Send snapshots to the buddy from now on, or no more."""
+        self._stop_sending()
+        own, buddy = self._own, self._buddy
+        if not on or own is None or buddy is None:
+            return
+
+        def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
+            self._record(Replicated(of_rank=rank, step=step, host=buddy.host, bytes=size_bytes, seconds=seconds))
+
+        def failed(rank: int, step: int, error: str) -> None:
+            logger.warning("step %d of rank %d is not replicated: %s", step, rank, error)
+            self._record(ReplicationFailed(of_rank=rank, step=step, host=buddy.host, error=error))
+
+        self._replicator = Replicator(
+            self._folder, own=own, buddy=buddy, token=self._token, reports=Reports(replicated, failed), rate=self._rate
+        )
+        self._replicator.start()
+
+    def offer(self, pinned: Pinned) -> None:
+        """A whole snapshot of this host, its digests noted."""
+        if self._replicator is not None:
+            self._replicator.offer(pinned.slot.path.rpartition("/")[2], pinned.facts)
+
+    def step_took(self, seconds: float) -> None:
+        """How long training took for a step: replicas must not slow it down."""
+        if self._replicator is not None:
+            self._replicator.step_took(seconds)
+
+    def drop_others(self) -> None:
+        """Remove replicas of ranks that other hosts keep now."""
+        if self._server is not None:
+            self._server.drop_others()
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        self._stop_sending()
+        if self._server is not None:
+            self._server.close(_CLOSE_S)
+
+    def _stop_sending(self) -> None:
+        if self._replicator is not None:
+            # What was found out about this network is not found out again.
+            self._rate = self._replicator.rate
+            self._replicator.close(_CLOSE_S)
+            self._replicator = None

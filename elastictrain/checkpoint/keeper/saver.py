@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.flush import still_there
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import RankPart
 from elastictrain.checkpoint.keeper.pins import Pinned
@@ -21,7 +22,7 @@ from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.prune import Pruner, read_manifest
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
-from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, StorageError
+from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, StorageError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -157,6 +158,7 @@ class Saver:
     def _carry_out(self, job: SaveJob) -> None:
         hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
         began = self._clock()
+        self._check_run()
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
         if known is not None:
@@ -181,6 +183,7 @@ class Saver:
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
             manifest = self._manifest(job, written)
             check_files(self._store, manifest, folder=folder)
+            self._check_run()
             committing = True
             commit(self._store, manifest, folder=folder)
         except BaseException as error:
@@ -199,6 +202,11 @@ class Saver:
         self._tidy(job, folder, manifest, listing)
         if not job.alone:
             hosts.clear()
+
+    def _check_run(self) -> None:
+        """A write would make the folder of a run again that somebody has deleted."""
+        if not still_there(self._store):
+            raise CheckpointError(f"{self._store.url} was deleted")
 
     def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
         """Whether a keeper that was killed has committed this very save, and could not say so."""

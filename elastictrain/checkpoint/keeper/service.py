@@ -30,6 +30,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
+_LETTING_GO_S = 2.0
 SLOW_S = 20.0
 """A save that takes longer is told of; large ones on slow disks may."""
 DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
@@ -57,6 +58,7 @@ class Keeper:
         logging.getLogger("elastictrain.storage").addHandler(self._trouble)
         self._handed_over: set[tuple[str, int]] = set()
         self._tried: set[tuple[str, int]] = set()
+        self._missing: dict[int, Connection] = {}
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
         self._saver = Saver(
             store,
@@ -133,7 +135,7 @@ class Keeper:
                 if (error := self._take(one.rank, slot, step)) and message.get("durable"):
                     self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
             case "roster":
-                self._replicas.meet(message, self._desk.station)
+                self._replicas.meet(message)
                 self._workers.answer(one, {"op": "met"})
             case "replicate":
                 self._replicas.switch(on=bool(message.get("on")))
@@ -165,6 +167,7 @@ class Keeper:
             raise MalformedError(f"rank {rank} of {station.world_size} is not among {station.ranks}")
         if self._desk.station is not None and station.incarnation < self._incarnation:
             raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
+        agent, address, port = count(message, "agent"), text(message, "address"), count(message, "port")
         if station.incarnation != self._incarnation:
             self._saver.hurry()
             for pinned in self._desk.move_to(station):
@@ -173,10 +176,11 @@ class Keeper:
             self._tried.clear()
             self._journals.move_to(station)
         one.rank, one.incarnation = rank, station.incarnation
+        self._missing.pop(rank, None)
         self._ever, self._finished, self._flushed = True, False, False
-        self._workers.watch(count(message, "agent"))
-        port = self._replicas.listen(text(message, "address"), port=count(message, "port"))
-        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": port, "saved": self._desk.saved_step})
+        self._workers.watch(agent)
+        listening = self._replicas.listen(address, port=port)
+        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening, "saved": self._desk.saved_step})
         # After a keeper was killed its successor finds out from the slots what it would have been told.
         self._take_all(rank)
 
@@ -187,6 +191,14 @@ class Keeper:
         # The last thing that it did may have been a snapshot.
         self._take_all(one.rank)
         if not one.said_goodbye:
+            # It may have hung up only: then it comes again.
+            self._missing[one.rank] = one
+            self._workers.when_ended(one.pid, lambda: self._on_ended(one))
+
+    def _on_ended(self, one: Connection) -> None:
+        """The process of a worker that hung up without goodbye is gone."""
+        if self._missing.get(one.rank) is one:
+            del self._missing[one.rank]
             self._saver.hurry()
             self._workers.tell({"op": "lost", "rank": one.rank})
 
@@ -298,19 +310,23 @@ class Keeper:
             self._flushed = True
             return
         self._tried.add((chosen[0].facts.incarnation, chosen[0].facts.step))
-        pinned = [self._pins.pin(one.slot) for one in chosen]
+        pinned = [self._pin_soon(one.slot) for one in chosen]
         snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned if one is not None)
         if [one.facts for one in snapshots] == [one.facts for one in chosen]:
             logger.warning("all workers are gone: step %d is saved from memory", snapshots[0].facts.step)
             self._begin(SaveJob(snapshots, leader=snapshots[0].facts.rank == 0, reason=snapshots[0].facts.reason or "flush"))
 
+    def _pin_soon(self, slot: str) -> Pinned | None:
+        """A worker that is being killed hangs up a moment before it lets go of its slots."""
+        deadline = self._clock() + _LETTING_GO_S
+        while (pinned := self._pins.pin(slot)) is None and self._clock() < deadline:
+            time.sleep(0.01)
+        return pinned
+
     def _begin(self, job: SaveJob) -> None:
         key = (job.incarnation, job.step)
         self._handed_over.add(key)
         self._held[key] = job.snapshots
-        if not self._workers.connections and not still_there(self._store):
-            self._on_failed(job, f"{self._store.url} was deleted")
-            return
         self._saver.begin(job)
 
     def _let_go(self, job: SaveJob) -> None:

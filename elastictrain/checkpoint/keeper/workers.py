@@ -4,6 +4,7 @@ import logging
 import os
 import selectors
 import socket
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,12 +13,15 @@ from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, Lines, Malforme
 
 logger = logging.getLogger(__name__)
 
+_PEER = struct.Struct("3i")
+
 
 @dataclass(eq=False, slots=True)
 class Connection:
     """One worker."""
 
     socket: socket.socket
+    pid: int = 0
     lines: Lines = field(default_factory=Lines)
     rank: int = -1
     incarnation: str = ""
@@ -65,6 +69,21 @@ class Workers:
             descriptor = os.pidfd_open(pid)
             self._agents[descriptor] = pid
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
+
+    def when_ended(self, pid: int, then: Callable[[], None]) -> None:
+        """Call back once a process is gone; now, if it is gone already."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            then()
+            return
+
+        def ended() -> None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+            then()
+
+        self._selector.register(descriptor, selectors.EVENT_READ, ended)
 
     def turn(self, timeout_s: float) -> None:
         """Wait for something to happen, and deal with it."""
@@ -122,7 +141,8 @@ class Workers:
             return
         # A worker that is stopped must not stop us.
         connection.settimeout(1.0)
-        one = Connection(connection)
+        pid, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        one = Connection(connection, pid)
         self._connections.append(one)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
 

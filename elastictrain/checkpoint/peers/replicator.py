@@ -46,7 +46,7 @@ class Reports:
     """Rank, step, bytes that were sent (0: the buddy had it already), seconds."""
 
     failed: Callable[[int, int, str], None]
-    """Rank, step and reason; once for each reason, however often it is tried again."""
+    """Rank, step and reason; once for each, however often it is tried again."""
 
 
 class _GoneError(Exception):
@@ -86,7 +86,7 @@ class Replicator:
         self._waiting: dict[int, Offer] = {}
         self._sent: dict[int, SnapshotFacts] = {}
         self._failures = 0
-        self._told = ""
+        self._told: tuple[int, int, str] | None = None
         self._not_before = self._quiet_until = 0.0
         self._closing = threading.Event()
         self._deadline = 0.0
@@ -200,7 +200,7 @@ class Replicator:
                 except OSError as error:
                     self._fail(offer, f"{slot.path} cannot be read: {error}")
                     raise
-        self._failures, self._told = 0, ""
+        self._failures, self._told = 0, None
 
     def _hold(self, offer: Offer, stack: ExitStack) -> Slot:
         try:
@@ -220,13 +220,7 @@ class Replicator:
         put = Put(facts, load_layout(self._folder, facts.layout), digests)
         began = time.monotonic()
         self._deadline = began + self._options.deadline_s
-        try:
-            sent = self._connection.put(put, slot, before_frame=self._before_frame)
-        except TransientStorageError:
-            # Closing breaks the connection off.
-            if self._closing.is_set():
-                raise _ClosingError from None
-            raise
+        sent = self._connection.put(put, slot, before_frame=self._before_frame)
         with self._condition:
             known = self._sent.get(facts.rank) == facts
             self._sent[facts.rank] = facts
@@ -258,6 +252,7 @@ class Replicator:
             raise TransientStorageError(message)
 
     def _fail(self, offer: Offer, reason: str) -> None:
-        if reason != self._told and not self._closing.is_set():
-            self._told = reason
-            self._reports.failed(offer.facts.rank, offer.facts.step, reason)
+        told = (offer.facts.rank, offer.facts.step, reason)
+        if told != self._told and not self._closing.is_set():
+            self._told = told
+            self._reports.failed(*told)
