@@ -95,7 +95,9 @@ class Host:
             meeting = ["--node-rank", str(node_rank), "--master-addr", master.address, "--master-port", str(port)]
         else:
             meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{master.address}:{port}", "--rdzv-id", f"run{port}"]
-            meeting += ["--rdzv-conf", f"is_host={int(master is self)}"]
+            # A lost agent counts as gone before a worker's step limit is over, or its place would still be taken then.
+            patience = "keep_alive_interval=1,keep_alive_max_attempt=3"
+            meeting += ["--rdzv-conf", f"is_host={int(master is self)},{patience}"]
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nnodes), "--local-addr", self.address]
         command += ["--log-dir", str(log.with_suffix(""))]
         command += ["--nproc-per-node", str(nproc_per_node), "--max-restarts", str(max_restarts), "--monitor-interval", "0.2"]
