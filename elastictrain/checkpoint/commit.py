@@ -4,7 +4,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue, Manifest, TensorRecord, encode_manifest
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ChunkRecord,
+    FileRecord,
+    JsonValue,
+    Manifest,
+    TensorRecord,
+    encode_manifest,
+)
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store
@@ -29,17 +38,17 @@ def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manif
     Raises: CheckpointError if ranks disagree on a tensor's shape or element type.
     """
     files: dict[str, FileRecord] = {}
-    tensors: dict[str, TensorRecord] = {}
+    first: dict[str, Item] = {}
+    chunks: dict[str, list[ChunkRecord]] = {}
     for one in written:
         files[one.file.name] = one.file
         item = one.item
-        known = tensors.get(item.name)
-        if known is not None and (known.dtype, known.shape) != (item.dtype, item.shape):
+        known = first.setdefault(item.name, item)
+        if (known.dtype, known.shape) != (item.dtype, item.shape):
             raise CheckpointError(
                 f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
             )
-        chunks = (*known.chunks, *one.chunks) if known is not None else one.chunks
-        tensors[item.name] = TensorRecord(item.dtype, item.shape, chunks)
+        chunks.setdefault(item.name, []).extend(one.chunks)
     return Manifest(
         step=facts.step,
         world_size=facts.world_size,
@@ -49,7 +58,7 @@ def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manif
         versions=facts.versions,
         state=facts.state,
         files=tuple(files[name] for name in sorted(files)),
-        tensors={name: tensors[name] for name in sorted(tensors)},
+        tensors={name: TensorRecord(first[name].dtype, first[name].shape, tuple(chunks[name])) for name in sorted(first)},
     )
 
 

@@ -19,6 +19,9 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = "elastictrain-checkpoint"
 VERSION = 1
 DIGEST_ALGORITHM = "xxh3_128"
+_ALGORITHM_KEY = b'"digest_algorithm":'
+"""Keys are sorted, so the digest goes before these bytes. Nothing before them can look alike: in values, quotation marks are
+escaped."""
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
@@ -128,7 +131,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
             for name, tensor in manifest.tensors.items()
         },
     }
-    return _canonical({**document, "digest": digest_of(_canonical(document))})
+    text = _canonical(document)
+    place = text.index(_ALGORITHM_KEY)
+    return b"".join((text[:place], _stated(digest_of(text)), text[place:]))
 
 
 def parse_manifest(raw: bytes, *, where: str) -> Manifest:
@@ -150,9 +155,9 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
     if isinstance(version, int) and version != VERSION and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
         raise unknown
     try:
-        stated = document.pop("digest", None)
-        computed = digest_of(_canonical(document))
-        exact = _canonical({**document, "digest": stated}) == raw
+        stated = document.get("digest")
+        exact = _canonical(document) == raw
+        computed = _digest_without(raw, stated)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidCheckpointError(f"{where}: is not in canonical form ({type(error).__name__}: {error})") from error
     if stated != computed or not exact:
@@ -172,6 +177,20 @@ def _what_is(raw: bytes) -> str:
     if not raw:
         return "is empty"
     return "is cut short or garbled, not JSON" if raw.startswith(b"{") else "is garbled, not JSON"
+
+
+def _stated(digest: object) -> bytes:
+    return b'"digest":' + _canonical(digest) + b","
+
+
+def _digest_without(raw: bytes, stated: object) -> str:
+    """The digest of canonical bytes as they were before their own digest was put in."""
+    told = _stated(stated)
+    place = raw.find(told + _ALGORITHM_KEY)
+    view = memoryview(raw)
+    computed = xxhash.xxh3_128(view[: max(place, 0)])
+    computed.update(view[place + len(told) :] if place >= 0 else view)
+    return computed.hexdigest()
 
 
 def _canonical(document: object) -> bytes:

@@ -158,8 +158,7 @@ def make_saving(
         return SynchronousSaving(parts)
     if memory.others is not None:
         memory.others.close()
-        if identity.local_rank == 0:
-            memory.link.tell({"op": "replicate", "on": buffers.replicate}, standing=True)
+        memory.link.replicate(on=buffers.replicate)
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
     steps = _agree_on_steps(memory, indices, parts)
     device = started.group.device

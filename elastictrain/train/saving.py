@@ -12,7 +12,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.keeper.link import KeeperLink
-from elastictrain.checkpoint.memory.choice import SlotBook
+from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError, StorageError
@@ -174,6 +174,7 @@ class SnapshotSaving:
         self._clock = clock
         self._settled_s = clock()
         self._book = SlotBook(steps)
+        self._rounds = Rounds() if link.replicates else None
         self._failed = FailedSaves(parts.max_failed_saves)
         self._told_failures = 0
         self._owed: SaveReason | None = None
@@ -184,7 +185,7 @@ class SnapshotSaving:
 
     @property
     def num_notes(self) -> int:
-        return 2 * len(self._slots) + 3
+        return 2 * len(self._slots) + 5
 
     @property
     def needs_settled(self) -> bool:
@@ -200,14 +201,16 @@ class SnapshotSaving:
         status = self._snapshots.status(due=due)
         failed, saved = self._take_news()
         busy, torn = [one.busy for one in status], [one.torn for one in status]
-        return (*busy, *torn, failed, saved, bool(self._unusable()))
+        return (*busy, *torn, failed, saved, bool(self._unusable()), *self._link.sending())
 
     def hear(self, step: int, notes: Sequence[bool]) -> None:
         if self._fallback is not None:
             return
         count = len(self._slots)
         self._book.hear(step, busy=notes[:count], torn=notes[count : 2 * count])
-        failed, saved, unusable = notes[2 * count :]
+        failed, saved, unusable, sending, sending_failed = notes[2 * count :]
+        if self._rounds is not None:
+            self._rounds.hear(step, sending=sending, failed=sending_failed)
         if saved:
             self._failed = self._failed.succeeded()
         if failed:
@@ -220,10 +223,11 @@ class SnapshotSaving:
         if self._fallback is not None:
             self._fallback.snapshot(step, reason=reason)
             return
+        self._replicate(step)
         self._owed = reason or self._owed
         if self._owed is None and not (self._every_steps and step % self._every_steps == 0):
             return
-        place = self._book.choose()
+        place = self._book.choose(protected=self._rounds.protected if self._rounds is not None else ())
         if place is None:
             return
         self._begin(place, step, self._owed or "")
@@ -246,6 +250,8 @@ class SnapshotSaving:
     def save_now(self, step: int, reason: SaveReason) -> None:
         parts = self._parts
         parts.whereabouts.enter(Phase.SAVE, step=step)
+        # What is being sent holds its slot; this step is on its way to storage, and needs no replica.
+        self._link.replicate(on=False)
         while self._fallback is None:
             place = self._wait_for_slot()
             if place is None:
@@ -269,6 +275,11 @@ class SnapshotSaving:
             self._link.finish(self._parts.finish_timeout_s)
         else:
             self._link.close()
+
+    def _replicate(self, step: int) -> None:
+        """Have the next round of replicas sent, when the last one is over on all hosts."""
+        if self._rounds is not None and (wanted := self._rounds.next(self._book.newest_whole(), at=step)) is not None:
+            self._link.send(wanted)
 
     def _begin(self, place: int, step: int, reason: str) -> None:
         parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}

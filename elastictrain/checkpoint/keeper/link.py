@@ -77,6 +77,9 @@ class KeeperLink:
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
         self._sayings: list[str] = []
+        self.replicates = False
+        self._sending: int | None = None
+        self._sending_failed = False
         self._closing = False
         self._broken = ""
         self._met = False
@@ -138,6 +141,25 @@ class KeeperLink:
             if standing:
                 self._standing[str(message["op"])] = message
             self._send(message)
+
+    def replicate(self, *, on: bool) -> None:
+        """Whether snapshots are to be kept on another host, too."""
+        with self._changed:
+            self.replicates = on
+        if self._starts:
+            self.tell({"op": "replicate", "on": on}, standing=True)
+
+    def send(self, step: int) -> None:
+        """Have the keeper send the snapshots of a step to its buddy; `sending` tells when that is over."""
+        with self._changed:
+            if self._starts:
+                self._sending, self._sending_failed = step, False
+                self._send({"op": "send", "step": step})
+
+    def sending(self) -> tuple[bool, bool]:
+        """Whether the keeper still sends what it was asked to, and whether that failed."""
+        with self._changed:
+            return self._sending is not None, self._sending_failed
 
     def step_took(self, seconds: float) -> None:
         """How long a step took, for a keeper that sends replicas: they must not slow it down."""
@@ -289,6 +311,8 @@ class KeeperLink:
         finally:
             with self._changed:
                 self._socket = None
+                if self._sending is not None:
+                    self._sending, self._sending_failed = None, True
                 pid, closing, welcomed = self.pid, self._closing or bool(self._broken), self._welcomed
             connection.close()
         if closing:
@@ -313,29 +337,38 @@ class KeeperLink:
                         del self._unseen[_count(message, "slot")]
                 case "released":
                     self._unreleased.discard(_count(message, "step"))
-                case "saved":
-                    step = _count(message, "step")
-                    self._unreleased.discard(step)
-                    self._unsaved.pop(step, None)
-                    self._saved.append(Saved(step, str(message["checkpoint"]), _count(message, "bytes")))
-                case "failed":
-                    step = _count(message, "step")
-                    self._unreleased.discard(step)
-                    self._unsaved.pop(step, None)
-                    self._failures.append(SaveFailure(step, str(message["error"])))
-                case "slow":
-                    trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
-                    seconds = float(_count(message, "seconds"))
-                    self._sayings.append(
-                        f"step {_count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
-                    )
                 case "lost":
                     self.lost = self.lost or (_count(message, "rank"), self._clock())
                 case "refused":
                     raise CheckpointError(f"it refuses this worker: {message.get('reason')}")
-                case other:
-                    raise MalformedError(f"{other!r} is no message to a worker")
+                case _:
+                    self._hear_news(message)
             self._changed.notify_all()
+
+    def _hear_news(self, message: Message) -> None:
+        """What became of snapshots; the condition is held."""
+        match message["op"]:
+            case "saved":
+                step = _count(message, "step")
+                self._unreleased.discard(step)
+                self._unsaved.pop(step, None)
+                self._saved.append(Saved(step, str(message["checkpoint"]), _count(message, "bytes")))
+            case "failed":
+                step = _count(message, "step")
+                self._unreleased.discard(step)
+                self._unsaved.pop(step, None)
+                self._failures.append(SaveFailure(step, str(message["error"])))
+            case "sent":
+                if self._sending == message.get("step"):
+                    self._sending, self._sending_failed = None, not message.get("whole")
+            case "slow":
+                trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
+                seconds = float(_count(message, "seconds"))
+                self._sayings.append(
+                    f"step {_count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
+                )
+            case other:
+                raise MalformedError(f"{other!r} is no message to a worker")
 
     def _welcome(self, message: Message) -> None:
         self._welcomed = True

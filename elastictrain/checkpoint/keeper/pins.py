@@ -29,7 +29,7 @@ class Pins:
         self._folder = folder
         self._lock = threading.Lock()
         self._slots: dict[str, Slot] = {}
-        self._count: dict[str, int] = {}
+        self._count: dict[Slot, int] = {}
         self._layouts: dict[str, RankLayout] = {}
 
     def pin(self, name: str) -> Pinned | None:
@@ -39,22 +39,22 @@ class Pins:
         """
         with self._lock:
             slot = self._open(name)
-            if not self._count.get(name) and not slot.lock(shared=True):
+            if not self._count.get(slot) and not slot.lock(shared=True):
                 return None
-            self._count[name] = self._count.get(name, 0) + 1
+            self._count[slot] = self._count.get(slot, 0) + 1
         try:
             facts = slot.facts
             if facts is not None:
                 return Pinned(slot, facts, self._layout(facts.layout))
         except BaseException:
-            self._let_go(name)
+            self._let_go(slot)
             raise
-        self._let_go(name)
+        self._let_go(slot)
         return None
 
     def release(self, pinned: Pinned) -> None:
         """Let go of it."""
-        self._let_go(pinned.slot.path.rpartition("/")[2])
+        self._let_go(pinned.slot)
 
     def close(self) -> None:
         """Unmap everything."""
@@ -68,25 +68,23 @@ class Pins:
         slot = self._slots.get(name)
         if slot is not None and not slot.is_current():
             # Its writer has made another file under that name, for another layout. Who still reads the old one keeps it.
-            if not self._count.get(name):
+            del self._slots[name]
+            if not self._count.get(slot):
                 slot.close()
-            self._slots.pop(name)
-            self._count.pop(name, None)
             slot = None
         if slot is None:
             slot = self._slots[name] = Slot.open(f"{self._folder}/{name}")
         return slot
 
-    def _let_go(self, name: str) -> None:
+    def _let_go(self, slot: Slot) -> None:
         with self._lock:
-            left = self._count.get(name, 0) - 1
-            slot = self._slots.get(name)
+            left = self._count.pop(slot, 0) - 1
             if left > 0:
-                self._count[name] = left
-                return
-            self._count.pop(name, None)
-            if slot is not None:
+                self._count[slot] = left
+            elif left == 0:
                 slot.unlock()
+                if slot not in self._slots.values():
+                    slot.close()
 
     def _layout(self, digest: str) -> RankLayout:
         layout = self._layouts.get(digest)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
-from elastictrain.checkpoint.keeper.pins import Pinned
+from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
 from elastictrain.checkpoint.peers.replicator import Replicator, Reports
 from elastictrain.checkpoint.peers.roster import Peer, roster_from_json
@@ -20,10 +20,15 @@ _CLOSE_S = 2.0
 class Replicas:
     """Everything between this host and others; used by the keeper's own thread alone."""
 
-    def __init__(self, folder: str, run: str, *, record: Callable[[Event], None]) -> None:
+    def __init__(
+        self, folder: str, run: str, *, record: Callable[[str, Event], None], ended: Callable[[str, int, bool], None]
+    ) -> None:
+        """`record` takes the incarnation that an event belongs to. `ended`: incarnation and step that are no longer being sent,
+        and whether they arrived. Both are called from other threads, too."""
         self._folder = folder
         self._run = run
         self._record = record
+        self._ended = ended
         self._server: PeerServer | None = None
         self._address = ""
         self._own: Peer | None = None
@@ -68,29 +73,43 @@ class Replicas:
             self._server.set_token(token)
             self._server.set_kept(rank for ward in wards_of(own, roster) for rank in ward.ranks)
 
-    def switch(self, *, on: bool) -> None:
-        """Send snapshots to the buddy from now on, or no more."""
+    def switch(self, *, on: bool, incarnation: str) -> None:
+        """Be ready to send snapshots to the buddy from now on, or send no more."""
         self._stop_sending()
         own, buddy = self._own, self._buddy
         if not on or own is None or buddy is None:
             return
+        arrived: dict[int, set[int]] = {}
 
         def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
-            self._record(Replicated(of_rank=rank, step=step, host=buddy.host, bytes=size_bytes, seconds=seconds))
+            self._record(incarnation, Replicated(of_rank=rank, step=step, host=buddy.host, bytes=size_bytes, seconds=seconds))
+            arrived.setdefault(step, set()).add(rank)
+            if arrived[step] >= set(own.ranks):
+                self._ended(incarnation, step, True)
 
         def failed(rank: int, step: int, error: str) -> None:
             logger.warning("step %d of rank %d is not replicated: %s", step, rank, error)
-            self._record(ReplicationFailed(of_rank=rank, step=step, host=buddy.host, error=error))
+            self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=buddy.host, error=error))
+            self._ended(incarnation, step, False)
 
         self._replicator = Replicator(
             self._folder, own=own, buddy=buddy, token=self._token, reports=Reports(replicated, failed), rate=self._rate
         )
         self._replicator.start()
 
-    def offer(self, pinned: Pinned) -> None:
-        """A whole snapshot of this host, its digests noted."""
-        if self._replicator is not None:
-            self._replicator.offer(pinned.slot.path.rpartition("/")[2], pinned.facts)
+    def send(self, step: int, *, incarnation: str) -> None:
+        """Send the snapshots that this host's ranks have of a step."""
+        held = [
+            one
+            for one in look(self._folder, host=0)
+            if not one.replica and one.facts.step == step and one.facts.incarnation == incarnation
+        ]
+        if self._replicator is None or self._own is None or {one.facts.rank for one in held} < set(self._own.ranks):
+            self._ended(incarnation, step, False)
+            return
+        for one in held:
+            if one.facts.rank in self._own.ranks:
+                self._replicator.offer(one.slot, one.facts)
 
     def step_took(self, seconds: float) -> None:
         """How long training took for a step: replicas must not slow it down."""

@@ -75,7 +75,7 @@ class _Known:
     """A checkpoint that is there already."""
 
     name: str
-    size_bytes: int
+    manifest: Manifest
 
 
 class Reports:
@@ -162,7 +162,8 @@ class Saver:
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
         if known is not None:
-            self._reports.saved(job, known.name, known.size_bytes)
+            self._reports.saved(job, known.name, known.manifest.size_bytes)
+            self._tidy(job, known.name, known.manifest, listing)
             return
         if job.leader:
             folder = clear_target(self._store, listing, step=job.step)
@@ -214,7 +215,7 @@ class Saver:
             if folder.step == job.step and folder.has_manifest and not folder.quarantined:
                 manifest = read_manifest(self._store, folder.name)
                 if manifest is not None and manifest.incarnation == job.incarnation:
-                    return _Known(folder.name, manifest.size_bytes)
+                    return _Known(folder.name, manifest)
         return None
 
     def _limit_s(self, job: SaveJob) -> float:

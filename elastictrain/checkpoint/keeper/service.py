@@ -70,7 +70,12 @@ class Keeper:
                 failed=lambda job, error: self._later(lambda: self._on_failed(job, error)),
             ),
         )
-        self._replicas = Replicas(folder, facts.run, record=lambda event: self._journals.record(self._incarnation, event))
+        self._replicas = Replicas(
+            folder,
+            facts.run,
+            record=self._journals.record,
+            ended=lambda incarnation, step, whole: self._later(lambda: self._on_sent(incarnation, step, whole)),
+        )
 
     @property
     def _incarnation(self) -> str:
@@ -134,13 +139,8 @@ class Keeper:
                 slot, step = count(message, "slot"), count(message, "step")
                 if (error := self._take(one.rank, slot, step)) and message.get("durable"):
                     self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
-            case "roster":
-                self._replicas.meet(message)
-                self._workers.answer(one, {"op": "met"})
-            case "replicate":
-                self._replicas.switch(on=bool(message.get("on")))
-            case "step":
-                self._replicas.step_took(count(message, "micros") / 1e6)
+            case "roster" | "replicate" | "send" | "step":
+                self._on_peer_message(one, message)
             case "old":
                 if one.rank < 0 or one.incarnation != self._incarnation:
                     raise MalformedError("slots were given up by a worker of no living incarnation")
@@ -151,6 +151,19 @@ class Keeper:
                 one.said_goodbye = True
             case other:
                 raise MalformedError(f"{other!r} is no message to a keeper")
+
+    def _on_peer_message(self, one: Connection, message: Message) -> None:
+        """What concerns other hosts."""
+        match message["op"]:
+            case "roster":
+                self._replicas.meet(message)
+                self._workers.answer(one, {"op": "met"})
+            case "replicate":
+                self._replicas.switch(on=bool(message.get("on")), incarnation=self._incarnation)
+            case "send":
+                self._replicas.send(count(message, "step"), incarnation=self._incarnation)
+            case "step":
+                self._replicas.step_took(count(message, "micros") / 1e6)
 
     def _on_hello(self, one: Connection, message: Message) -> None:
         ranks = message.get("ranks")
@@ -258,7 +271,6 @@ class Keeper:
             self._pins.release(pinned)
             return
         self._desk.newest[facts.rank] = max(facts.step, self._desk.newest.get(facts.rank, -1))
-        self._replicas.offer(pinned)
         key = (facts.incarnation, facts.step)
         known = facts.rank in self._desk.waiting.get(facts.step, {}) or key in self._handed_over
         if facts.durable and not known and facts.step > self._desk.saved_step:
@@ -283,6 +295,10 @@ class Keeper:
         self._handed_over.discard((job.incarnation, job.step))
         if job.leader:
             self._workers.tell({"op": "failed", "step": job.step, "error": error})
+
+    def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
+        if incarnation == self._incarnation:
+            self._workers.tell({"op": "sent", "step": step, "whole": whole})
 
     def _drop_old(self, rank: int, slots: int) -> None:
         """All ranks have a whole snapshot of this incarnation: what older ones left is of no use. Each rank tells its slots."""

@@ -12,6 +12,7 @@ HEADROOM = 0.1
 """Share of the host's memory that stays free."""
 
 REPLICA_SLOTS = 2
+REPLICATED_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,18 @@ class Buffers:
 
 
 def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> Buffers:
-    """The first that fits: what is wanted, one buffer, no replicas, none.
+    """The first that fits: what is wanted, with replicas or without, one buffer, none.
 
     `snapshot_bytes` and `replica_bytes` are of one snapshot of all ranks of this host, and of the host whose replicas it keeps.
     """
     usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
-    options: list[tuple[int, bool]] = [(wanted, replicate), (1, replicate), (1, False)]
+    asked = wanted
+    if wanted and replicate:
+        # One is being sent, one waits for that to arrive, and one is for what comes meanwhile.
+        wanted = max(wanted, REPLICATED_BUFFERS)
+    options: list[tuple[int, bool]] = [(wanted, replicate), (asked, False), (1, False)]
     for per_rank, replicas in options:
-        if per_rank and per_rank <= wanted and _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
+        if per_rank and _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
             if (per_rank, replicas) == (wanted, replicate):
                 return Buffers(per_rank, replicas)
             return Buffers(per_rank, replicas, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))

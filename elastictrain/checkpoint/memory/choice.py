@@ -1,7 +1,7 @@
 """Which slot the next snapshot goes to. Pure: from what all ranks know alike to the same answer on all of them."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,14 @@ class SlotBook:
         self._heard_step = step
         self._busy, self._torn = list(busy), list(torn)
 
-    def choose(self) -> int | None:
-        """The slot for a snapshot now, if there is one."""
-        return choose_slot([self._view(index) for index in range(len(self._steps))])
+    def choose(self, *, protected: Collection[int | None] = ()) -> int | None:
+        """The slot for a snapshot now, if there is one; the snapshots of `protected` steps stay."""
+        views = [self._view(index) for index in range(len(self._steps))]
+        return choose_slot([replace(view, busy=view.busy or view.step in set(protected) - {None}) for view in views])
+
+    def newest_whole(self) -> int | None:
+        """The newest step that is whole on all ranks."""
+        return max((view.step for view in map(self._view, range(len(self._steps))) if view.whole and view.step), default=None)
 
     def started(self, index: int, step: int) -> None:
         """A snapshot of step `step` is being taken into slot `index` on all ranks."""
@@ -66,3 +71,37 @@ class SlotBook:
             # It came to nothing on some rank, so it is of no use on any.
             return SlotView(None, whole=False, busy=False)
         return SlotView(step, whole=known and not self._torn[index], busy=not known or self._busy[index])
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Which step is being replicated, and which is whole on two hosts: kept by all ranks alike.
+
+    A host that is lost leaves its replicas, all of one step. They are of use only with the snapshots of that very step on the
+    other hosts, which therefore keep it until all replicas of a newer one have arrived.
+    """
+
+    safe: int | None = None
+    under_way: int | None = None
+    asked_at: int = -1
+    """The step at which the round began."""
+
+    @property
+    def protected(self) -> tuple[int | None, int | None]:
+        """Steps whose snapshots must stay."""
+        return (self.safe, self.under_way)
+
+    def hear(self, step: int, *, sending: bool, failed: bool) -> None:
+        """What ranks said when they began step `step`: some host still sends, or has failed to."""
+        if self.under_way is None or step <= self.asked_at or sending:
+            return
+        if not failed:
+            self.safe = self.under_way
+        self.under_way = None
+
+    def next(self, newest: int | None, *, at: int) -> int | None:
+        """The step to send now, if there is one."""
+        if self.under_way is not None or newest is None or newest <= (self.safe if self.safe is not None else -1):
+            return None
+        self.under_way, self.asked_at = newest, at
+        return newest

@@ -52,10 +52,16 @@ def make_private(folder: str) -> None:
 
     Raises: ConfigError if either belongs to somebody else, who could then put snapshots there, or cannot be made.
     """
-    for path in (os.path.dirname(folder), folder):  # noqa: PTH120
+    parent = os.path.dirname(folder)  # noqa: PTH120
+    for path in (parent, folder):
         try:
-            with suppress(FileExistsError):
-                os.mkdir(path, 0o700)  # noqa: PTH102
+            try:
+                _make(path)
+            except FileNotFoundError:
+                # The keeper of this user's last run has just removed the parent, or there never was one.
+                if path == folder:
+                    _make(parent)
+                _make(path)
             # A link would lead to a folder that somebody else may own; lstat sees the link itself.
             found = os.lstat(path)
         except OSError as error:
@@ -64,3 +70,8 @@ def make_private(folder: str) -> None:
         if not private:
             message = f"{path} must be a folder that user {os.getuid()} alone can enter, but has owner {found.st_uid}"
             raise ConfigError([Problem("checkpoint.memory_dir", f"{message} and mode {stat.filemode(found.st_mode)}")])
+
+
+def _make(path: str) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)  # noqa: PTH102

@@ -34,20 +34,19 @@ class Slot:
         total_bytes = HEADER_BYTES + size_bytes
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                if os.fstat(descriptor).st_size != total_bytes:
-                    # Another layout: what is in it is of no use to anybody, and a new file lets readers keep the old one.
-                    os.close(descriptor)
-                    with suppress(FileNotFoundError):
-                        os.unlink(path)  # noqa: PTH108
-                    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            if os.fstat(descriptor).st_size != total_bytes:
+                # Another layout: what is in it is of no use to anybody, and a new file lets readers keep the old one.
+                os.close(descriptor)
+                with suppress(FileNotFoundError):
+                    os.unlink(path)  # noqa: PTH108
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+                try:
                     # All of it now: memory that runs out later would end the process with SIGBUS in the middle of a copy.
                     os.posix_fallocate(descriptor, 0, total_bytes)
-                return cls(path, descriptor=descriptor, writable=True)
-            except BaseException:
-                with suppress(OSError):
+                except BaseException:
                     os.close(descriptor)
-                raise
+                    raise
+            return cls(path, descriptor=descriptor, writable=True)
         except OSError as error:
             with suppress(OSError):
                 os.unlink(path)  # noqa: PTH108

@@ -1,5 +1,6 @@
 """Checkpoints as ranks of a world of any size would write them, without a process group; and damage done to them."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,7 +10,8 @@ from torch import Tensor
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, commit
 from elastictrain.checkpoint.folders import ROOT, folder_name
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, plan_files
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.manifest import JsonValue, Manifest, digest_of
+from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name, reader_of
 from elastictrain.checkpoint.writer import WrittenItem, write_files
 from elastictrain.storage.opening import open_store
@@ -55,11 +57,15 @@ def save(
     )
     written: list[WrittenItem] = []
     for rank in range(world_size):
-        items = [item for key, tensor in values.items() for item in items_of(key, tensor, rank=rank, world_size=world_size, dim=dim)]
+        items = [
+            item for key, tensor in values.items() for item in items_of(key, tensor, rank=rank, world_size=world_size, dim=dim)
+        ]
         files = plan_files(
             items, incarnation="000001-aa", rank=rank, shard_bytes=1 << 30, chunk_bytes=chunk_bytes, metadata={"format": "pt"}
         )
-        written += write_files(store, files, prefix=f"{ROOT}/{name}", source=lambda item: reader_of(part(values[item.name], item), item))
+        written += write_files(
+            store, files, prefix=f"{ROOT}/{name}", source=lambda item: reader_of(part(values[item.name], item), item)
+        )
     if not uncommitted:
         commit(store, build_manifest(written, facts=facts), folder=name)
     return run / ROOT / name
@@ -83,8 +89,6 @@ def part(tensor: Tensor, item: Item) -> Tensor:
 
 def manifest_of(folder: Path) -> Manifest:
     """As it was written."""
-    from elastictrain.checkpoint.reader import ManifestReader
-
     return ManifestReader.at(str(folder)).manifest
 
 
@@ -113,6 +117,16 @@ def flip(file: Path, at: int = -1) -> Path:
 def truncate(file: Path) -> Path:
     """Takes the last byte off."""
     return change(file, lambda data: data.__delitem__(-1))
+
+
+def as_version_2(folder: Path) -> None:
+    """A manifest that a later release could have written."""
+    document = json.loads((folder / "manifest.json").read_bytes())
+    document |= {"version": 2}
+    del document["digest"]
+    canonical = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    document["digest"] = digest_of(canonical)
+    (folder / "manifest.json").write_text(json.dumps(document, sort_keys=True, separators=(",", ":")))
 
 
 def quarantine(folder: Path, reason: str = "a file was bad") -> None:

@@ -3,10 +3,12 @@
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.header import SnapshotFacts
@@ -43,12 +45,19 @@ def facts_of(rank: int = 0, step: int = 1, *, layout: RankLayout = LAYOUT, incar
     return SnapshotFacts(1, RUN, incarnation, step, 8, rank, layout.digest, "c", 1.5, "", {"step": step})
 
 
-def put_of(facts: SnapshotFacts, *, layout: RankLayout = LAYOUT) -> tuple[Put, bytearray]:
+class Whole(bytearray):
+    """The bytes of a snapshot, to be read like a slot."""
+
+    def read_into(self, buffer: memoryview, *, start: int) -> None:
+        buffer[:] = self[start : start + len(buffer)]
+
+
+def put_of(facts: SnapshotFacts, *, layout: RankLayout = LAYOUT) -> tuple[Put, Whole]:
     """A snapshot's bytes, different for each rank and step, and what goes before them."""
-    data = bytearray(random.Random(f"{facts.rank} {facts.step}").randbytes(layout.size_bytes))
+    data = Whole(random.Random(f"{facts.rank} {facts.step}").randbytes(layout.size_bytes))
     for file, base in zip(layout.template, layout.starts, strict=True):
         data[base : base + len(file.header)] = file.header
-    return Put(facts, layout, compute_digests(memoryview(data), layout, threads=1)), data
+    return Put(facts, layout, compute_digests(cast(Slot, data), layout, threads=1)), data
 
 
 def fill_slot(folder: Path, name: str, facts: SnapshotFacts, *, layout: RankLayout = LAYOUT, digests: bool = True) -> bytearray:
@@ -56,7 +65,10 @@ def fill_slot(folder: Path, name: str, facts: SnapshotFacts, *, layout: RankLayo
     put, data = put_of(facts, layout=layout)
     slot = Slot.make(str(folder / name), size_bytes=layout.size_bytes)
     try:
-        assert slot.lock(shared=False)
+        deadline = time.monotonic() + 5
+        while not slot.lock(shared=False):
+            assert time.monotonic() < deadline, "somebody reads it for ever"
+            time.sleep(0.005)
         slot.begin()
         with slot.data as view:
             view[:] = data

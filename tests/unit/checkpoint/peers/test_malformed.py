@@ -24,7 +24,7 @@ from elastictrain.checkpoint.peers.wire import MOST_JSON_BYTES, Channel, WireErr
 from elastictrain.errors import TransientStorageError
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, connected, facts_of, fill_slot, host, put_of
 
-QUICK = replace(LIMITS, handshake_s=0.3, io_s=0.3, idle_s=1.0)
+QUICK = replace(LIMITS, handshake_s=0.3, io_s=0.3, idle_s=0.6)
 HELLO_BYTES = 40
 
 
@@ -55,7 +55,7 @@ def still_serving(target: Host) -> Iterator[None]:
 def send(to: Host, step: int) -> bool:
     put, data = put_of(facts_of(0, step))
     with connected(to.peer) as connection:
-        return connection.put(put, memoryview(data), before_frame=lambda count: None)
+        return connection.put(put, data, before_frame=lambda count: None)
 
 
 def ends(connection: socket.socket, *, within_s: float = 2.0) -> bool:
@@ -127,7 +127,7 @@ def test_another_token(target: Host) -> None:
     put, data = put_of(facts_of(step=2))
     refusal = pytest.raises(TransientStorageError, match="does not take the token of this incarnation")
     with connected(target.peer, token=b"of the incarnation before") as connection, refusal:
-        connection.put(put, memoryview(data), before_frame=lambda count: None)
+        connection.put(put, data, before_frame=lambda count: None)
 
 
 def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
@@ -276,6 +276,10 @@ PUTS: dict[str, tuple[Callable[[], dict[str, JsonValue]], str]] = {
     "size no number": (lambda: MESSAGE | {"size_bytes": "many"}, "`size_bytes` must be a count"),
     "no digests": (lambda: MESSAGE | {"digests": None}, "digests must be an object"),
     "digests no texts": (lambda: MESSAGE | {"digests": {"files": [1], "headers": [], "chunks": []}}, "must be a list of texts"),
+    "too few digests of files": (
+        lambda: MESSAGE | {"digests": {"files": [], "headers": [], "chunks": list(PUT.digests.chunks)}},
+        "0 digests of files",
+    ),
     "too few digests": (lambda: MESSAGE | {"digests": {"files": [], "headers": [], "chunks": []}}, "0 digests of chunks"),
 }
 
@@ -331,6 +335,17 @@ def test_more_than_was_announced(target: Host) -> None:
     assert 7 not in target.replicas().values()
 
 
+def test_a_refusal_reaches_who_is_still_sending(target: Host) -> None:
+    connection, channel = admitted(target)
+    with connection:
+        channel.send_json(MESSAGE, limit_s=2.0)
+        assert channel.receive_json(limit_s=2.0) == {"ok": True, "send": True}
+        for _ in range(4):
+            channel.send_data(memoryview(bytes(1 << 20)), limit_s=2.0)
+            time.sleep(0.05)
+        assert "do not have their digest" in str(channel.receive_json(limit_s=2.0)["error"])
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -348,11 +363,13 @@ def test_a_server_that_answers_nonsense(target: Host, answer: bytes, monkeypatch
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = replace(target.peer, port=listener.getsockname()[1])
 
+        listener.settimeout(5.0)
+
         def serve() -> None:
-            # The second attempt fares no better.
+            # The second attempt fares no better. A client that has seen enough hangs up with bytes unread.
             for _ in range(2):
                 near, _ = listener.accept()
-                with near:
+                with near, suppress(OSError):
                     near.recv(65536)
                     near.sendall(answer)
                     near.shutdown(socket.SHUT_WR)

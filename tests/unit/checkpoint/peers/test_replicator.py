@@ -1,5 +1,6 @@
 """Replicas are sent in rounds, again if need be, and nothing that goes wrong lasts longer than it must."""
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,15 +84,24 @@ def offer(replicator: Replicator, folder: Path, step: int, *, rank: int = 0, ind
     return data
 
 
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 5
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def test_what_is_offered_arrives(a: Path, b: Host) -> None:
     desk = Desk()
-    with replicating(a, b.peer, desk) as replicator:
+    with line_to(b.peer) as line, replicating(a, line.peer, desk) as replicator:
         for step in (1, 2, 3):
             data = offer(replicator, a, step, index=step % 2)
             desk.wait_replicated((0, step))
             assert data in [b.data_of(slot) for slot in b.replicas()]
         # What was sent is not sent again.
         replicator.offer("own-r00000-s1", facts_of(0, 3))
+        time.sleep(0.1)
+        assert line.connections == 3
         offer(replicator, a, 4)
         desk.wait_replicated((0, 4))
     assert desk.replicated == [(0, step, LAYOUT.size_bytes) for step in (1, 2, 3, 4)]
@@ -168,7 +178,10 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
         assert slot.lock(shared=False)
         replicator.offer("own-r00000-s0", facts_of(step=1))
         time.sleep(0.1)
+        slot.begin()
         slot.close()
+        replicator.offer("own-r00000-s0", facts_of(step=1))
+        time.sleep(0.1)
         replicator.offer("own-r00000-s1", facts_of(step=2))
         time.sleep(0.1)
         offer(replicator, a, 3)
@@ -182,14 +195,10 @@ def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> N
     with replicating(a, b.peer, desk, ranks=(0, 1), options=slow) as replicator:
         for rank in (0, 1):
             offer(replicator, a, 1, rank=rank)
+        wait_for(b.folder / "replica-r00000-s0.digests")
+        # Both ranks' slots, though the second one's turn is far off.
         slots = [Slot.open(str(a / f"own-r0000{rank}-s0")) for rank in (0, 1)]
-        deadline = time.monotonic() + 5
-        # Of both ranks, though the second one's turn is far off.
-        while slots[1].lock(shared=False):
-            slots[1].unlock()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        assert not slots[0].lock(shared=False)
+        assert not any(slot.lock(shared=False) for slot in slots)
         began = time.monotonic()
         assert replicator.close()
         assert time.monotonic() - began < 1
@@ -207,6 +216,16 @@ def test_a_replica_that_takes_too_long_is_broken_off(a: Path, b: Host) -> None:
         desk.wait(lambda: desk.failed != [])
         assert "a replica took longer than 0.1 s at 1 MB/s" in desk.failed[0][2]
     assert b.replicas() == {}
+
+
+def test_what_fails_makes_way_for_what_came_meanwhile(a: Path, b: Host) -> None:
+    desk = Desk()
+    with replicating(a, b.peer, desk, options=replace(OPTIONS, deadline_s=0.5, pace=PaceOptions(first=1e6))) as replicator:
+        offer(replicator, a, 1)
+        wait_for(b.folder / "replica-r00000-s0")
+        offer(replicator, a, 2, index=1)
+        desk.wait(lambda: len(desk.failed) > 1 or any(step == 2 for _, step, _ in desk.failed), limit_s=5.0)
+        assert [step for _, step, _ in desk.failed] in ([1, 2], [2])
 
 
 def test_a_line_that_breaks(a: Path, b: Host) -> None:
@@ -264,20 +283,29 @@ def test_a_round_waits_for_quiet_steps_but_not_for_ever(a: Path, b: Host) -> Non
 def test_steps_that_slow_down_slow_the_sender_down(a: Path, b: Host) -> None:
     desk, options = Desk(), replace(OPTIONS, pace=PaceOptions(first=5e5, least=1e5, window=4, baseline=2))
     with replicating(a, b.peer, desk, options=options) as replicator:
-        for _ in range(2):
+        for _ in range(8):
             replicator.step_took(1.0)
         offer(replicator, a, 1)
-        slot = Slot.open(str(a / "own-r00000-s0"))
+        wait_for(b.folder / "replica-r00000-s0.digests")
+        time.sleep(0.05)
         deadline = time.monotonic() + 5
-        while slot.lock(shared=False):
-            slot.unlock()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        slot.close()
         while replicator.rate == 5e5 and time.monotonic() < deadline:
             replicator.step_took(1.1)
-            time.sleep(0.01)
+            time.sleep(0.05)
         assert replicator.rate == pytest.approx(1.25e5)
+
+
+def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host) -> None:
+    desk, options = Desk(), replace(OPTIONS, pace=PaceOptions(first=1e8, window=4, baseline=2))
+    with replicating(a, b.peer, desk, options=options) as replicator:
+        for _ in range(8):
+            replicator.step_took(1.0)
+        offer(replicator, a, 1)
+        desk.wait_replicated((0, 1))
+        time.sleep(0.1)
+        for _ in range(6):
+            replicator.step_took(2.0)
+        assert replicator.rate == 1e8
 
 
 def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
@@ -285,3 +313,17 @@ def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
         pass
     own = Peer("a", "127.0.0.1", 1, (0,), 0)
     assert Replicator(str(a), own=own, buddy=b.peer, token=TOKEN, reports=Desk().reports).close()
+
+
+def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
+    options = replace(OPTIONS, limits=replace(LIMITS, handshake_s=60.0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(5.0)
+        buddy = Peer("b", "127.0.0.1", silent.getsockname()[1], (0,), 1)
+        with replicating(a, buddy, Desk(), options=options) as replicator:
+            offer(replicator, a, 1)
+            with silent.accept()[0]:
+                time.sleep(0.1)
+                began = time.monotonic()
+                assert replicator.close()
+                assert time.monotonic() - began < 1

@@ -1,6 +1,7 @@
 """Snapshots on their way between hosts: whole or not at all, whatever happens to the line, the sender or the slot."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 
 from elastictrain.checkpoint.memory.budget import HostMemory
 from elastictrain.checkpoint.memory.layout import RankDigests, written_items
+from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import SnapshotSource
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
@@ -25,6 +27,7 @@ from tests.unit.checkpoint.peers.hosts import (
     RUN,
     TOKEN,
     Host,
+    Whole,
     connected,
     facts_of,
     fill_slot,
@@ -38,7 +41,18 @@ from tests.unit.checkpoint.peers.hosts import (
 def send(to: Host, step: int = 1, *, rank: int = 0) -> bool:
     put, data = put_of(facts_of(rank, step))
     with connected(to.peer) as connection:
-        return connection.put(put, memoryview(data), before_frame=lambda count: None)
+        return connection.put(put, data, before_frame=lambda count: None)
+
+
+def send_again(to: Host, step: int, *, token: bytes = TOKEN, before_frame: Callable[[int], None] = lambda count: None) -> None:
+    """After a sender is gone, which the receiver may notice a little later."""
+    put, data = put_of(facts_of(step=step))
+    for _ in range(100):
+        with connected(to.peer, token=token) as connection, suppress(TransientStorageError):
+            assert connection.put(put, data, before_frame=before_frame)
+            return
+        time.sleep(0.02)
+    pytest.fail("the first sender is never forgotten")
 
 
 class LostError(Exception):
@@ -54,16 +68,17 @@ def send_part(to: Host, step: int, *, frames: int) -> None:
             raise LostError
 
     with connected(to.peer) as connection, pytest.raises(LostError):
-        connection.put(put, memoryview(data), before_frame=before_frame)
+        connection.put(put, data, before_frame=before_frame)
 
 
 def test_there_and_back(tmp_path: Path) -> None:
     put, data = put_of(facts_of())
     frames: list[int] = []
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
-        assert connection.put(put, memoryview(data), before_frame=frames.append)
+        assert connection.put(put, data, before_frame=frames.append)
         assert b.replicas() == {"replica-r00000-s0": 1}
         assert b.data_of("replica-r00000-s0") == data
+        assert load_layout(str(b.folder), LAYOUT.digest) == LAYOUT
         back = bytearray(len(data))
         connection.get_into(memoryview(back), key_of(put.facts), start=0)
         assert back == data
@@ -108,12 +123,7 @@ def test_a_sender_that_is_killed_leaves_the_newest_replica_whole(tmp_path: Path,
         assert send(b, 2)
         send_part(b, 3, frames=frames)
         assert b.replicas() == {"replica-r00000-s1": 2}
-        for _ in range(100):
-            # That the first sender is gone may not have been noticed yet.
-            with suppress(TransientStorageError):
-                assert send(b, 4)
-                break
-            time.sleep(0.02)
+        send_again(b, 4)
         assert b.replicas() == {"replica-r00000-s0": 4, "replica-r00000-s1": 2}
 
 
@@ -126,7 +136,7 @@ def test_a_line_that_is_cut_midway(tmp_path: Path) -> None:
             with pytest.raises(
                 TransientStorageError, match=rf"b \(127.0.0.1:{line.peer.port}\): the replica of rank 0 at step 2"
             ):
-                connection.put(put, memoryview(data), before_frame=lambda count: None)
+                connection.put(put, data, before_frame=lambda count: None)
         assert b.replicas() == {"replica-r00000-s0": 1}
 
 
@@ -135,9 +145,9 @@ def test_a_bit_that_flips_on_the_way_of_a_replica(tmp_path: Path) -> None:
     with host(tmp_path / "b") as b, line_to(b.peer) as line, connected(line.peer) as connection:
         line.flip_at["there"] = FRAME_BYTES + 50_000
         with pytest.raises(TransientStorageError, match="cannot be kept"):
-            connection.put(put, memoryview(data), before_frame=lambda count: None)
+            connection.put(put, data, before_frame=lambda count: None)
         assert b.replicas() == {}
-        assert connection.put(put, memoryview(data), before_frame=lambda count: None)
+        send_again(b, 1)
 
 
 def test_a_bit_that_flipped_in_the_slot_of_the_sender(tmp_path: Path) -> None:
@@ -149,8 +159,30 @@ def test_a_bit_that_flipped_in_the_slot_of_the_sender(tmp_path: Path) -> None:
         with pytest.raises(
             TransientStorageError, match=r"-r00000-001.safetensors: bytes \[\d+, \d+\) do not have their digest"
         ):
-            connection.put(put, memoryview(data), before_frame=lambda count: None)
+            connection.put(put, data, before_frame=lambda count: None)
         assert b.replicas() == {"replica-r00000-s0": 1}
+
+
+def test_a_replica_that_is_refused_midway_is_not_sent_to_its_end(tmp_path: Path) -> None:
+    put, data = put_of(facts_of())
+    data[len(LAYOUT.template[0].header)] ^= 1
+    frames: list[int] = []
+
+    def before_frame(count: int) -> None:
+        frames.append(count)
+        time.sleep(0.2)
+
+    refusal = pytest.raises(TransientStorageError, match="do not have their digest")
+    with host(tmp_path / "b") as b, connected(b.peer) as connection, refusal:
+        connection.put(put, data, before_frame=before_frame)
+    assert len(frames) == 2
+
+
+def test_a_connection_that_was_broken_off_is_not_made_anew(tmp_path: Path) -> None:
+    with host(tmp_path / "b") as b, line_to(b.peer) as line, connected(line.peer) as connection:
+        connection.break_off()
+        with pytest.raises(TransientStorageError, match="broken off"):
+            connection.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
 
 
 def test_a_bit_that_flips_on_the_way_back_is_read_again(tmp_path: Path) -> None:
@@ -275,7 +307,7 @@ def test_ranks_that_are_shared_out_anew_while_a_replica_comes(tmp_path: Path) ->
             b.server.drop_others()
 
         with pytest.raises(TransientStorageError, match="any more"):
-            connection.put(put, memoryview(data), before_frame=drop)
+            connection.put(put, data, before_frame=drop)
         assert b.replicas() == {}
 
 
@@ -302,7 +334,7 @@ def test_a_second_sender_of_the_same_rank_is_refused(tmp_path: Path) -> None:
                     send(b, 2)
                 refused.append(str(caught.value))
 
-        assert connection.put(put, memoryview(data), before_frame=meanwhile)
+        assert connection.put(put, data, before_frame=meanwhile)
         assert "is arriving already" in refused[0]
         assert b.replicas() == {"replica-r00000-s0": 1}
 
@@ -314,7 +346,7 @@ HUGE_PUT = Put(facts_of(layout=HUGE), HUGE, RankDigests(("0" * 32,), ("0" * 32,)
 def test_no_memory_is_answered(tmp_path: Path) -> None:
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
         with pytest.raises(TransientStorageError, match=r"snapshots need .* GB of host memory"):
-            connection.put(HUGE_PUT, memoryview(b""), before_frame=lambda count: None)
+            connection.put(HUGE_PUT, Whole(), before_frame=lambda count: None)
         assert send(b)
 
 
@@ -350,8 +382,9 @@ def test_memory_that_a_slot_has_is_not_asked_for_again(tmp_path: Path) -> None:
         take(2)
     left[0] = HostMemory(10**9, 10**9, 10**9)
     assert take(2)
-    left[0] = HostMemory(10**9, 10**8, 0)
+    left[0] = HostMemory(10**9, 0, 0)
     assert take(3)
+    left[0] = HostMemory(10**9, 10**8, 0)
     assert take(4, kilobytes=80)
     with pytest.raises(CheckpointError):
         take(5, kilobytes=200)
@@ -378,10 +411,10 @@ def test_a_new_token_ends_what_is_under_way(tmp_path: Path) -> None:
     put, data = put_of(facts_of())
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
         with pytest.raises(TransientStorageError):
-            connection.put(put, memoryview(data), before_frame=lambda count: b.server.set_token(b"new"))
+            connection.put(put, data, before_frame=lambda count: b.server.set_token(b"new"))
         assert b.replicas() == {}
-        with connected(b.peer, token=b"new") as newer:
-            assert newer.put(put, memoryview(data), before_frame=lambda count: b.server.set_token(b"new"))
+        # The same token once more changes nothing.
+        send_again(b, 1, token=b"new", before_frame=lambda count: b.server.set_token(b"new"))
 
 
 def test_closing_while_connections_are_there(tmp_path: Path) -> None:
@@ -391,7 +424,7 @@ def test_closing_while_connections_are_there(tmp_path: Path) -> None:
             idle.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
         closed: list[bool] = []
         with pytest.raises(TransientStorageError):
-            connection.put(put, memoryview(data), before_frame=lambda count: closed.append(b.server.close()))
+            connection.put(put, data, before_frame=lambda count: closed.append(b.server.close()))
         assert all(closed)
         with pytest.raises(TransientStorageError, match="refused"):
             idle.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)

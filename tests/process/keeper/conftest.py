@@ -1,0 +1,6 @@
+"""These tests share the module `faultyruns`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,118 @@
+"""Runs with faults at chosen places, and what must be true after every run."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torchruns import REPOSITORY, TINY, Run, events, keepers, kill, wait_until
+
+HOOKS = Path(__file__).parent / "hooks"
+ARGUMENTS = (
+    *TINY,
+    "task._target_=tests.process.paced.PacedLlama",
+    "task.pause_s=0.005",
+    "train.eval_every_steps=0",
+    "checkpoint.every_steps=6",
+    "checkpoint.snapshot_every_steps=2",
+    "fault.heartbeat_s=0.2",
+)
+
+_CHECKPOINT = "elastictrain.checkpoint"
+BEGIN = f"{_CHECKPOINT}.memory.slot:Slot.begin"
+COPY = f"{_CHECKPOINT}.snapshot.copier:Copier._copy_on_host"
+BODY = f"{_CHECKPOINT}.memory.header:write_body"
+COMPLETE = f"{_CHECKPOINT}.memory.slot:Slot.complete"
+ANNOUNCE = f"{_CHECKPOINT}.keeper.link:KeeperLink.announce"
+PIN = f"{_CHECKPOINT}.keeper.pins:Pins.pin"
+DIGEST = f"{_CHECKPOINT}.memory.records:compute_digests"
+NOTE_DIGESTS = f"{_CHECKPOINT}.memory.records:store_digests"
+WRITE = "elastictrain.storage.local:_Writer.write"
+CHECK = f"{_CHECKPOINT}.commit:check_files"
+COMMIT = f"{_CHECKPOINT}.commit:commit"
+MARK = f"{_CHECKPOINT}.marks:mark_committed"
+PRUNE = f"{_CHECKPOINT}.prune:Pruner._delete"
+FLUSH = f"{_CHECKPOINT}.keeper.flush:choose_flush"
+FACTS = f"{_CHECKPOINT}.keeper.facts:load_facts"
+OPEN = f"{_CHECKPOINT}.recall:Recall.open"
+LOAD = f"{_CHECKPOINT}.restore:Loader.load_votes"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """See hooks/sitecustomize.py."""
+
+    at: str
+    what: str
+    when: str = "before"
+    nth: int = 1
+    always: bool = False
+
+
+def with_faults(faults: Sequence[Fault], folder: Path) -> dict[str, str]:
+    """The environment in which these faults happen, one after another; marks of them appear in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return {
+        "FAULTS": json.dumps([asdict(fault) for fault in faults]),
+        "FAULTS_FOLDER": str(folder),
+        "PYTHONPATH": os.pathsep.join([str(HOOKS), str(REPOSITORY)]),
+    }
+
+
+def fired(folder: Path) -> int:
+    """How many faults have happened."""
+    return len(list(folder.glob("fired-*")))
+
+
+def found_at_start(folder: Path) -> dict[str, dict[str, int]]:
+    """By incarnation: the newest whole step in memory and in storage, before anything was restored."""
+    return {path.stem.removeprefix("found-"): json.loads(path.read_text()) for path in sorted(folder.glob("found-*.json"))}
+
+
+def check_resumed_from_newest(run_dir: Path, folder: Path) -> list[dict[str, Any]]:
+    """Each start took the newest step that was whole anywhere; returns the `resume` events."""
+    resumed = events(run_dir, "resume")
+    found = found_at_start(folder)
+    for row in resumed:
+        there = found[row["incarnation"]]
+        assert row["step"] == max(there.values()), (row, there)
+        assert row["tier"] == ("none" if not row["step"] else "memory" if there["memory"] == row["step"] else "storage"), (
+            row,
+            there,
+        )
+    return resumed
+
+
+def kill_everything_but_the_keeper(run: Run) -> None:
+    """At once: nobody has time to say anything."""
+    family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]
+    victims = [one for one in family if "elastictrain.checkpoint.keeper" not in one.cmdline()]
+    for victim in victims:
+        victim.suspend()
+    for victim in victims:
+        kill(victim)
+    run.process.wait(10)
+
+
+def processes_below(folder: Path) -> list[psutil.Process]:
+    """Everything that was started with a path below a folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(folder) in word for word in process.cmdline()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def check_nothing_left(tmp_path: Path, *, timeout_s: float = 20) -> None:
+    """No process of the run lives, and host memory is empty."""
+    wait_until(lambda: not keepers(tmp_path), timeout_s=timeout_s, what="the end of the keeper")
+    assert not processes_below(tmp_path)
+    memory = tmp_path / "host-memory"
+    left = sorted(str(path.relative_to(memory)) for path in memory.rglob("*"))
+    assert not left, left

@@ -1,0 +1,87 @@
+"""SIGKILL of workers, of the keeper and of both at every phase of snapshot, persistence, commit and restore."""
+
+from pathlib import Path
+
+import pytest
+from faultyruns import (
+    ANNOUNCE,
+    ARGUMENTS,
+    BEGIN,
+    BODY,
+    COMMIT,
+    COMPLETE,
+    COPY,
+    DIGEST,
+    LOAD,
+    MARK,
+    NOTE_DIGESTS,
+    OPEN,
+    PIN,
+    PRUNE,
+    WRITE,
+    Fault,
+    check_nothing_left,
+    check_resumed_from_newest,
+    fired,
+    with_faults,
+)
+from torchruns import alone, losses, torchrun
+
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, float]]:
+    """Losses by world size."""
+    found = {}
+    folder = tmp_path_factory.mktemp("undisturbed")
+    arguments = [*ARGUMENTS, "task.pause_s=0", f"train.steps={STEPS}"]
+    code, output = alone([*arguments, f"run.dir={folder}/one/run"], folder=folder / "one")
+    assert code == 0, output
+    found[1] = losses(folder / "one/run")
+    with torchrun([*arguments, f"run.dir={folder}/two/run"], world_size=2, folder=folder / "two") as run:
+        assert run.wait() == 0, run.output()
+    found[2] = losses(folder / "two/run")
+    return found
+
+
+WORKER_SIDE = (
+    Fault(COPY, "self", "middle", nth=2),
+    Fault(BEGIN, "workers", "after", nth=3),
+    Fault(COMPLETE, "self", "after", nth=2),
+    Fault(BODY, "both", "after", nth=2),
+    Fault(LOAD, "self", "before"),
+    Fault(ANNOUNCE, "both", "after", nth=3),
+    Fault(OPEN, "both", "after"),
+)
+
+
+KEEPER_SIDE = (
+    Fault(PIN, "both", "after", nth=2),
+    Fault(WRITE, "keeper", nth=5),
+    Fault(DIGEST, "both", "after", nth=1),
+    Fault(COMMIT, "keeper"),
+    Fault(COMMIT, "both", "after"),
+    Fault(NOTE_DIGESTS, "keeper", "after", nth=1),
+    Fault(MARK, "both"),
+    Fault(PRUNE, "both"),
+)
+
+
+@pytest.mark.parametrize(("world_size", "faults"), [(2, WORKER_SIDE), (1, KEEPER_SIDE)])
+def test_sigkill_at_every_phase(
+    world_size: int, faults: tuple[Fault, ...], tmp_path: Path, undisturbed: dict[int, dict[int, float]]
+) -> None:
+    run_dir = tmp_path / "job/run"
+    with torchrun(
+        [*ARGUMENTS, f"train.steps={STEPS}", f"run.dir={run_dir}"],
+        world_size=world_size,
+        folder=run_dir.parent,
+        max_restarts=len(faults),
+        extra_environment=with_faults(faults, tmp_path / "faults"),
+    ) as run:
+        assert run.wait(180) == 0, run.output()[-6000:]
+    assert fired(tmp_path / "faults") == len(faults)
+    assert losses(run_dir) == undisturbed[world_size]
+    check_resumed_from_newest(run_dir, tmp_path / "faults")
+    check_nothing_left(tmp_path)

@@ -1,0 +1,216 @@
+"""A keeper's life: it is stopped, killed, cannot start, hears nonsense, outlives its run, and never has company."""
+
+import json
+import os
+import random
+import shutil
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+from faultyruns import ARGUMENTS, FACTS, Fault, check_nothing_left, kill_everything_but_the_keeper, with_faults
+from torchruns import alone, events, keepers, kill, last_step, losses, torchrun, wait_until
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    arguments = [*ARGUMENTS, "task.pause_s=0", f"train.steps={STEPS}", f"run.dir={folder}/job/run"]
+    code, output = alone(arguments, folder=folder / "job")
+    assert code == 0, output
+    check_nothing_left(folder)
+    return losses(folder / "job/run")
+
+
+def arguments(run_dir: Path, *more: str) -> list[str]:
+    return [*ARGUMENTS, f"train.steps={STEPS}", f"run.dir={run_dir}", *more]
+
+
+def one_rank(run_dir: Path, *more: str, **options: object):
+    return torchrun(arguments(run_dir, *more), world_size=1, folder=run_dir.parent, **options)
+
+
+def the_keeper(tmp_path: Path) -> psutil.Process:
+    wait_until(lambda: len(keepers(tmp_path)) == 1, what="one keeper")
+    return keepers(tmp_path)[0]
+
+
+def at_step(run_dir: Path, step: int) -> None:
+    wait_until(lambda: last_step(run_dir) >= step, what=f"step {step}")
+
+
+def test_killed_three_times_in_a_row(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    with one_rank(run_dir, "task.pause_s=0.02") as run:
+        killed = set()
+        for count in range(3):
+            at_step(run_dir, 4 * count + 2)
+            keeper = the_keeper(tmp_path)
+            wait_until(lambda pid=keeper.pid: any(row["pid"] == pid for row in events(run_dir, "keeper_started")))
+            killed.add(keeper.pid)
+            kill(keeper)
+            wait_until(lambda gone=keeper: gone not in keepers(tmp_path), what="its end")
+        assert run.wait() == 0, run.output()
+    assert {row["pid"] for row in events(run_dir, "keeper_lost")} == killed
+    assert "no more snapshots in host memory" in run.output()
+    assert "it ended 3 times" in run.output()
+    assert losses(run_dir) == undisturbed
+    assert events(run_dir, "checkpoint_saved")[-1]["step"] == STEPS
+    check_nothing_left(tmp_path)
+
+
+def test_not_startable_at_all(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    code, output = alone(
+        arguments(run_dir),
+        folder=run_dir.parent,
+        extra_environment=with_faults([Fault(FACTS, "exit", always=True)], tmp_path / "f"),
+    )
+    assert code == 0, output
+    assert "checkpoints are written while training waits" in output
+    assert "broken on purpose" in output
+    assert losses(run_dir) == undisturbed
+    assert [row["step"] for row in events(run_dir, "checkpoint_saved")] == [6, 12, 18, 24, 30, 36, 40]
+    assert not events(run_dir, "snapshot")
+
+
+def test_a_stopped_keeper_does_not_stop_training(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    with one_rank(run_dir, "task.pause_s=0.01") as run:
+        at_step(run_dir, 8)
+        keeper = the_keeper(tmp_path)
+        keeper.suspend()
+        before = last_step(run_dir)
+        at_step(run_dir, 30)
+        assert before < 20
+        keeper.resume()
+        assert run.wait() == 0, run.output()
+    assert losses(run_dir) == undisturbed
+    assert not events(run_dir, "keeper_lost")
+    check_nothing_left(tmp_path)
+
+
+def speak(tmp_path: Path, data: bytes) -> bytes:
+    """To the keeper; returns what it answers before it hangs up or falls silent."""
+    (path,) = (tmp_path / "host-memory").glob("*/*/keeper.sock")
+    folder = os.open(path.parent, os.O_RDONLY)
+    heard = b""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(1.0)
+        client.connect(f"/proc/self/fd/{folder}/{path.name}")
+        os.close(folder)
+        try:
+            client.sendall(data)
+            client.shutdown(socket.SHUT_WR)
+            while piece := client.recv(65536):
+                heard += piece
+        except OSError:
+            pass
+    return heard
+
+
+HUGE = 10**400
+NONSENSE = [
+    b"\n" * 1000,
+    b"\0" * 5000 + b"\n",
+    b"[" * 100_000 + b"\n",
+    b'{"op": ' * 10_000 + b"\n",
+    b"x" * (3 << 20),
+    b'"hello"\n',
+    b'{"op": 7}\n',
+    b'{"op": "nonsense"}\n',
+    b'{"op": "\\ud800"}\n',
+    b'{"op": "snapshot", "slot": 0, "step": 4}\n',
+    b'{"op": "hello"}\n',
+    b'{"op": "hello", "rank": 0, "ranks": [], "world_size": 1, "incarnation": "000001-x", "host": "h", "agent": 1}\n',
+    b'{"op": "hello", "rank": true, "ranks": [0], "world_size": 1, "incarnation": "9", "host": "h", "agent": 1}\n',
+    b'{"op": "hello", "rank": 9, "ranks": [9], "world_size": 1, "incarnation": "9", "host": "h", "agent": 1}\n',
+    b'{"op": "hello", "rank": 0, "ranks": [0], "world_size": 1, "incarnation": "0", "host": "h", "agent": 1}\n',
+    b'{"op": "hello", "rank": 0, "ranks": [0], "world_size": -1, "incarnation": "0", "host": "h", "agent": 1}\n',
+    f'{{"op": "step", "micros": {HUGE}}}\n'.encode(),
+    f'{{"op": "old", "slots": {HUGE}}}\n'.encode(),
+    b'{"op": "old", "slots": 0}\n',
+    b'{"op": "old", "slots": -1}\n',
+    b'{"op": "step", "micros": 1e400}\n',
+    b'{"op": "finish"}\n',
+    b'{"op": "replicate"}\n',
+    b'{"op": "roster"}\n',
+    b'{"op": "bye"}\n',
+]
+
+
+def test_nonsense_on_its_socket(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    chance = random.Random(1)
+    with one_rank(run_dir, "task.pause_s=0.03") as run:
+        keeper = the_keeper(tmp_path)
+        at_step(run_dir, 8)
+        for data in [*NONSENSE, *(chance.randbytes(chance.randrange(1, 5000)) for _ in range(30))]:
+            speak(tmp_path, data)
+            assert keepers(tmp_path) == [keeper], data[:200]
+        hello = {"op": "hello", "rank": 0, "ranks": [0], "world_size": 1, "host": "h", "address": "", "port": 0}
+        hello["incarnation"] = events(run_dir, "start")[0]["incarnation"]
+        for agent in (0, 1 << 31, 1 << 62, HUGE):
+            # It hangs up without a word, and is not taken for dead: this process lives.
+            speak(tmp_path, json.dumps(hello | {"agent": agent}).encode() + b"\n")
+            assert keepers(tmp_path) == [keeper], agent
+        assert run.wait() == 0, run.output()
+    assert not events(run_dir, "keeper_lost")
+    assert losses(run_dir) == undisturbed
+    check_nothing_left(tmp_path)
+
+
+def test_two_starts_of_one_run_share_a_keeper(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job/run"
+    command = arguments(run_dir, "task.pause_s=0.05", "train.steps=400")
+    seen = set()
+    with torchrun(command, world_size=1, folder=run_dir.parent) as first:
+        at_step(run_dir, 4)
+        with torchrun(command, world_size=1, folder=tmp_path / "second") as second:
+
+            def first_is_refused() -> bool:
+                there = keepers(tmp_path)
+                assert len(there) <= 1, there
+                seen.update(there)
+                return "it refuses this worker" in first.output()
+
+            wait_until(first_is_refused, what="the notice of the first start")
+            # It goes on by itself, and does not knock again and again.
+            step = last_step(run_dir)
+            at_step(run_dir, step + 10)
+            kill_everything_but_the_keeper(second)
+        kill_everything_but_the_keeper(first)
+    assert len(seen) == 1
+    assert first.output().count("no more snapshots in host memory") == 1
+    assert not events(run_dir, "keeper_lost")
+    check_nothing_left(tmp_path)
+
+
+def test_everybody_killed_is_flushed(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    with torchrun(arguments(run_dir, "checkpoint.every_steps=0"), world_size=2, folder=run_dir.parent) as run:
+        at_step(run_dir, 14)
+        kill_everything_but_the_keeper(run)
+    newest = max(row["step"] for row in events(run_dir, "snapshot"))
+    check_nothing_left(tmp_path)
+    (saved,) = events(run_dir, "checkpoint_saved")
+    assert saved["reason"] == "flush"
+    assert saved["step"] >= newest
+    assert [path.name for path in (run_dir / "checkpoints").glob("step-*")] == [saved["checkpoint"]]
+
+
+def test_a_deleted_run_is_not_recreated(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job/run"
+    with one_rank(run_dir, "task.pause_s=0.01") as run:
+        at_step(run_dir, 4)
+        keeper = the_keeper(tmp_path)
+        keeper.suspend()
+        at_step(run_dir, 9)
+        kill_everything_but_the_keeper(run)
+        shutil.rmtree(run_dir)
+        keeper.resume()
+    check_nothing_left(tmp_path)
+    assert not run_dir.exists(), sorted(run_dir.rglob("*"))

@@ -1,0 +1,87 @@
+"""Every way to name a run or a checkpoint of it leads to the same place."""
+
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.commands.location import is_checkpoint_name, locate, split_url
+from elastictrain.errors import ConfigError, ObjectNotFoundError, UsageError
+from elastictrain.storage.opening import open_store
+from tests.unit.checkpoint.commands.made import save
+
+NAME = "step-000000400"
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("runs/a", ("a", "runs")),
+        ("runs/a/", ("a", "runs")),
+        ("a", ("a", ".")),
+        ("/a", ("a", "/")),
+        ("s3://bucket/runs/a/", ("a", "s3://bucket/runs")),
+        ("s3://bucket/a", ("a", "s3://bucket")),
+        ("s3://bucket", ("", "s3://bucket")),
+        ("file:///a/b", ("b", "file:///a")),
+    ],
+)
+def test_urls_are_split_at_the_last_part(url: str, parts: tuple[str, str]) -> None:
+    assert split_url(url) == parts
+
+
+def test_names_of_folders() -> None:
+    assert is_checkpoint_name(NAME)
+    assert is_checkpoint_name(f"{NAME}-2")
+    assert not any(is_checkpoint_name(name) for name in ("", "step-400", f"{NAME}-0", "checkpoints", "steps"))
+
+
+@pytest.mark.parametrize("ending", ["", "/"])
+@pytest.mark.parametrize(
+    ("below", "folder"),
+    [("", None), ("/checkpoints", None), (f"/checkpoints/{NAME}", NAME), ("/checkpoints/step-000000007", "step-000000007")],
+)
+def test_a_run_and_what_is_in_it(below: str, folder: str | None, ending: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 400)
+    location = locate(f"{tmp_path}/run{below}{ending}")
+    assert location.folder == folder
+    assert location.url == f"{tmp_path}/run/checkpoints"
+    assert next(location.run.list("checkpoints")).key.startswith(f"checkpoints/{NAME}/")
+
+
+@pytest.mark.parametrize(
+    ("below", "url", "folder"), [("", ".", None), ("checkpoints", "..", None), (f"checkpoints/{NAME}", "../..", NAME)]
+)
+def test_the_current_folder(below: str, url: str, folder: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 400)
+    monkeypatch.chdir(tmp_path / below)
+    location = locate(".")
+    assert (location.run.url, location.folder) == (url, folder)
+    assert next(location.run.list("checkpoints"), None) is not None
+
+
+def test_a_run_whose_own_name_is_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", 400)
+    assert locate(f"{tmp_path}/checkpoints").run.url == f"{tmp_path}/checkpoints"
+    assert locate(f"{tmp_path}/checkpoints/checkpoints").run.url == f"{tmp_path}/checkpoints"
+
+
+def test_a_bucket_in_memory() -> None:
+    open_store("memory://located/run").write("checkpoints/committed.json", b"{}")
+    assert locate("memory://located/run/checkpoints/").run.url == "memory://located/run"
+
+
+def test_a_run_that_has_saved_nothing_yet(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert locate(str(tmp_path)).run.url == str(tmp_path)
+
+
+def test_what_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for url in (f"{tmp_path}/nowhere", f"{tmp_path}/data", "memory://nothing/here"):
+        with pytest.raises(ObjectNotFoundError, match="must be the folder of a run or a checkpoint in it") as caught:
+            locate(url)
+        assert url in str(caught.value)
+    with pytest.raises(UsageError, match=f"must lie in a folder 'checkpoints', as in RUN/checkpoints/{NAME}"):
+        locate(f"{tmp_path}/{NAME}")
+    with pytest.raises(ConfigError, match="unknown protocol 'foo'"):
+        locate("foo://bucket/run")

@@ -1,0 +1,168 @@
+"""`ls` through the command line."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.checkpoint.__main__ import main
+from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands.ls import list_checkpoints
+from elastictrain.checkpoint.commands.rows import Row, State, no_snapshots
+from elastictrain.checkpoint.commands.survey import list_folders, survey
+from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
+from tests.unit.checkpoint.commands.made import CREATED, as_version_2, flip, quarantine, save, shard, truncate
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """One checkpoint in each state."""
+    save(tmp_path, 80, uncommitted=True)
+    quarantine(save(tmp_path, 70), f"{tmp_path}/checkpoints/step-000000070/x.safetensors: bytes [3, 4) are wrong")
+    shard(save(tmp_path, 60)).unlink()
+    truncate(shard(save(tmp_path, 50)))
+    flip(save(tmp_path, 40) / "manifest.json")
+    save(tmp_path, 30, world_size=3)
+    as_version_2(save(tmp_path, 20))
+    save(tmp_path, 10)
+    return tmp_path
+
+
+def listed(url: Path, capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    assert main(["ls", str(url), "--json"]) == EXIT_OK
+    document = json.loads(capsys.readouterr().out)
+    assert document["url"].endswith("/checkpoints")
+    found: list[dict[str, Any]] = document["checkpoints"]
+    return found
+
+
+def test_states_of_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = listed(run, capsys)
+    assert {one["step"]: (one["state"], one["reason"]) for one in found} == {
+        80: ("uncommitted", "being written, or cut short"),
+        70: ("quarantined", "x.safetensors: bytes [3, 4) are wrong"),
+        60: ("damaged", "000001-aa-r00000-000.safetensors is gone"),
+        50: ("damaged", "000001-aa-r00000-000.safetensors must have 618 bytes, but has 617"),
+        40: ("damaged", found[4]["reason"]),
+        30: ("valid", ""),
+        20: ("unknown format", "manifest.json: is of format version 2, but this release of elastictrain reads version 1"),
+        10: ("valid", ""),
+    }
+    assert found[4]["reason"].startswith("manifest.json: ")
+    assert [one["step"] for one in found] == [80, 70, 60, 50, 40, 30, 20, 10], "newest first"
+    assert [one["step"] for one in found if one["resume"]] == [30]
+
+
+def test_a_folder_that_was_moved(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-000000030").rename(run / "checkpoints" / "step-000000031")
+    (found,) = listed(run / "checkpoints" / "step-000000031", capsys)
+    assert (found["state"], found["reason"]) == ("damaged", "manifest.json is of step 30: files were moved")
+
+
+def test_folders_that_the_run_deletes_meanwhile_are_left_out(run: Path) -> None:
+    location = locate(str(run))
+    folders = list_folders(location)
+    shutil.rmtree(run / "checkpoints" / "step-000000030")
+    assert [one.listed.facts.step for one in survey(location.run, folders)] == [80, 70, 60, 50, 40, 20, 10]
+
+
+def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints" / "step-000000030"
+    (found,) = listed(folder, capsys)
+    files = list(folder.iterdir())
+    assert found["modified"] == max(file.stat().st_mtime for file in files)
+    del found["modified"]
+    assert found == {
+        "name": "step-000000030",
+        "step": 30,
+        "tier": "storage",
+        "state": "valid",
+        "reason": "",
+        "created": CREATED + 30,
+        "bytes": sum(file.stat().st_size for file in files),
+        "world_size": 3,
+        "files": 3,
+        "resume": True,
+    }
+
+
+def test_the_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = CREATED + 30 + 7200
+    assert list_checkpoints(str(run), as_json=False, find_snapshots=no_snapshots, clock=lambda: now) == EXIT_OK
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}/checkpoints"
+    assert lines[1].split() == ["name", "step", "age", "size", "world", "files", "tier", "state"]
+    (marked,) = [line for line in lines[2:-1] if line.startswith(">")]
+    assert marked.split() == [">", "step-000000030", "30", "2", "h", "4.2", "kB", "3", "3", "storage", "valid"]
+    assert len({line.index("storage") for line in lines[2:-1]}) == 1, "columns are aligned"
+    assert lines[-1].startswith("> a start resumes from this one")
+
+
+def test_nothing_to_resume_from_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 10, uncommitted=True)
+    assert main(["ls", str(tmp_path)]) == EXIT_OK
+    assert capsys.readouterr().out.splitlines()[-1] == "none of these is one that a start can resume from"
+
+
+def test_snapshots_of_this_machine_are_rows_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = []
+
+    def find(run_url: str, /) -> Sequence[Row]:
+        asked.append(run_url)
+        return [Row("000001-aa", 77, "memory", State.VALID, "", 5.0, 5.0, 100, 2, 2)]
+
+    assert main(["ls", str(run / "checkpoints")], find_snapshots=find) == EXIT_OK
+    assert asked == [str(run)]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:5]] == ["step-000000080", ">", "step-000000070"]
+    assert "memory" in lines[3]
+
+
+def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").touch()
+    assert main(["ls", str(tmp_path)]) == EXIT_OK
+    assert capsys.readouterr().out == f"{tmp_path}/checkpoints\n  no checkpoint yet\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["ls", "{}/nowhere"], EXIT_STORAGE, "{}/nowhere must be the folder of a run"),
+        (["ls", "{}/checkpoints/step-000000099"], EXIT_STORAGE, "{}/checkpoints must hold step-000000099, but does not"),
+        (["ls", "{}/config.yaml"], EXIT_STORAGE, "Not a directory"),
+        (
+            ["verify", "{}", "--step", "11"],
+            EXIT_STORAGE,
+            "must hold a checkpoint of step 11, but does not; there is step 10, 20",
+        ),
+        (["diff", "{}", "{}/nowhere"], EXIT_STORAGE, "{}/nowhere must be the folder of a run"),
+    ],
+)
+def test_one_line_says_what_is_wrong(
+    arguments: list[str], code: int, says: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.yaml").touch()
+    assert main([argument.format(run) for argument in arguments]) == code
+    error = capsys.readouterr().err
+    assert error.startswith("elastictrain: ")
+    assert says.format(run) in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["ls"],
+        ["prune", "x"],
+        ["prune", "x", "--keep-last", "0"],
+        ["verify", "x", "--all", "--step", "1"],
+        ["export", "x", "y", "--to", "z"],
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == EXIT_USAGE
+    assert "usage: python -m elastictrain.checkpoint" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""`prune`: what goes, what stays, and when nothing is touched."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.__main__ import main
+from elastictrain.checkpoint.commands import speaking
+from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands.prune import Keep, delete_folder, prune_checkpoints
+from elastictrain.checkpoint.retention import Deletion
+from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
+from tests.unit.checkpoint.commands.made import as_version_2, flip, folders, quarantine, save, shard, truncate
+
+STEPS = (10, 20, 30, 40, 50)
+
+
+def name(step: int) -> str:
+    return f"step-{step:09d}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Five checkpoints, the remnant of a save between them, and a save that is going on."""
+    for step in STEPS:
+        save(tmp_path, step, world_size=2)
+    save(tmp_path, 25, uncommitted=True)
+    save(tmp_path, 60, uncommitted=True)
+    return tmp_path
+
+
+def prune(run: Path, *arguments: str) -> int:
+    return main(["prune", str(run), *arguments])
+
+
+def test_what_goes_and_what_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune(run, "--keep-last", "2", "--keep-every", "20", "--yes") == EXIT_OK
+    assert folders(run) == [name(step) for step in (20, 40, 50, 60)]
+    out = capsys.readouterr().out
+    assert "deleted 3 folders" in out
+    assert "remnant of a save" in out
+
+
+def test_a_dry_run_deletes_nothing_and_tells_the_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(run.rglob("*"))
+    size_bytes = sum(file.stat().st_size for step in (10, 20, 25) for file in (run / "checkpoints" / name(step)).iterdir())
+    assert prune(run, "--keep-last", "3", "--dry-run") == EXIT_OK
+    assert sorted(run.rglob("*")) == before
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[2:5]] == [name(step) for step in (10, 20, 25)]
+    assert f"3 folders, {size_bytes / 1000:.1f} kB; left: 4 folders, newest checkpoint {name(50)}" in out
+
+
+def test_nothing_to_do(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune(run, "--keep-last", "2", "--yes") == EXIT_OK
+    capsys.readouterr()
+    assert prune(run, "--keep-last", "2", "--yes") == EXIT_OK
+    assert capsys.readouterr().out.endswith("nothing to delete\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: flip(shard(folder, 1)), "r00001-000.safetensors: model.bias in bytes"),
+        (lambda folder: flip(shard(folder), 12), "r00000-000.safetensors: its header does not have its digest"),
+        (lambda folder: truncate(shard(folder)), "r00000-000.safetensors must have"),
+        (lambda folder: shard(folder).unlink(), "r00000-000.safetensors is gone"),
+        (lambda folder: flip(folder / "manifest.json", 200), "manifest.json: "),
+    ],
+)
+def test_nothing_goes_if_the_newest_is_damaged(
+    damage: Callable[[Path], object], says: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / "checkpoints" / name(50))
+    before = sorted(run.rglob("*"))
+    assert prune(run, "--keep-last", "1", "--yes") == EXIT_STORAGE
+    assert sorted(run.rglob("*")) == before
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"elastictrain: {run}/checkpoints/{name(50)} is the newest checkpoint and must be whole")
+    assert says in error
+    assert error.endswith("nothing was deleted")
+
+
+def test_damaged_and_quarantined_ones_stay_until_they_are_oldest(run: Path) -> None:
+    quarantine(run / "checkpoints" / name(50))
+    truncate(shard(run / "checkpoints" / name(30)))
+    assert prune(run, "--keep-last", "2", "--yes") == EXIT_OK
+    assert folders(run) == [name(step) for step in (20, 30, 40, 50, 60)]
+    assert prune(run, "--keep-last", "1", "--yes") == EXIT_OK
+    assert folders(run) == [name(step) for step in (40, 50, 60)]
+
+
+def test_no_valid_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 10, uncommitted=True)
+    quarantine(save(tmp_path, 5))
+    assert prune(tmp_path, "--keep-last", "1", "--yes") == EXIT_STORAGE
+    assert "has no valid checkpoint; nothing is deleted" in capsys.readouterr().err
+    assert folders(tmp_path) == [name(5), name(10)]
+
+
+def test_it_does_not_delete_unasked(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(run.rglob("*"))
+    assert prune(run, "--keep-last", "1") == EXIT_USAGE
+    assert "give --yes, or --dry-run" in capsys.readouterr().err
+    monkeypatch.setattr(speaking, "can_ask", lambda: True)
+    for answer in ("n\n", "\n", ""):
+        reading, writing = os.pipe()
+        os.write(writing, answer.encode())
+        os.close(writing)
+        with os.fdopen(reading) as typed:
+            monkeypatch.setattr("sys.stdin", typed)
+            assert prune(run, "--keep-last", "1") == EXIT_OK
+        said = capsys.readouterr().err
+        assert "delete 5 folders? [y/N]" in said
+        assert "nothing was deleted" in said
+    assert sorted(run.rglob("*")) == before
+
+
+def test_one_checkpoint_is_no_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prune(run / "checkpoints" / name(10), "--keep-last", "1", "--yes") == EXIT_USAGE
+    assert "prune takes the folder of a run" in capsys.readouterr().err
+
+
+def test_only_what_was_shown_goes(run: Path) -> None:
+    """The run saves while the person thinks."""
+
+    def ask(question: str) -> bool:
+        save(run, 60, attempt=2)
+        save(run, 70)
+        return True
+
+    prune_checkpoints(str(run), keep=Keep(last=2, every=0), dry_run=False, ask=ask, threads=1)
+    assert folders(run) == [*(name(step) for step in (40, 50)), name(60), f"{name(60)}-2", name(70)]
+
+
+def test_a_remnant_that_is_committed_meanwhile_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run / "checkpoints" / name(25)
+    (file,) = folder.iterdir()
+    remnant = Deletion(folder.name, (file.name,), committed=False)
+    manifest = folder / "manifest.json"
+    manifest.write_text("of a predecessor that was thought dead")
+    assert not delete_folder(locate(str(run)), remnant)
+    assert file.exists()
+    assert "its manifest has appeared meanwhile" in capsys.readouterr().err
+    manifest.unlink()
+    assert delete_folder(locate(str(run)), remnant)
+    assert not folder.exists()
+
+
+def test_what_this_release_cannot_read_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    as_version_2(run / "checkpoints" / name(20))
+    assert prune(run, "--keep-last", "1", "--yes") == EXIT_OK
+    assert folders(run) == [name(step) for step in (20, 50, 60)]
+    as_version_2(run / "checkpoints" / name(50))
+    assert prune(run, "--keep-last", "1", "--yes") == EXIT_STORAGE
+    assert "but is unknown format: manifest.json: is of format version 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: truncate(shard(folder)), "damaged: 000001-aa-r00000-000.safetensors: must have"),
+        (lambda folder: (folder / "manifest.json").unlink(), "deleted or damaged meanwhile"),
+        (shutil.rmtree, "deleted meanwhile"),
+    ],
+)
+def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says: str, run: Path) -> None:
+    def ask(question: str) -> bool:
+        damage(run / "checkpoints" / name(50))
+        return True
+
+    with pytest.raises(
+        InvalidCheckpointError, match=f"must be whole before older ones go, but is {says}.*; nothing was deleted"
+    ):
+        prune_checkpoints(str(run), keep=Keep(last=1, every=0), dry_run=False, ask=ask, threads=1)
+    assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}

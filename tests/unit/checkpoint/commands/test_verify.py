@@ -1,0 +1,215 @@
+"""`verify` through the command line, and what it makes of transfers that garble."""
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import pytest
+import xxhash
+
+from elastictrain.checkpoint.__main__ import main
+from elastictrain.checkpoint.commands.file_check import DigestedRange, RangeDigests, check_file, ranges_of
+from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands.survey import list_folders, survey
+from elastictrain.checkpoint.commands.verify import read_and_judge
+from elastictrain.checkpoint.folders import key_of
+from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
+from elastictrain.storage.store import ObjectInfo
+from tests.unit.checkpoint.commands.made import flip, manifest_of, quarantine, save, shard, truncate
+from tests.unit.checkpoint.fakes import FakeStore
+
+FILE = "000001-aa-r00001-000.safetensors"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Two checkpoints of two ranks, and one that is being written."""
+    for step in (10, 20):
+        save(tmp_path, step, world_size=2, chunk_bytes=32)
+    save(tmp_path, 30, uncommitted=True)
+    return tmp_path
+
+
+def newest(run: Path) -> Path:
+    return run / "checkpoints" / "step-000000020"
+
+
+def at_header(folder: Path) -> None:
+    flip(shard(folder, 1), 12)
+
+
+def at_tensor(folder: Path) -> None:
+    manifest = manifest_of(folder)
+    chunk = next(chunk for chunk in manifest.tensors["model.weight"].chunks if chunk.file == FILE)
+    flip(shard(folder, 1), chunk.start + 5)
+
+
+def test_all_is_well(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(run)]) == EXIT_OK
+    out = capsys.readouterr().out
+    assert "step-000000020  valid  (" in out
+    assert "in 2 files, 5 tensors: every byte has its digest)" in out
+    assert "step-000000010" not in out
+    assert main(["verify", str(run), "--all", "--threads", "1"]) == EXIT_OK
+    assert capsys.readouterr().out.count("valid") == 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (at_header, "its header does not have its digest"),
+        (at_tensor, "model.weight in bytes ["),
+        (lambda folder: truncate(shard(folder, 1)), "bytes, but has "),
+        (lambda folder: shard(folder, 1).write_bytes(shard(folder, 1).read_bytes() + b"x"), "bytes, but has "),
+        (lambda folder: shard(folder, 1).unlink(), "is gone"),
+    ],
+)
+def test_the_bad_file_is_named_and_what_is_wrong_with_it(
+    damage: Callable[[Path], None], problem: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(newest(run))
+    before = sorted(run.rglob("*"))
+    assert main(["verify", str(run), "--json"]) == EXIT_STORAGE
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (found["name"], found["state"]) == ("step-000000020", "damaged")
+    (bad,) = found["bad_files"]
+    assert bad["name"] == FILE
+    (only,) = bad["problems"]
+    assert problem in only
+    assert main(["verify", str(run)]) == EXIT_STORAGE
+    assert f"\n    {FILE}: {only}\n" in capsys.readouterr().out
+    assert main(["verify", str(run), "--step", "10"]) == EXIT_OK
+    assert main(["verify", str(run), "--all"]) == EXIT_STORAGE
+    assert sorted(run.rglob("*")) == before, "nothing is written"
+
+
+def test_several_problems_of_several_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    at_header(newest(run))
+    at_tensor(newest(run))
+    flip(shard(newest(run), 0))
+    assert main(["verify", str(newest(run)), "--json"]) == EXIT_STORAGE
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert {bad["name"]: len(bad["problems"]) for bad in found["bad_files"]} == {
+        "000001-aa-r00000-000.safetensors": 1,
+        FILE: 2,
+    }
+
+
+def test_a_garbled_manifest(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flip(newest(run) / "manifest.json", 300)
+    assert main(["verify", str(run)]) == EXIT_STORAGE
+    assert "step-000000020  damaged: manifest.json: " in capsys.readouterr().out
+
+
+def test_a_quarantined_one_is_not_the_newest_but_counts_among_all(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quarantine(newest(run), "it was bad")
+    assert main(["verify", str(run)]) == EXIT_OK
+    assert "step-000000010  valid" in capsys.readouterr().out
+    for arguments in (["--all"], ["--step", "20"]):
+        assert main(["verify", str(run), *arguments]) == EXIT_STORAGE
+        assert "step-000000020  quarantined: it was bad\n    all of its 2 files have their digests" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("below", ["", "/checkpoints/step-000000030"])
+def test_nothing_to_verify(below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 30, uncommitted=True)
+    assert main(["verify", f"{tmp_path}{below}"]) == EXIT_STORAGE
+    assert "a checkpoint, but does not" in capsys.readouterr().err
+
+
+def test_one_checkpoint_has_no_others(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(newest(run)), "--all"]) == EXIT_USAGE
+    assert "--all and --step must go with the folder of a run" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_damaged(run: Path) -> None:
+    location = locate(str(run))
+    chosen = survey(location.run, list_folders(location))
+    shutil.rmtree(newest(run))
+    verdicts = read_and_judge(chosen, threads=2, advance=lambda _: None)
+    assert {verdict.checked.name: verdict.gone for verdict in verdicts} == {
+        "step-000000030": False,
+        "step-000000020": True,
+        "step-000000010": False,
+    }
+
+
+def test_digests_of_ranges_do_not_depend_on_the_pieces() -> None:
+    dice = random.Random(3)
+    data = dice.randbytes(500)
+    for _ in range(200):
+        ranges = []
+        for number in range(dice.randrange(1, 8)):
+            begin = dice.randrange(499)
+            end = dice.randrange(begin + 1, 501)
+            good = dice.random() < 0.5
+            digest = xxhash.xxh3_128_hexdigest(data[begin:end] if good else b"?")
+            ranges.append((good, DigestedRange(begin, end, digest, str(number))))
+        ranges.sort(key=lambda one: one[1].start)
+        digests, position = RangeDigests([one for _, one in ranges]), 0
+        while position < len(data):
+            end = position + dice.randrange(1, 120)
+            digests.update(memoryview(data)[position:end])
+            position = end
+        assert {one.what for one in digests.wrong} == {one.what for good, one in ranges if not good}
+
+
+class Cutting(FakeStore):
+    """Says that all is there, and then gives less."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        found = super().stat(key)
+        return ObjectInfo(key, found.size_bytes + 1, found.modified)
+
+
+def test_a_file_that_ends_while_it_is_read(run: Path) -> None:
+    file = manifest_of(newest(run)).files[1]
+    content = shard(newest(run), 1).read_bytes()
+    store = Cutting({"x": content[:-1]})
+    found = check_file(store, "x", file=file, ranges=(), advance=lambda _: None, stopped=Event())
+    assert found == (f"ends at byte {len(content) - 1}, too early",)
+
+
+class Garbling(FakeStore):
+    """Flips a bit in what is read, at each place in turn, and then no more."""
+
+    places: list[int]
+
+    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
+        count = super().read_into(key, buffer, start=start)
+        if self.places:
+            buffer[self.places.pop(0)] ^= 1
+        return count
+
+
+@pytest.mark.parametrize(
+    ("places", "problems"),
+    [
+        ([], 0),
+        ([-1], 0),
+        ([-1, -1], 1),
+        ([-1, 12], 1),
+    ],
+    ids=["never", "once", "twice at one place", "at two places"],
+)
+def test_what_reads_wrong_once_is_read_again(places: list[int], problems: int, run: Path) -> None:
+    folder = newest(run)
+    manifest = manifest_of(folder)
+    file = manifest.files[1]
+    store = Garbling({key_of("x", FILE): shard(folder, 1).read_bytes()})
+    store.places = list(places)
+    found = check_file(
+        store,
+        key_of("x", FILE),
+        file=file,
+        ranges=ranges_of(manifest)[FILE],
+        advance=lambda _: None,
+        stopped=Event(),
+    )
+    assert len(found) == problems
+    assert not store.places
+    if len(set(places)) == 2:
+        assert "reads differently each time" in found[0]

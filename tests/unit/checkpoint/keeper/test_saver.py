@@ -1,0 +1,243 @@
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.keeper import saver as module
+from elastictrain.checkpoint.keeper.facts import RunFacts, load_facts, store_facts
+from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.pins import Pinned, Pins
+from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
+from elastictrain.checkpoint.manifest import Manifest, parse_manifest
+from elastictrain.checkpoint.memory.records import load_digests
+from elastictrain.checkpoint.verified_read import Folder, verify_file
+from elastictrain.errors import InvalidCheckpointError, StorageError
+from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, put
+
+FACTS = RunFacts("unused", RUN, keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={"x": "1"})
+
+
+@dataclass
+class Heard:
+    """What a saver told, and a wait for it."""
+
+    events: list[Event] = field(default_factory=list)
+    written: list[int] = field(default_factory=list)
+    saved: list[tuple[int, str]] = field(default_factory=list)
+    failed: list[tuple[int, str]] = field(default_factory=list)
+
+    def reports(self) -> Reports:
+        return Reports(
+            record=lambda _, event: self.events.append(event),
+            written=lambda job: self.written.append(job.step),
+            saved=lambda job, name, _: self.saved.append((job.step, name)),
+            failed=lambda job, error: self.failed.append((job.step, error)),
+        )
+
+
+@contextmanager
+def saving(store: Store, *, facts: RunFacts = FACTS) -> Iterator[tuple[Saver, Heard]]:
+    heard = Heard()
+    saver = Saver(store, facts, heard.reports())
+    saver.start()
+    yield saver, heard
+    saver._jobs.put(None)
+    saver._thread.join(10)
+    assert not saver._thread.is_alive()
+    assert not saver.busy
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    made = open_store(str(tmp_path / "run"))
+    made.write("config.yaml", b"")
+    return made
+
+
+def pinned(pins: Pins, name: str) -> Pinned:
+    one = pins.pin(name)
+    assert one is not None
+    return replace(one, digests=load_digests(one.slot.path, one.facts))
+
+
+def job_of(
+    memory: Path, step: int, *, ranks: tuple[int, ...] = (0,), world_size: int = 1, index: int = 0, leader: bool = True
+) -> SaveJob:
+    pins = Pins(str(memory))
+    names = [put(memory, facts_of(step, rank=rank, world_size=world_size, reason="interval"), index=index) for rank in ranks]
+    return SaveJob(tuple(pinned(pins, name) for name in names), leader=leader, reason="interval")
+
+
+def manifest_of(store: Store, step: int) -> Manifest:
+    manifest = parse_manifest(store.read(f"{ROOT}/step-{step:09d}/manifest.json"), where="here")
+    for file in manifest.files:
+        verify_file(Folder(store, f"{ROOT}/step-{step:09d}/"), file)
+    return manifest
+
+
+def test_a_snapshot_becomes_a_checkpoint_that_verifies(memory: Path, store: Store) -> None:
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5, ranks=(0, 1), world_size=2))
+    assert (heard.saved, heard.failed, heard.written) == ([(5, "step-000000005")], [], [5])
+    manifest = manifest_of(store, 5)
+    assert (manifest.step, manifest.world_size, manifest.state, manifest.versions) == (5, 2, {"step": 5}, {"x": "1"})
+    assert manifest.tensors["w"].shape == (300, 10)
+    (event,) = heard.events
+    assert isinstance(event, CheckpointSaved)
+    assert (event.reason, event.bytes) == ("interval", manifest.size_bytes)
+    assert store.stat(f"{ROOT}/committed.json")
+
+
+def test_older_checkpoints_are_pruned(memory: Path, store: Store) -> None:
+    with saving(store) as (saver, heard):
+        for index, step in enumerate((5, 6, 7, 8)):
+            saver.begin(job_of(memory, step, index=index))
+    assert [step for step, _ in heard.saved] == [5, 6, 7, 8]
+    pruned = [event.checkpoints for event in heard.events if isinstance(event, CheckpointsPruned)]
+    assert pruned == [("step-000000005",), ("step-000000006",)]
+    assert {manifest_of(store, step).step for step in (7, 8)} == {7, 8}
+
+
+def test_memory_that_has_changed_since_it_was_digested_is_no_checkpoint(memory: Path, store: Store) -> None:
+    job = job_of(memory, 5)
+    flip(memory, "own-r00000-s0")
+    with saving(store) as (saver, heard):
+        saver.begin(job)
+    assert heard.saved == []
+    ((step, error),) = heard.failed
+    assert step == 5
+    assert "own-r00000-s0 is not what it was" in error
+    assert [info.key for info in store.list(ROOT)] == [], "nothing is left of it"
+
+
+def test_a_keeper_that_was_killed_after_the_commit_is_not_repeated(memory: Path, store: Store) -> None:
+    with saving(store) as (saver, _):
+        saver.begin(job_of(memory, 5))
+    store.delete(f"{ROOT}/committed.json")
+    before = {info.key: info for info in store.list(ROOT)}
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5))
+    assert heard.saved == [(5, "step-000000005")]
+    after = {info.key: info for info in store.list(ROOT)}
+    # What its predecessor did not come to is done.
+    assert after.keys() - before.keys() == {f"{ROOT}/committed.json"}
+    assert {key: after[key] for key in before} == before
+
+
+def test_a_save_that_fails_is_told_and_the_next_one_succeeds(
+    memory: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise StorageError("the disk is on fire")
+
+    with saving(store) as (saver, heard):
+        monkeypatch.setattr(module, "check_files", broken)
+        saver.begin(job_of(memory, 5))
+        while not heard.failed:
+            threading.Event().wait(0.01)
+        monkeypatch.undo()
+        saver.begin(job_of(memory, 5))
+    assert heard.failed == [(5, "the disk is on fire")]
+    assert heard.saved == [(5, "step-000000005")]
+
+
+def test_a_bug_is_told_by_its_name(
+    memory: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "check_files", lambda *_, **__: 1 // 0)
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5))
+    assert heard.failed == [(5, "ZeroDivisionError: integer division or modulo by zero")]
+    assert "step 5 could not be saved" in caplog.text
+
+
+def test_a_run_that_was_deleted_is_not_made_again(memory: Path, tmp_path: Path) -> None:
+    with saving(open_store(str(tmp_path / "gone"))) as (saver, heard):
+        saver.begin(job_of(memory, 5))
+    assert heard.failed == [(5, f"{tmp_path}/gone was deleted")]
+    assert not (tmp_path / "gone").exists()
+
+
+def test_two_hosts_make_one_checkpoint(tmp_path: Path, store: Store) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
+        second.begin(job_of(folders[1], 5, ranks=(1,), world_size=2, leader=False))
+        first.begin(job_of(folders[0], 5, world_size=2))
+    assert heard.saved == [(5, "step-000000005")]
+    assert (other.saved, other.failed, other.written) == ([], [], [5])
+    assert manifest_of(store, 5).tensors["w"].shape == (300, 10)
+    assert list(store.list(f"{ROOT}/pending")) == []
+
+
+def test_a_host_that_cannot_write_is_named(tmp_path: Path, store: Store) -> None:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    job = job_of(folders[1], 5, ranks=(1,), world_size=2, leader=False)
+    flip(folders[1], "own-r00001-s0")
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
+        second.begin(job)
+        first.begin(job_of(folders[0], 5, world_size=2))
+    assert len(other.failed) == 1
+    ((_, error),) = heard.failed
+    assert error.startswith("the host of rank 00001 could not save: ")
+    assert "own-r00001-s0 is not what it was" in error
+
+
+def test_a_host_that_says_nothing_is_named(memory: Path, store: Store) -> None:
+    facts = replace(FACTS, save_timeout_s=0.3)
+    with saving(store, facts=facts) as (saver, heard):
+        saver.begin(job_of(memory, 5, world_size=2))
+    assert heard.failed == [(5, "the hosts of ranks 1 did not say within 0 s that their files are written")]
+    assert not [info for info in store.list(ROOT) if info.key.endswith(".safetensors")]
+    with saving(store, facts=facts) as (saver, heard):
+        saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, leader=False))
+    assert heard.failed == [(6, "the host of rank 0 did not begin to save step 6 within 0 s")]
+
+
+def test_what_hosts_say_may_be_garbled(store: Store) -> None:
+    leader, other = (Hosts(store, "000001-aa", 5, first_rank=rank) for rank in range(2))
+    store.write(f"{ROOT}/pending/000001-aa-000000005/begin.json", b"{")
+    with pytest.raises(Exception, match="is garbled"):
+        other.wait_for_begin(limit_s=1, hurry=threading.Event())
+    store.write(f"{ROOT}/pending/000001-aa-000000005/host-00001.json", b"[1, 2]")
+    with pytest.raises(InvalidCheckpointError, match=r"host-00001\.json: is garbled"):
+        leader.wait_for_parts(2, own=[], limit_s=1, hurry=threading.Event())
+
+
+def test_a_save_clears_what_older_ones_said_and_nothing_newer(store: Store) -> None:
+    for name in (
+        "000001-aa-000000009",
+        "000002-bb-000000003",
+        "000002-bb-000000005",
+        "000002-bb-000000006",
+        "000003-cc-000000001",
+    ):
+        store.write(f"{ROOT}/pending/{name}/begin.json", b"{}")
+    Hosts(store, "000002-bb", 5, first_rank=0).clear()
+    left = sorted(info.key.split("/")[2] for info in store.list(f"{ROOT}/pending"))
+    assert left == ["000002-bb-000000006", "000003-cc-000000001"]
+
+
+def test_facts_of_a_run(tmp_path: Path) -> None:
+    store_facts(str(tmp_path), FACTS)
+    assert load_facts(str(tmp_path)) == FACTS
+    for garbled in (b"", b"[]", b"{}", b"7", b"[" * 5000):
+        (tmp_path / "run.json").write_bytes(garbled)
+        with pytest.raises(InvalidCheckpointError, match=r"run\.json does not say what to keep"):
+            load_facts(str(tmp_path))

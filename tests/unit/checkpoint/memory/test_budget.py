@@ -1,0 +1,58 @@
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.checkpoint.memory.budget import Buffers, HostMemory, decide_buffers, describe, least, memory_of
+
+GB = 10**9
+
+
+def decide(free_gb: float, *, wanted: int = 2, replicate: bool = True, held_gb: float = 0) -> Buffers:
+    memory = HostMemory(100 * GB, int((free_gb + 10) * GB), 1000 * GB, int(held_gb * GB))
+    return decide_buffers(memory, wanted=wanted, replicate=replicate, snapshot_bytes=10 * GB, replica_bytes=5 * GB)
+
+
+def test_less_and_less_memory() -> None:
+    assert decide(30) == Buffers(2, True)
+    assert (decide(29.9).per_rank, decide(29.9).replicate) == (1, True)
+    assert (decide(19.9).per_rank, decide(19.9).replicate) == (1, False)
+    assert (decide(9.9).per_rank, decide(9.9).replicate) == (0, False)
+    assert decide(20, replicate=False) == Buffers(2, False)
+    assert decide(9.9, held_gb=20.1) == Buffers(2, True)
+    assert decide(0, wanted=0, replicate=False) == Buffers(0, False)
+
+
+def test_the_folder_counts_as_well() -> None:
+    memory = HostMemory(100 * GB, 90 * GB, 15 * GB)
+    found = decide_buffers(memory, wanted=2, replicate=False, snapshot_bytes=10 * GB, replica_bytes=0)
+    assert found.per_rank == 1
+    assert found.shortage == "snapshots need 20.00 GB of host memory (2 buffers of 10.00 GB), but 15.00 GB can be used"
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 3), st.booleans(), st.integers(1, 50), st.integers(0, 50))
+def test_what_is_promised_fits_and_less_is_said(
+    available: int, folder: int, wanted: int, replicate: bool, snapshot: int, replica: int
+) -> None:
+    memory = HostMemory(100, available, folder)
+    found = decide_buffers(memory, wanted=wanted, replicate=replicate, snapshot_bytes=snapshot, replica_bytes=replica)
+    needed = found.per_rank * snapshot + 2 * replica * found.replicate
+    assert not found.per_rank or needed <= min(available - 10, folder)
+    assert found.per_rank <= wanted
+    assert bool(found.shortage) == ((found.per_rank, found.replicate) != (wanted, replicate and wanted > 0))
+
+
+def test_all_hosts_do_what_the_least_can() -> None:
+    assert least([Buffers(2, True), Buffers(1, True, "a"), Buffers(2, False, "b"), Buffers(1, True, "a")]) == Buffers(
+        1, False, "a; b"
+    )
+    assert least([Buffers(0, True, "x"), Buffers(2, True)]) == Buffers(0, False, "x")
+
+
+def test_a_person_is_told_what_follows() -> None:
+    assert "training waits" in describe(Buffers(0, False, "why"))
+    assert "one buffer per rank" in describe(Buffers(1, True, "why"))
+    assert describe(Buffers(2, False, "why")) == "why; no replicas on other hosts"
+
+
+def test_a_folder_that_is_not_there_yet_lies_where_it_will() -> None:
+    assert memory_of("/tmp/not/there/at/all", held_bytes=7).folder_free_bytes > 0

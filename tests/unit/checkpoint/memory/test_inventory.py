@@ -1,0 +1,74 @@
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.memory.header import SnapshotFacts
+from elastictrain.checkpoint.memory.inventory import Held, held_from_json, look, whole_sets
+from elastictrain.checkpoint.memory.place import SlotName, parse_slot_name
+from elastictrain.checkpoint.memory.slot import Slot
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, layout_of, put
+
+
+def held(facts: SnapshotFacts, *, host: int = 0, kind: str = "own", index: int = 0) -> Held:
+    return Held(host, str(SlotName(kind, facts.rank, index)), facts)
+
+
+def steps(*found: Held) -> list[tuple[int, str]]:
+    return [(one.step, one.incarnation) for one in whole_sets(found, run=RUN)]
+
+
+def test_a_step_is_whole_when_all_ranks_of_one_incarnation_have_it() -> None:
+    a, b = (facts_of(5, rank=rank, world_size=2) for rank in range(2))
+    later = facts_of(6, rank=1, world_size=2)
+    assert steps(held(a), held(b), held(later)) == [(5, "000001-aa")]
+    assert steps(held(a)) == []
+    assert steps(held(a), held(facts_of(5, rank=1, world_size=2, incarnation="000002-bb"))) == []
+    assert steps(held(a), held(facts_of(5, rank=1, world_size=3))) == []
+    assert steps(held(a), held(facts_of(5, rank=1, world_size=2, run="another"))) == []
+
+
+def test_the_newest_comes_first_and_own_snapshots_before_replicas() -> None:
+    first = [facts_of(5, rank=rank, world_size=2) for rank in range(2)]
+    again = [facts_of(5, rank=rank, world_size=2, incarnation="000002-bb") for rank in range(2)]
+    newest = [facts_of(9, rank=0)]
+    everything = [
+        *(held(one) for one in (*first, *again, *newest)),
+        held(first[1], kind="replica", host=0),
+        held(first[1], host=2),
+    ]
+    sets = whole_sets(everything, run=RUN)
+    assert [(one.step, one.incarnation, one.world_size) for one in sets] == [
+        (9, "000001-aa", 1),
+        (5, "000002-bb", 2),
+        (5, "000001-aa", 2),
+    ]
+    assert [(one.host, one.replica) for one in sets[2].sources[1]] == [(0, False), (2, False), (0, True)]
+
+
+def test_only_whole_snapshots_in_their_own_slots_are_seen(tmp_path: Path) -> None:
+    for index, step in enumerate((3, 4, 5)):
+        put(tmp_path, facts_of(step), index=index)
+    torn = Slot.make(f"{tmp_path}/own-r00000-s1", size_bytes=layout_of().size_bytes)
+    torn.begin()
+    torn.close()
+    flip(tmp_path, "own-r00000-s2", at=60)
+    (tmp_path / "own-r00001-s0").write_bytes((tmp_path / "own-r00000-s0").read_bytes())
+    (tmp_path / "own-r00000-s4").write_bytes(b"")
+    (tmp_path / "keeper.log").write_text("words")
+    found = look(str(tmp_path), host=3)
+    assert [(one.host, one.slot, one.facts) for one in found] == [(3, "own-r00000-s0", facts_of(3))]
+    assert look(f"{tmp_path}/gone", host=0) == []
+
+
+def test_what_is_told_is_what_was_held() -> None:
+    one = held(facts_of(5, rank=1, world_size=2), host=7)
+    assert held_from_json(one.to_json()) == one
+    for garbled in (None, [1, 2], ["0", "own", {}], [0, "own-r00000-s0", {}]):
+        with pytest.raises((TypeError, ValueError)):
+            held_from_json(garbled)  # type: ignore[arg-type]
+
+
+def test_names_of_slots() -> None:
+    assert parse_slot_name(str(SlotName("replica", 123456, 1))) == SlotName("replica", 123456, 1)
+    for name in ("own-r00000-s0.digests", "own-r0-s0", "x-own-r00000-s0", "own-r00000-s10"):
+        assert parse_slot_name(name) is None

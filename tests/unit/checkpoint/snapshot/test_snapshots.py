@@ -1,0 +1,270 @@
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.snapshot.arena import Arena
+from elastictrain.checkpoint.snapshot.copier import Copier
+from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
+from elastictrain.errors import CheckpointError
+from elastictrain.events import Event
+
+LAYOUT = RankLayout(
+    (Item("a", "float32", (5, 40), (0, 0), (5, 40)), Item("b", "int64", (), (), ()), Item("c", "float32", (70,), (0,), (70,))),
+    shard_bytes=500,
+)
+CPU = torch.device("cpu")
+
+
+@dataclass
+class FakeLink:
+    """A keeper that needs what it is told to need."""
+
+    announced: list[tuple[int, int, bool]] = field(default_factory=list)
+    needed: set[tuple[int, int]] = field(default_factory=set)
+    at_announcement: Callable[[], None] = lambda: None
+
+    def announce(self, slot: int, step: int, *, durable: bool) -> None:
+        self.at_announcement()
+        self.announced.append((slot, step, durable))
+
+    def needs(self, slot: int, step: int) -> bool:
+        return (slot, step) in self.needed
+
+
+@dataclass
+class Taken:
+    snapshots: Snapshots
+    arena: Arena
+    link: FakeLink
+    copier: Copier
+    events: list[Event]
+    flushed: list[int]
+
+    def take(self, place: int, step: int, *, reason: str = "") -> dict[str, Tensor]:
+        parts = {
+            "a": torch.full((5, 40), float(step)),
+            "b": torch.tensor(step),
+            "c": torch.arange(70, dtype=torch.float32) + step,
+        }
+        self.snapshots.begin(place, step, reason=reason, parts=parts)
+        return parts
+
+    def finish(self, step: int) -> None:
+        self.snapshots.deliver(step, {"step": step})
+        self.snapshots.wait(step, timeout_s=10)
+
+
+@contextmanager
+def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozenset()) -> Iterator[Taken]:
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=list(range(slots)), device=CPU)
+    link, events, flushed = FakeLink(), [], []
+    copier = Copier(LAYOUT, changing=changing, device=CPU)
+    snapshots = Snapshots(
+        arena,
+        copier,
+        cast(KeeperLink, link),
+        origin=Origin("run", "000001-aa", 1, 0, LAYOUT.digest, "c"),
+        steps=[None] * slots,
+        flush_records=lambda: flushed.append(1),
+        record=events.append,
+    )
+    snapshots.make_room()
+    arena._thread.join(10)
+    try:
+        yield Taken(snapshots, arena, link, copier, events, flushed)
+    finally:
+        snapshots.close()
+
+
+def busy(taken: Taken, *, due: bool = True) -> list[bool]:
+    return [one.busy for one in taken.snapshots.status(due=due)]
+
+
+def test_a_snapshot_holds_the_files_as_they_will_lie_in_storage(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        assert busy(taken) == [False, False]
+        parts = taken.take(0, 7, reason="interval")
+        taken.snapshots.before_update()
+        # From here on the state changes.
+        for part in parts.values():
+            part.zero_()
+        taken.finish(7)
+        slot = Slot.open(f"{tmp_path}/own-r00000-s0")
+        facts = slot.facts
+        assert facts is not None
+        assert (facts.step, facts.state, facts.reason, facts.layout) == (7, {"step": 7}, "interval", LAYOUT.digest)
+        for file, base in zip(LAYOUT.template, LAYOUT.starts, strict=True):
+            data = slot.data[base : base + file.size_bytes]
+            assert bytes(data[: len(file.header)]) == file.header
+            for placed in file.items:
+                raw = bytes(data[placed.start : placed.start + placed.item.size_bytes])
+                expected = {"a": torch.full((5, 40), 7.0), "b": torch.tensor(7), "c": torch.arange(70, dtype=torch.float32) + 7}
+                assert raw == expected[placed.item.name].numpy().tobytes(), placed.item.name
+        assert taken.link.announced == [(0, 7, True)]
+        assert taken.flushed
+        assert [type(event).__name__ for event in taken.events] == ["Snapshot"]
+
+
+def test_records_are_flushed_before_the_snapshot_is_whole_and_it_is_free_when_it_is_announced(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        seen: list[bool] = []
+
+        def look() -> None:
+            slot = Slot.open(f"{tmp_path}/own-r00000-s0")
+            seen.append(slot.lock(shared=True) and slot.facts is not None and bool(taken.flushed))
+            slot.close()
+
+        taken.link.at_announcement = look
+        busy(taken)
+        taken.take(0, 3)
+        taken.finish(3)
+        assert seen == [True]
+
+
+def test_it_is_not_whole_without_its_counters(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        busy(taken)
+        taken.take(0, 3)
+        with pytest.raises(CheckpointError, match="was not copied within"):
+            taken.snapshots.wait(3, timeout_s=0.2)
+        taken.snapshots.deliver(2, {})
+        assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is None
+        taken.finish(3)
+
+
+def test_a_slot_that_was_called_free_stays_locked_through_the_next_step(tmp_path: Path) -> None:
+    """What is said with one step is acted upon in the next, and meanwhile another slot may have become free."""
+    with taking(tmp_path) as taken:
+        busy(taken)
+        for place, step in ((0, 5), (1, 10)):
+            taken.take(place, step)
+            taken.finish(step)
+        taken.link.needed = {(0, 5)}
+        assert busy(taken) == [True, False], "the keeper still writes the older one, so the newest is given up"
+        taken.link.needed = set()
+        assert busy(taken) == [False, True]
+        # The group acts on what was said first.
+        taken.take(1, 12)
+        taken.finish(12)
+        assert Slot.open(f"{tmp_path}/own-r00000-s1").facts is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_the_keeper_needs_what_was_called_free_can_be_written(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    with taking(tmp_path, slots=chance.choice([2, 3])) as taken:
+        said: list[bool] = []
+        begun: set[int] = set()
+        for step in range(1, 60):
+            now = busy(taken, due=chance.random() < 0.5)
+            free = [place for place, is_busy in enumerate(said) if not is_busy and place not in begun]
+            begun = set()
+            if free and chance.random() < 0.6:
+                place = chance.choice(free)
+                taken.take(place, step)
+                taken.finish(step)
+                begun = {place}
+            said = now
+            held = [(name.index, steps) for name, steps in zip(taken.arena.names, taken.snapshots._steps, strict=True)]
+            taken.link.needed = {(index, step) for index, step in held if step is not None and chance.random() < 0.5}
+
+
+def test_the_newest_is_only_given_up_when_nothing_else_can_be_had(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        busy(taken)
+        for place, step in ((0, 5), (1, 10)):
+            taken.take(place, step)
+            taken.finish(step)
+        assert busy(taken) == [False, True]
+        taken.link.needed = {(0, 5)}
+        taken.arena.slot(0).unlock()  # type: ignore[union-attr]
+        assert busy(taken, due=False) == [True, True]
+        assert busy(taken, due=True) == [True, False]
+
+
+def test_a_slot_that_the_keeper_reads_is_busy(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        busy(taken)
+        taken.take(0, 5)
+        taken.finish(5)
+        keeper = Slot.open(f"{tmp_path}/own-r00000-s0")
+        assert keeper.lock(shared=True)
+        assert busy(taken) == [True, False]
+        taken.take(1, 6)
+        taken.finish(6)
+        assert busy(taken) == [True, False], "the newest, as the other is being read"
+        keeper.close()
+
+
+def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with taking(tmp_path) as taken:
+        busy(taken)
+
+        def broken(*_: object) -> None:
+            raise MemoryError("no more")
+
+        monkeypatch.setattr(taken.copier, "_copy_on_host", broken)
+        taken.take(0, 5)
+        taken.snapshots.before_update()
+        with pytest.raises(CheckpointError, match="could not be copied"):
+            taken.finish(5)
+        assert [(one.busy, one.torn) for one in taken.snapshots.status(due=True)] == [(False, True), (False, True)]
+        assert taken.link.announced == []
+        monkeypatch.undo()
+        taken.take(0, 6)
+        taken.finish(6)
+
+
+def test_a_state_that_is_too_large_is_a_snapshot_less(tmp_path: Path) -> None:
+    with taking(tmp_path) as taken:
+        busy(taken)
+        taken.take(0, 5)
+        taken.snapshots.deliver(5, {"long": "x" * 20_000})
+        with pytest.raises(CheckpointError, match="could not be copied"):
+            taken.snapshots.wait(5, timeout_s=10)
+        assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is None
+
+
+def test_an_emptied_folder_is_noticed(tmp_path: Path) -> None:
+    """Some systems empty shared memory when a user logs out: what is written then is found by nobody."""
+    with taking(tmp_path) as taken:
+        busy(taken)
+        taken.take(0, 5)
+        taken.finish(5)
+        for path in tmp_path.glob("own-*"):
+            path.unlink()
+        assert busy(taken) == [True, True]
+        assert "was removed" in taken.arena.broken
+
+
+def test_buffers_are_copied_before_a_forward_pass_can_change_them(tmp_path: Path) -> None:
+    waiting = threading.Event()
+    with taking(tmp_path, changing=frozenset({"c"})) as taken:
+        busy(taken)
+        copy = taken.copier._copy_on_host
+        taken.copier._copy_on_host = lambda *arguments: (waiting.wait(10), copy(*arguments))  # type: ignore[method-assign,assignment,func-returns-value]
+        parts: Mapping[str, Tensor] = taken.take(0, 7)
+        parts["c"].zero_()
+        waiting.set()
+        taken.finish(7)
+        slot = Slot.open(f"{tmp_path}/own-r00000-s0")
+        (base, placed) = next(
+            (base, placed)
+            for file, base in zip(LAYOUT.template, LAYOUT.starts, strict=True)
+            for placed in file.items
+            if placed.item.name == "c"
+        )
+        raw = bytes(slot.data[base + placed.start : base + placed.start + 280])
+        assert raw == (torch.arange(70, dtype=torch.float32) + 7).numpy().tobytes()
