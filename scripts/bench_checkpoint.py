@@ -1,0 +1,604 @@
+"""What a checkpoint costs: ours against stock torch.distributed.checkpoint (DCP), interleaved, under training of a real Llama.
+
+    python scripts/bench_checkpoint.py                                                      (a world of one)
+    torchrun --standalone --nproc-per-node 2 scripts/bench_checkpoint.py --model tiny
+    torchrun --standalone --nproc-per-node 8 scripts/bench_checkpoint.py --model 1b --disk /data --json table.json
+
+The loop trains as `elastictrain.run` does (FSDP on several ranks). In each round every method in turn saves once and loads what
+it saved, with undisturbed steps before; the first round warms up, the others give the medians of the table:
+
+in the call     how long the call that begins the save keeps the loop
+stall           how much longer than undisturbed ones all steps took, from the call until the save is durable; this has the call
+                in it, and what a save in the background takes from the step
+durable         from the call until the checkpoint is complete in storage
+
+Stock DCP is given what it needs to do well: gloo groups of its own, and for `async_save` one stager that keeps its buffers
+(pinned on CUDA, shared with the process) and copies while the next step runs. Files are read back as they are, warm. Further
+arguments KEY=VALUE are those of elastictrain.run. Nothing is left in `--disk` or in host memory.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.checkpoint.memory.place import run_folder, run_name
+from elastictrain.checkpoint.recall import Recall
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import config_digest
+from elastictrain.config.load import load
+from elastictrain.data.assignment import passes_per_step
+from elastictrain.distributed.group import leave
+from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.identity import Identity, read_identity
+from elastictrain.run import leave_process
+from elastictrain.storage.opening import open_store
+from elastictrain.train.bringup import Started, bring_up
+from elastictrain.train.build import Built, build
+from elastictrain.train.memory import start_keeper
+from elastictrain.train.saving import SnapshotSaving
+from elastictrain.train.step import Flags, PendingStep
+
+QUIET_STEPS = 8
+WATCH_S = 0.002
+SMALL = ("model.dim=384", "model.num_layers=6", "model.num_heads=6", "model.ffn_dim=1024")
+MODELS: dict[str, tuple[str, ...]] = {
+    "tiny": ("recipe=llama_tiny", "train.seq_len=64", "train.micro_batch=1"),
+    "small": ("recipe=llama_tiny", *SMALL, "train.seq_len=64", "train.micro_batch=1"),
+    "1b": ("recipe=llama_fsdp",),
+}
+
+
+class FailedError(Exception):
+    """A method cannot save or load any more; the others go on."""
+
+
+@dataclass(slots=True)
+class Bench:
+    """What the methods work with."""
+
+    config: RunConfig
+    identity: Identity
+    started: Started
+    built: Built
+    folder: Path
+    limit_s: float
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.started.group.control
+
+    @property
+    def cuda(self) -> bool:
+        return self.started.group.device.type == "cuda"
+
+    def checkpointer(self, folder: Path) -> Checkpointer:
+        return Checkpointer(
+            open_store(str(folder)),
+            options=self.config.checkpoint,
+            group=self.group,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            incarnation=self.started.met.incarnation.name,
+            config_digest=config_digest(self.config),
+            record=lambda _: None,
+        )
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+
+class Training:
+    """The steps of the loop, one at a time: launched, and the one before it settled, as in `elastictrain.train.loop`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._parts = bench.built.loop
+        train = bench.config.train
+        self._passes = passes_per_step(
+            global_batch=train.global_batch, micro_batch=train.micro_batch, world_size=bench.identity.world_size
+        )
+        self._rate = bench.config.optim.lr
+        self._pending: PendingStep | None = None
+        self._settled_s = time.monotonic()
+        self._first = True
+
+    def step(self) -> float:
+        """Seconds since a step was settled before."""
+        parts = self._parts
+        step = parts.state.step + 1
+        flags = Flags(notes=parts.saving.notes(step))
+        launched = parts.stepper.run(step, parts.micro_batches, passes=self._passes, rate=self._rate, flags=flags)
+        parts.state.step = step
+        if self._pending is not None:
+            self._settle(self._pending)
+        self._pending = launched
+        parts.saving.snapshot(step, reason=None)
+        if self._first:
+            self._first = False
+            parts.saving.first_step_done()
+        now = time.monotonic()
+        taken_s, self._settled_s = now - self._settled_s, now
+        return taken_s
+
+    def _settle(self, pending: PendingStep) -> None:
+        facts = pending.facts()
+        self._parts.saving.settled(facts.step)
+        self._parts.saving.hear(facts.step, facts.notes)
+
+
+class Method(Protocol):
+    """One way to save."""
+
+    name: str
+
+    def begin(self, step: int) -> None:
+        """Save the state of a step; it may go on in the background."""
+
+    def durable_at(self) -> float | None:
+        """When this rank's clock saw the save complete; None if it is not. Raises: what went wrong."""
+
+    def path(self) -> Path:
+        """The folder with the files of the last save."""
+
+    def loads(self) -> Mapping[str, Callable[[], None]]:
+        """Ways to load it, by name."""
+
+    def clear(self) -> None:
+        """Called on rank 0 when it has been loaded."""
+
+
+class Ours:
+    """A snapshot in host memory, which the keeper writes out."""
+
+    name = "ours: snapshot, keeper"
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._known: set[str] = set()
+        self._seen: list[float] = []
+        self._newest = Path()
+
+    def begin(self, step: int) -> None:
+        saving = self._bench.built.loop.saving
+        if not isinstance(saving, SnapshotSaving) or saving.needs_settled:
+            raise FailedError("there is no keeper, or no host memory for snapshots")
+        self._known, self._seen = self._manifests(), []
+        if self._bench.identity.speaks:
+            threading.Thread(target=self._watch, daemon=True).start()
+        saving.snapshot(step, reason="interval")
+
+    def durable_at(self) -> float | None:
+        # The others do not look: what counts is when all ranks are through, and rank 0 is then.
+        return (self._seen or [None])[0] if self._bench.identity.speaks else 0.0
+
+    def path(self) -> Path:
+        return self._newest
+
+    def loads(self) -> Mapping[str, Callable[[], None]]:
+        return {"ours, from memory": self._from_memory, "ours, from storage": self._from_storage}
+
+    def clear(self) -> None:
+        """Its own pruning keeps one."""
+
+    def _manifests(self) -> set[str]:
+        return set(map(str, self._bench.folder.glob("run/checkpoints/*/manifest.json")))
+
+    def _watch(self) -> None:
+        deadline = time.monotonic() + self._bench.limit_s
+        while time.monotonic() < deadline:
+            if new := self._manifests() - self._known:
+                self._newest = Path(max(new)).parent
+                self._seen.append(time.monotonic())
+                return
+            time.sleep(WATCH_S)
+
+    def _from_memory(self) -> None:
+        bench = self._bench
+        # Snapshots count if their incarnation has left events.
+        bench.started.met.journal.flush()
+        dist.barrier(group=bench.group)
+        recall = Recall(
+            run_folder(bench.config.checkpoint.memory_dir, bench.config.run.dir),
+            run=run_name(bench.config.run.dir),
+            host=bench.identity.rank - bench.identity.local_rank,
+            speaks_for_host=bench.identity.local_rank == 0,
+            group=bench.group,
+            remote=None,
+        )
+        self._restore(recall, tier="memory")
+
+    def _from_storage(self) -> None:
+        self._restore(None, tier="storage")
+
+    def _restore(self, recall: Recall | None, *, tier: str) -> None:
+        bench = self._bench
+        result = bench.checkpointer(bench.folder / "run").restore(tensors=bench.built.loop.state.tensors(), recall=recall)
+        if result is None or result.tier != tier:
+            raise FailedError(f"nothing was loaded from {tier}: {result}")
+
+
+class Synchronous:
+    """The same files, written while training waits."""
+
+    name = "ours: synchronous"
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._root = bench.folder / "synchronous"
+        self._done_s: float | None = None
+
+    def begin(self, step: int) -> None:
+        state, batch = self._bench.built.loop.state, self._bench.config.train.global_batch
+        checkpointer = self._bench.checkpointer(self._root)
+        scalars = state.scalars(step, global_batch=batch)
+        checkpointer.save(step, tensors=state.tensors(), state=scalars, reason="interval")
+        self._done_s = time.monotonic()
+
+    def durable_at(self) -> float | None:
+        return self._done_s
+
+    def path(self) -> Path:
+        return self._root
+
+    def loads(self) -> Mapping[str, Callable[[], None]]:
+        return {}
+
+    def clear(self) -> None:
+        shutil.rmtree(self._root)
+
+
+@dataclass(slots=True)
+class Stock:
+    """DCP's own: `save`, or `async_save` in a thread or a process."""
+
+    name: str
+    bench: Bench
+    kind: AsyncCheckpointerType | None
+    group: dist.ProcessGroup
+    stager: DefaultStager | None = None
+    staging: Future[None] | None = None
+    upload: Future[object] | None = None
+    done: list[float] = field(default_factory=list)
+
+    @classmethod
+    def make(cls, bench: Bench, kind: AsyncCheckpointerType | None) -> "Stock":
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=bench.limit_s))
+        if kind is None:
+            return cls("dcp.save", bench, kind, group)
+        options = StagingOptions(
+            use_pinned_memory=bench.cuda,
+            use_shared_memory=kind == AsyncCheckpointerType.PROCESS,
+            use_async_staging=True,
+            use_non_blocking_copy=bench.cuda,
+        )
+        made = cls(f"dcp.async_save, {kind.value}", bench, kind, group, DefaultStager(options))
+        bench.built.loop.state.optimizer.register_step_pre_hook(lambda *_: made.before_update())
+        return made
+
+    def before_update(self) -> None:
+        """What is being copied must not change."""
+        if self.staging is not None:
+            self.staging.exception()
+            self.staging = None
+
+    def begin(self, step: int) -> None:
+        shutil.rmtree(self.path(), ignore_errors=True)
+        dist.barrier(group=self.group)
+        self.done = []
+        state: dict[str, object] = dict(self.bench.built.loop.state.tensors())
+        if self.kind is None:
+            dcp.save(state, checkpoint_id=self.path(), process_group=self.group)
+            self.done.append(time.monotonic())
+            return
+        answer = dcp.async_save(
+            state,
+            checkpoint_id=self.path(),
+            process_group=self.group,
+            async_checkpointer_type=self.kind,
+            async_stager=self.stager,
+        )
+        self.staging = getattr(answer, "staging_completion", None)
+        self.upload = getattr(answer, "upload_completion", answer)
+        self.upload.add_done_callback(lambda _: self.done.append(time.monotonic()))
+
+    def durable_at(self) -> float | None:
+        if self.kind is not None and self.upload is not None and self.upload.done():
+            self.upload.result()
+        return self.done[0] if self.done else None
+
+    def path(self) -> Path:
+        return self.bench.folder / self.name.replace(", ", "-")
+
+    def loads(self) -> Mapping[str, Callable[[], None]]:
+        return {"dcp.load": self._load} if self.kind is None else {}
+
+    def clear(self) -> None:
+        shutil.rmtree(self.path())
+
+    def _load(self) -> None:
+        dcp.load(dict(self.bench.built.loop.state.tensors()), checkpoint_id=self.path(), process_group=self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One save or load. `bytes` counts the files."""
+
+    bytes: int
+    durable_s: float
+    call_s: float | None = None
+    stall_s: float | None = None
+
+
+class Interleaving:
+    """Rounds of all methods; what fails on any rank is left out from then on."""
+
+    def __init__(self, bench: Bench, methods: list[Method]) -> None:
+        self.bench = bench
+        self.methods = methods
+        self.training = Training(bench)
+        self.samples: dict[str, list[Sample]] = {}
+        self.failed: dict[str, str] = {}
+        self.quiet: list[float] = []
+
+    def run(self, rounds: int) -> None:
+        self._warm_up()
+        for number in range(rounds + 1):
+            for method in self.methods:
+                if method.name in self.failed:
+                    continue
+                try:
+                    found = self._save_and_load(method)
+                except FailedError as error:
+                    self.failed[method.name] = f"failed at save {number + 1}: {error}"
+                    continue
+                for name, sample in found.items():
+                    # The first save makes groups, buffers and processes.
+                    self.samples.setdefault(name, [])
+                    if number > 0:
+                        self.samples[name].append(sample)
+
+    def _warm_up(self) -> None:
+        """Until slots for snapshots are there, or clearly do not come."""
+        saving = self.bench.built.loop.saving
+        for _ in range(3 * QUIET_STEPS):
+            self.training.step()
+        deadline = time.monotonic() + self.bench.limit_s
+        while isinstance(saving, SnapshotSaving) and time.monotonic() < deadline:
+            self.training.step()
+            busy = all(saving.notes(0)[: len(self._slots())])
+            if not any(gather_json(busy, group=self.bench.group)):
+                return
+
+    def _slots(self) -> range:
+        return range((self.bench.built.loop.saving.num_notes - 3) // 2)
+
+    def _save_and_load(self, method: Method) -> dict[str, Sample]:
+        quiet = [self._step() for _ in range(QUIET_STEPS + 2)][2:]
+        self.quiet += quiet
+        usual_s = statistics.median(quiet)
+        began = time.monotonic()
+        error = ""
+        try:
+            method.begin(self.bench.built.loop.state.step)
+        except Exception as exception:  # noqa: BLE001  # whatever it is, the other methods go on
+            error = tell(exception)
+        call_s, stall_s = time.monotonic() - began, 0.0
+        durable_s: float | None = None
+        while durable_s is None:
+            stall_s += self._step() - usual_s
+            durable_s = self._agree(method, began, error)
+        # What was launched before the end is settled one step later.
+        stall_s += self._step() - usual_s
+        calls = gather_json(call_s, group=self.bench.group)
+        size_bytes = sum(file.stat().st_size for file in method.path().rglob("*") if file.is_file())
+        found = {method.name: Sample(size_bytes, durable_s, max(map(float, calls)), stall_s)}
+        for name, load_one in method.loads().items():
+            found[name] = Sample(size_bytes, self._load(load_one))
+        dist.barrier(group=self.bench.group)
+        if self.bench.identity.speaks:
+            method.clear()
+        return found
+
+    def _step(self) -> float:
+        seconds = self.training.step()
+        # Also in undisturbed steps: it is one of the ways in which ranks wait for each other.
+        gather_json(0, group=self.bench.group)
+        return seconds
+
+    def _agree(self, method: Method, began: float, error: str) -> float | None:
+        """Seconds until all ranks were through; None as long as one is not. Raises: FailedError on all ranks alike."""
+        durable: float | None = None
+        if not error:
+            try:
+                durable = method.durable_at()
+            except BaseException as exception:  # noqa: BLE001  # as above
+                error = tell(exception)
+        if not error and durable is None and time.monotonic() - began > self.bench.limit_s:
+            error = f"not durable within {self.bench.limit_s:g} s"
+        seconds = None if durable is None else max(0.0, durable - began)
+        told = gather_json([error, seconds], group=self.bench.group)
+        if errors := [row[0] for row in told if row[0]]:
+            raise FailedError(errors[0])
+        return None if any(row[1] is None for row in told) else max(row[1] for row in told)
+
+    def _load(self, act: Callable[[], None]) -> float:
+        self.bench.synchronize()
+        dist.barrier(group=self.bench.group)
+        began = time.monotonic()
+        error = ""
+        try:
+            act()
+        except Exception as exception:  # noqa: BLE001  # as above
+            error = tell(exception)
+        self.bench.synchronize()
+        errors = [one for one in gather_json(error, group=self.bench.group) if one]
+        if errors:
+            raise FailedError(errors[0])
+        return time.monotonic() - began
+
+
+def tell(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+
+
+def medians(result: Interleaving) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    names = [*(method.name for method in result.methods), *result.samples]
+    for name in dict.fromkeys(names):
+        samples = result.samples.get(name, [])
+        row: dict[str, object] = {"method": name, "rounds": len(samples), "remark": result.failed.get(name, "")}
+        for column in ("bytes", "call_s", "stall_s", "durable_s"):
+            values = [getattr(sample, column) for sample in samples]
+            row[column] = statistics.median(values) if values and None not in values else None
+        rows.append(row)
+    return rows
+
+
+def table(rows: list[dict[str, object]]) -> str:
+    heading = ["method", "GB", "in the call s", "stall s", "durable s", "GB/s", "rounds", "remark"]
+    lines = [heading]
+    for row in rows:
+        size_bytes, durable_s = row["bytes"], row["durable_s"]
+        rate = size_bytes / durable_s / 1e9 if isinstance(size_bytes, int | float) and isinstance(durable_s, float) else None
+        gb = size_bytes / 1e9 if isinstance(size_bytes, int | float) else None
+        figures = [gb, row["call_s"], row["stall_s"], durable_s, rate]
+        texts = ["-" if value is None else f"{value:.3f}" for value in figures]
+        lines.append([str(row["method"]), *texts, str(row["rounds"]), str(row["remark"])])
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+    return "\n".join(
+        "  ".join(
+            text.ljust(width) if place in (0, len(line) - 1) else text.rjust(width)
+            for place, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def report(bench: Bench, result: Interleaving, options: argparse.Namespace) -> None:
+    device = torch.cuda.get_device_name() if bench.cuda else f"CPU, {bench.config.run.num_threads} thread(s) a rank"
+    parameters = sum(parameter.numel() for parameter in bench.built.loop.state.model.parameters())
+    step_ms = 1e3 * statistics.median(result.quiet)
+    rows = medians(result)
+    print(f"{bench.identity.world_size} x {device}, torch {torch.__version__}, Llama of {parameters / 1e6:.1f} M parameters")
+    print(f"undisturbed step {step_ms:.1f} ms; medians of {options.rounds} rounds; files in {options.disk}")
+    print(table(rows), flush=True)
+    if options.json:
+        facts = {"world": bench.identity.world_size, "device": device, "torch": torch.__version__, "step_ms": step_ms}
+        samples = {name: [asdict(sample) for sample in found] for name, found in result.samples.items()}
+        Path(options.json).write_text(json.dumps({**facts, "rows": rows, "samples": samples}, indent=1))
+
+
+def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Identity, folder: Path) -> Bench:
+    world = identity.world_size
+    model = options.model or ("1b" if torch.cuda.is_available() else "small")
+    sizes = {override.partition("=")[0]: override.partition("=")[2] for override in (*MODELS[model], *overrides)}
+    fixed = (
+        f"run.dir={folder}/run",
+        f"parallel={'fsdp' if world > 1 else 'ddp'}",
+        f"train.global_batch={world * int(sizes.get('train.micro_batch', '4'))}",
+        "train.steps=1000000",
+        "train.eval_every_steps=0",
+        "data=stdlib",
+        "data.holdout_samples=0",
+        "optim.schedule=constant",
+        "optim.warmup_steps=0",
+        "checkpoint.every_steps=0",
+        "checkpoint.snapshot_every_steps=0",
+        "checkpoint.keep_last=1",
+        "checkpoint.max_failed_saves=1000",
+        "telemetry.tensorboard=false",
+        "telemetry.progress=off",
+    )
+    config = load([*MODELS[model], *fixed, *overrides])
+    torch.set_num_threads(config.run.num_threads)
+    whereabouts = Whereabouts()
+    started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
+    agent = os.getppid() if identity.launched else os.getpid()
+    link = start_keeper(config, identity, started, agent=agent)
+    built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=link)
+    return Bench(config, identity, started, built, folder, options.limit)
+
+
+def methods_of(bench: Bench) -> Iterator[Method]:
+    yield Ours(bench)
+    yield Synchronous(bench)
+    for kind in (None, AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
+        yield Stock.make(bench, kind)
+
+
+def end(folder: Path, code: int) -> None:
+    """Leave nothing; the keeper ends by itself when this process is gone and its run's folder, too."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    shutil.rmtree(folder, ignore_errors=True)
+    if code:
+        leave_process(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What checkpoints cost: ours and stock DCP, interleaved.")
+    parser.add_argument("--model", choices=tuple(MODELS), help="1b on CUDA devices, small (10 M parameters) on the CPU")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count, after one that does not")
+    parser.add_argument("--disk", default=tempfile.gettempdir(), help="folder for checkpoints, the same on all ranks")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for one save")
+    parser.add_argument("--total", type=float, default=1200.0, help="seconds for everything")
+    parser.add_argument("--json", metavar="FILE", help="write medians and samples there, too")
+    options, overrides = parser.parse_known_args()
+    warnings.filterwarnings("ignore")
+    identity = read_identity(os.environ)
+    # All ranks must name the same folder; the agent's id is what they share.
+    folder = Path(options.disk) / f"elastictrain-bench-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+
+    def out_of_time() -> None:
+        print(f"rank {identity.rank}: not done within {options.total:g} s", file=sys.stderr, flush=True)
+        end(folder, 1)
+
+    timer = threading.Timer(options.total, out_of_time)
+    timer.daemon = True
+    timer.start()
+    signal.signal(signal.SIGTERM, lambda *_: end(folder, 143))
+    try:
+        bench = bring_all_up(options, overrides, identity, folder)
+        result = Interleaving(bench, list(methods_of(bench)))
+        result.run(options.rounds)
+        if identity.speaks:
+            report(bench, result, options)
+        bench.built.close(finished=True)
+        bench.started.met.board.close()
+        leave(bench.started.group)
+        bench.started.met.journal.close()
+    finally:
+        with suppress(Exception):
+            dist.barrier()
+        end(folder, 0)
+
+
+if __name__ == "__main__":
+    main()
+    leave_process(0)
