@@ -9,8 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from elastictrain.checkpoint.commands.rows import FindSnapshots, no_snapshots
+from elastictrain.checkpoint.commands.in_memory import DEFAULT_MEMORY_DIR, find_in_memory
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError, UsageError
 
 _EXIT_INTERRUPTED = 130
@@ -19,7 +20,7 @@ _THREADS = 4
 _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path or any fsspec URL"
 
 
-def main(arguments: Sequence[str] | None = None, *, find_snapshots: FindSnapshots = no_snapshots) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     try:
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None, *, find_snapshots: FindSnapshot
         # argparse ends with 2 for a wrong command line, and with 0 after --help.
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
-        code = _dispatch(parsed, find_snapshots)
+        code = _dispatch(parsed)
         sys.stdout.flush()
     except ElasticTrainError as error:
         sys.stderr.write(f"elastictrain: {error}\n")
@@ -44,12 +45,13 @@ def main(arguments: Sequence[str] | None = None, *, find_snapshots: FindSnapshot
     return code
 
 
-def _dispatch(parsed: argparse.Namespace, find_snapshots: FindSnapshots) -> int:
+def _dispatch(parsed: argparse.Namespace) -> int:
     # Each imports what it needs: only some wait for torch.
     if parsed.command == "ls":
         from elastictrain.checkpoint.commands.ls import list_checkpoints
 
-        return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find_snapshots)
+        find = partial(find_in_memory, memory_dir=parsed.memory_dir)
+        return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find)
     if parsed.command == "verify":
         from elastictrain.checkpoint.commands.verify import verify_checkpoints
 
@@ -101,6 +103,12 @@ def _add_ls(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         "their bytes are checked by verify.",
     )
     listing.add_argument("url", metavar="URL", help=_URL)
+    listing.add_argument(
+        "--memory-dir",
+        metavar="DIR",
+        default=DEFAULT_MEMORY_DIR,
+        help="checkpoint.memory_dir of the run; snapshots that this host holds there are listed, too (%(default)s)",
+    )
     listing.add_argument("--json", action="store_true", help="for a script")
 
 

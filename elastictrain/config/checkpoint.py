@@ -24,7 +24,7 @@ class CheckpointGroup:
     """Snapshots of each rank that host memory has room for; fewer where it has not. 0 keeps none: checkpoints are then written
     while training waits."""
 
-    memory_dir: Annotated[str, NonEmpty()] = "/dev/shm"
+    memory_dir: Annotated[str, NonEmpty()] = "/dev/shm"  # noqa: S108  # the folder in it is private, and checked
     """Folder in host memory (a tmpfs) for snapshots; each user and run gets a folder of its own in it."""
 
     replicate: bool = True

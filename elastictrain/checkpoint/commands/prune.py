@@ -132,8 +132,8 @@ def _text(plan: Plan, *, url: str) -> str:
         for deletion in plan.deletions
     ]
     total = sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions)
-    stay = len(plan.folders) - len(plan.deletions)
-    end = f"{plural(len(rows), 'folder')}, {size_text(total)}; left: {plural(stay, 'folder')}, newest checkpoint {plan.newest.name}"
+    left = plural(len(plan.folders) - len(plan.deletions), "folder")
+    end = f"{plural(len(rows), 'folder')}, {size_text(total)}; left: {left}, newest checkpoint {plan.newest.name}"
     return f"{url}\n{table(('to delete', 'size', 'what'), rows, right=('size',))}\n{end}"
 
 

@@ -14,6 +14,7 @@ class State(StrEnum):
     UNCOMMITTED = "uncommitted"
     DAMAGED = "damaged"
     UNKNOWN = "unknown format"
+    PARTIAL = "partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,6 @@ class FindSnapshots(Protocol):
 
     def __call__(self, run_url: str, /) -> Sequence[Row]:
         """One row for each; `run_url` is the run's folder, as the person wrote it."""
-
-
-def no_snapshots(run_url: str, /) -> Sequence[Row]:
-    """For a machine that holds none."""
-    return ()
 
 
 def merge(stored: Sequence[Row], snapshots: Sequence[Row]) -> tuple[Row, ...]:

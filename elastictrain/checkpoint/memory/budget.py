@@ -40,18 +40,18 @@ def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot
     `snapshot_bytes` and `replica_bytes` are of one snapshot of all ranks of this host, and of the host whose replicas it keeps.
     """
     usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
+    if not wanted:
+        return Buffers(0, replicate=False)
     asked = wanted
-    if wanted and replicate:
+    if replicate:
         # One is being sent, one waits for that to arrive, and one is for what comes meanwhile.
         wanted = max(wanted, REPLICATED_BUFFERS)
     options: list[tuple[int, bool]] = [(wanted, replicate), (asked, False), (1, False)]
     for per_rank, replicas in options:
-        if per_rank and _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
+        if _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
             if (per_rank, replicas) == (wanted, replicate):
                 return Buffers(per_rank, replicas)
             return Buffers(per_rank, replicas, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
-    if wanted == 0:
-        return Buffers(0, replicate=False)
     return Buffers(0, False, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
 
 

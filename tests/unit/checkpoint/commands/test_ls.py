@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,10 @@ import pytest
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands.location import locate
 from elastictrain.checkpoint.commands.ls import list_checkpoints
-from elastictrain.checkpoint.commands.rows import Row, State, no_snapshots
 from elastictrain.checkpoint.commands.survey import list_folders, survey
+from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
+from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
 from tests.unit.checkpoint.commands.made import CREATED, as_version_2, flip, quarantine, save, shard, truncate
 
@@ -91,7 +92,7 @@ def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = CREATED + 30 + 7200
-    assert list_checkpoints(str(run), as_json=False, find_snapshots=no_snapshots, clock=lambda: now) == EXIT_OK
+    assert list_checkpoints(str(run), as_json=False, find_snapshots=lambda _: (), clock=lambda: now) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}/checkpoints"
     assert lines[1].split() == ["name", "step", "age", "size", "world", "files", "tier", "state"]
@@ -107,18 +108,41 @@ def test_nothing_to_resume_from_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.splitlines()[-1] == "none of these is one that a start can resume from"
 
 
-def test_snapshots_of_this_machine_are_rows_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = []
-
-    def find(run_url: str, /) -> Sequence[Row]:
-        asked.append(run_url)
-        return [Row("000001-aa", 77, "memory", State.VALID, "", 5.0, 5.0, 100, 2, 2)]
-
-    assert main(["ls", str(run / "checkpoints")], find_snapshots=find) == EXIT_OK
-    assert asked == [str(run)]
+def test_snapshots_of_this_machine_are_rows_too(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    for step, ranks in ((77, (0, 1)), (78, (1,))):
+        for rank in ranks:
+            take_snapshot(memory, run, step=step, rank=rank, world_size=2, index=step - 77)
+    assert main(["ls", str(run / "checkpoints"), "--memory-dir", str(memory)]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:5]] == ["step-000000080", ">", "step-000000070"]
-    assert "memory" in lines[3]
+    found = [line for line in lines if "snapshot of step" in line]
+    assert [line.startswith(">") for line in found] == [False, True]
+    assert "partial: rank 0 not on this host" in found[0]
+    assert found[1].split()[-2:] == ["memory", "valid"]
+
+
+def take_snapshot(memory: Path, run: Path, *, step: int, rank: int, world_size: int, index: int) -> None:
+    folder = run_folder(str(memory), str(run))
+    make_private(folder)
+    slot = Slot.make(f"{folder}/{SlotName('own', rank, index)}", size_bytes=4096)
+    slot.begin()
+    slot.complete(
+        SnapshotFacts(
+            VERSION,
+            run_name(str(run)),
+            "000001-aa",
+            step,
+            world_size,
+            rank,
+            "layout",
+            "config",
+            float(step),
+            "",
+            {"step": step},
+        )
+    )
+    slot.close()
 
 
 def test_a_run_without_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

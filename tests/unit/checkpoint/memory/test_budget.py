@@ -12,12 +12,13 @@ def decide(free_gb: float, *, wanted: int = 2, replicate: bool = True, held_gb: 
 
 
 def test_less_and_less_memory() -> None:
-    assert decide(30) == Buffers(2, True)
-    assert (decide(29.9).per_rank, decide(29.9).replicate) == (1, True)
+    # Replicas take a third buffer.
+    assert decide(40) == Buffers(3, True)
+    assert (decide(39.9).per_rank, decide(39.9).replicate) == (2, False)
     assert (decide(19.9).per_rank, decide(19.9).replicate) == (1, False)
     assert (decide(9.9).per_rank, decide(9.9).replicate) == (0, False)
     assert decide(20, replicate=False) == Buffers(2, False)
-    assert decide(9.9, held_gb=20.1) == Buffers(2, True)
+    assert decide(9.9, held_gb=30.1) == Buffers(3, True)
     assert decide(0, wanted=0, replicate=False) == Buffers(0, False)
 
 
@@ -37,8 +38,9 @@ def test_what_is_promised_fits_and_less_is_said(
     found = decide_buffers(memory, wanted=wanted, replicate=replicate, snapshot_bytes=snapshot, replica_bytes=replica)
     needed = found.per_rank * snapshot + 2 * replica * found.replicate
     assert not found.per_rank or needed <= min(available - 10, folder)
-    assert found.per_rank <= wanted
-    assert bool(found.shortage) == ((found.per_rank, found.replicate) != (wanted, replicate and wanted > 0))
+    most = max(wanted, 3) if wanted and replicate else wanted
+    assert found.per_rank <= most
+    assert bool(found.shortage) == ((found.per_rank, found.replicate) != (most, replicate and wanted > 0))
 
 
 def test_all_hosts_do_what_the_least_can() -> None:
