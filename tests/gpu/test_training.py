@@ -19,6 +19,8 @@ SMALL = (
     f"train.steps={STEPS}",
     "checkpoint.every_steps=5",
     "train.eval_every_steps=0",
+    # Pages of a file on a disk cannot be locked for a device.
+    "checkpoint.memory_dir=/dev/shm",
 )
 VARIANTS = {
     "fsdp-bf16": ("parallel=fsdp", "train.precision=bf16", "run.deterministic=true"),
