@@ -13,6 +13,8 @@ from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, Lines, Malforme
 
 logger = logging.getLogger(__name__)
 
+_PF_EXITING = 0x4
+
 _PEER = struct.Struct("3i")
 
 
@@ -71,10 +73,13 @@ class Workers:
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
 
     def when_ended(self, pid: int, then: Callable[[], None]) -> None:
-        """Call back once a process is gone; now, if it is gone already."""
-        try:
+        """Call back once a process is gone; now, if it is gone already, or about to."""
+        descriptor = -1
+        with suppress(OSError):
             descriptor = os.pidfd_open(pid)
-        except OSError:
+        if descriptor < 0 or is_exiting(pid):
+            if descriptor >= 0:
+                os.close(descriptor)
             then()
             return
 
@@ -180,3 +185,16 @@ class Workers:
     def _woken(self) -> None:
         with suppress(BlockingIOError):
             os.read(self._wake_reader, 4096)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is past the point of return: giving back what it held of a GPU can take it long after that.
+
+    Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()
+        return bool(int(fields[6]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return True
