@@ -12,12 +12,14 @@ stall           how much longer than undisturbed ones all steps took, from the c
                 in it, and what a save in the background takes from the step
 durable         from the call until the checkpoint is complete in storage
 
-Stock DCP is given what it needs to do well: gloo groups of its own, and for `async_save` one stager that keeps its buffers
-(pinned on CUDA, shared with the process) and copies while the next step runs. Files are read back as they are, warm. Further
-arguments KEY=VALUE are those of elastictrain.run. Nothing is left in `--disk` or in host memory.
+Stock DCP is given what it needs to do well: gloo groups of its own, and for `async_save` a stager that keeps its buffers, if it
+can (pinned on CUDA, shared with the process), and copies while the next step runs; whether what it copies is the state of one
+step is its own affair. Files are read back as they are, warm. Further arguments KEY=VALUE are those of elastictrain.run.
+Nothing is left in `--disk` or in host memory.
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -28,88 +30,38 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from checkpoint_methods import Bench, FailedError, Method, methods_of
 
-from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.memory.place import run_folder, run_name
-from elastictrain.checkpoint.recall import Recall
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.digest import config_digest
 from elastictrain.config.load import load
 from elastictrain.data.assignment import passes_per_step
-from elastictrain.distributed.group import leave
+from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity, read_identity
-from elastictrain.run import leave_process
-from elastictrain.storage.opening import open_store
-from elastictrain.train.bringup import Started, bring_up
-from elastictrain.train.build import Built, build
+from elastictrain.run import complain, leave_process
+from elastictrain.train.bringup import bring_up
+from elastictrain.train.build import build
 from elastictrain.train.memory import start_keeper
 from elastictrain.train.saving import SnapshotSaving
 from elastictrain.train.step import Flags, PendingStep
 
-QUIET_STEPS = 8
-WATCH_S = 0.002
+QUIET_STEPS = 6
 SMALL = ("model.dim=384", "model.num_layers=6", "model.num_heads=6", "model.ffn_dim=1024")
 MODELS: dict[str, tuple[str, ...]] = {
     "tiny": ("recipe=llama_tiny", "train.seq_len=64", "train.micro_batch=1"),
-    "small": ("recipe=llama_tiny", *SMALL, "train.seq_len=64", "train.micro_batch=1"),
+    "small": ("recipe=llama_tiny", *SMALL, "train.seq_len=32", "train.micro_batch=1"),
     "1b": ("recipe=llama_fsdp",),
 }
-
-
-class FailedError(Exception):
-    """A method cannot save or load any more; the others go on."""
-
-
-@dataclass(slots=True)
-class Bench:
-    """What the methods work with."""
-
-    config: RunConfig
-    identity: Identity
-    started: Started
-    built: Built
-    folder: Path
-    limit_s: float
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        return self.started.group.control
-
-    @property
-    def cuda(self) -> bool:
-        return self.started.group.device.type == "cuda"
-
-    def checkpointer(self, folder: Path) -> Checkpointer:
-        return Checkpointer(
-            open_store(str(folder)),
-            options=self.config.checkpoint,
-            group=self.group,
-            rank=self.identity.rank,
-            world_size=self.identity.world_size,
-            incarnation=self.started.met.incarnation.name,
-            config_digest=config_digest(self.config),
-            record=lambda _: None,
-        )
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
 
 
 class Training:
@@ -148,199 +100,6 @@ class Training:
         facts = pending.facts()
         self._parts.saving.settled(facts.step)
         self._parts.saving.hear(facts.step, facts.notes)
-
-
-class Method(Protocol):
-    """One way to save."""
-
-    name: str
-
-    def begin(self, step: int) -> None:
-        """Save the state of a step; it may go on in the background."""
-
-    def durable_at(self) -> float | None:
-        """When this rank's clock saw the save complete; None if it is not. Raises: what went wrong."""
-
-    def path(self) -> Path:
-        """The folder with the files of the last save."""
-
-    def loads(self) -> Mapping[str, Callable[[], None]]:
-        """Ways to load it, by name."""
-
-    def clear(self) -> None:
-        """Called on rank 0 when it has been loaded."""
-
-
-class Ours:
-    """A snapshot in host memory, which the keeper writes out."""
-
-    name = "ours: snapshot, keeper"
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._known: set[str] = set()
-        self._seen: list[float] = []
-        self._newest = Path()
-
-    def begin(self, step: int) -> None:
-        saving = self._bench.built.loop.saving
-        if not isinstance(saving, SnapshotSaving) or saving.needs_settled:
-            raise FailedError("there is no keeper, or no host memory for snapshots")
-        self._known, self._seen = self._manifests(), []
-        if self._bench.identity.speaks:
-            threading.Thread(target=self._watch, daemon=True).start()
-        saving.snapshot(step, reason="interval")
-
-    def durable_at(self) -> float | None:
-        # The others do not look: what counts is when all ranks are through, and rank 0 is then.
-        return (self._seen or [None])[0] if self._bench.identity.speaks else 0.0
-
-    def path(self) -> Path:
-        return self._newest
-
-    def loads(self) -> Mapping[str, Callable[[], None]]:
-        return {"ours, from memory": self._from_memory, "ours, from storage": self._from_storage}
-
-    def clear(self) -> None:
-        """Its own pruning keeps one."""
-
-    def _manifests(self) -> set[str]:
-        return set(map(str, self._bench.folder.glob("run/checkpoints/*/manifest.json")))
-
-    def _watch(self) -> None:
-        deadline = time.monotonic() + self._bench.limit_s
-        while time.monotonic() < deadline:
-            if new := self._manifests() - self._known:
-                self._newest = Path(max(new)).parent
-                self._seen.append(time.monotonic())
-                return
-            time.sleep(WATCH_S)
-
-    def _from_memory(self) -> None:
-        bench = self._bench
-        # Snapshots count if their incarnation has left events.
-        bench.started.met.journal.flush()
-        dist.barrier(group=bench.group)
-        recall = Recall(
-            run_folder(bench.config.checkpoint.memory_dir, bench.config.run.dir),
-            run=run_name(bench.config.run.dir),
-            host=bench.identity.rank - bench.identity.local_rank,
-            speaks_for_host=bench.identity.local_rank == 0,
-            group=bench.group,
-            remote=None,
-        )
-        self._restore(recall, tier="memory")
-
-    def _from_storage(self) -> None:
-        self._restore(None, tier="storage")
-
-    def _restore(self, recall: Recall | None, *, tier: str) -> None:
-        bench = self._bench
-        result = bench.checkpointer(bench.folder / "run").restore(tensors=bench.built.loop.state.tensors(), recall=recall)
-        if result is None or result.tier != tier:
-            raise FailedError(f"nothing was loaded from {tier}: {result}")
-
-
-class Synchronous:
-    """The same files, written while training waits."""
-
-    name = "ours: synchronous"
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._root = bench.folder / "synchronous"
-        self._done_s: float | None = None
-
-    def begin(self, step: int) -> None:
-        state, batch = self._bench.built.loop.state, self._bench.config.train.global_batch
-        checkpointer = self._bench.checkpointer(self._root)
-        scalars = state.scalars(step, global_batch=batch)
-        checkpointer.save(step, tensors=state.tensors(), state=scalars, reason="interval")
-        self._done_s = time.monotonic()
-
-    def durable_at(self) -> float | None:
-        return self._done_s
-
-    def path(self) -> Path:
-        return self._root
-
-    def loads(self) -> Mapping[str, Callable[[], None]]:
-        return {}
-
-    def clear(self) -> None:
-        shutil.rmtree(self._root)
-
-
-@dataclass(slots=True)
-class Stock:
-    """DCP's own: `save`, or `async_save` in a thread or a process."""
-
-    name: str
-    bench: Bench
-    kind: AsyncCheckpointerType | None
-    group: dist.ProcessGroup
-    stager: DefaultStager | None = None
-    staging: Future[None] | None = None
-    upload: Future[object] | None = None
-    done: list[float] = field(default_factory=list)
-
-    @classmethod
-    def make(cls, bench: Bench, kind: AsyncCheckpointerType | None) -> "Stock":
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=bench.limit_s))
-        if kind is None:
-            return cls("dcp.save", bench, kind, group)
-        options = StagingOptions(
-            use_pinned_memory=bench.cuda,
-            use_shared_memory=kind == AsyncCheckpointerType.PROCESS,
-            use_async_staging=True,
-            use_non_blocking_copy=bench.cuda,
-        )
-        made = cls(f"dcp.async_save, {kind.value}", bench, kind, group, DefaultStager(options))
-        bench.built.loop.state.optimizer.register_step_pre_hook(lambda *_: made.before_update())
-        return made
-
-    def before_update(self) -> None:
-        """What is being copied must not change."""
-        if self.staging is not None:
-            self.staging.exception()
-            self.staging = None
-
-    def begin(self, step: int) -> None:
-        shutil.rmtree(self.path(), ignore_errors=True)
-        dist.barrier(group=self.group)
-        self.done = []
-        state: dict[str, object] = dict(self.bench.built.loop.state.tensors())
-        if self.kind is None:
-            dcp.save(state, checkpoint_id=self.path(), process_group=self.group)
-            self.done.append(time.monotonic())
-            return
-        answer = dcp.async_save(
-            state,
-            checkpoint_id=self.path(),
-            process_group=self.group,
-            async_checkpointer_type=self.kind,
-            async_stager=self.stager,
-        )
-        self.staging = getattr(answer, "staging_completion", None)
-        self.upload = getattr(answer, "upload_completion", answer)
-        self.upload.add_done_callback(lambda _: self.done.append(time.monotonic()))
-
-    def durable_at(self) -> float | None:
-        if self.kind is not None and self.upload is not None and self.upload.done():
-            self.upload.result()
-        return self.done[0] if self.done else None
-
-    def path(self) -> Path:
-        return self.bench.folder / self.name.replace(", ", "-")
-
-    def loads(self) -> Mapping[str, Callable[[], None]]:
-        return {"dcp.load": self._load} if self.kind is None else {}
-
-    def clear(self) -> None:
-        shutil.rmtree(self.path())
-
-    def _load(self) -> None:
-        dcp.load(dict(self.bench.built.loop.state.tensors()), checkpoint_id=self.path(), process_group=self.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,17 +143,15 @@ class Interleaving:
     def _warm_up(self) -> None:
         """Until slots for snapshots are there, or clearly do not come."""
         saving = self.bench.built.loop.saving
-        for _ in range(3 * QUIET_STEPS):
-            self.training.step()
         deadline = time.monotonic() + self.bench.limit_s
-        while isinstance(saving, SnapshotSaving) and time.monotonic() < deadline:
+        ready = not isinstance(saving, SnapshotSaving)
+        for number in itertools.count():
             self.training.step()
-            busy = all(saving.notes(0)[: len(self._slots())])
-            if not any(gather_json(busy, group=self.bench.group)):
+            # All say so, or one has no patience left: then its first save says what is wrong.
+            ready = ready or not all(saving.notes(0)[: (saving.num_notes - 3) // 2])
+            told = gather_json([ready, time.monotonic() > deadline], group=self.bench.group)
+            if number >= 2 * QUIET_STEPS and (all(row[0] for row in told) or any(row[1] for row in told)):
                 return
-
-    def _slots(self) -> range:
-        return range((self.bench.built.loop.saving.num_notes - 3) // 2)
 
     def _save_and_load(self, method: Method) -> dict[str, Sample]:
         quiet = [self._step() for _ in range(QUIET_STEPS + 2)][2:]
@@ -414,7 +171,7 @@ class Interleaving:
         # What was launched before the end is settled one step later.
         stall_s += self._step() - usual_s
         calls = gather_json(call_s, group=self.bench.group)
-        size_bytes = sum(file.stat().st_size for file in method.path().rglob("*") if file.is_file())
+        size_bytes = bytes_in(method.path()) if self.bench.identity.speaks else 0
         found = {method.name: Sample(size_bytes, durable_s, max(map(float, calls)), stall_s)}
         for name, load_one in method.loads().items():
             found[name] = Sample(size_bytes, self._load(load_one))
@@ -461,17 +218,21 @@ class Interleaving:
         return time.monotonic() - began
 
 
+def bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
 def tell(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"[:160]
+    text = (str(error).strip().splitlines() or [""])[0]
+    return (text if isinstance(error, FailedError) else f"{type(error).__name__}: {text}")[:160]
 
 
 def medians(result: Interleaving) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    names = [*(method.name for method in result.methods), *result.samples]
-    for name in dict.fromkeys(names):
+    remarks = {method.name: method.remark for method in result.methods} | result.failed
+    for name in dict.fromkeys((*remarks, *result.samples)):
         samples = result.samples.get(name, [])
-        row: dict[str, object] = {"method": name, "rounds": len(samples), "remark": result.failed.get(name, "")}
+        row: dict[str, object] = {"method": name, "rounds": len(samples), "remark": remarks.get(name, "")}
         for column in ("bytes", "call_s", "stall_s", "durable_s"):
             values = [getattr(sample, column) for sample in samples]
             row[column] = statistics.median(values) if values and None not in values else None
@@ -516,17 +277,17 @@ def report(bench: Bench, result: Interleaving, options: argparse.Namespace) -> N
 def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Identity, folder: Path) -> Bench:
     world = identity.world_size
     model = options.model or ("1b" if torch.cuda.is_available() else "small")
-    sizes = {override.partition("=")[0]: override.partition("=")[2] for override in (*MODELS[model], *overrides)}
-    fixed = (
-        f"run.dir={folder}/run",
+    usual = (
         f"parallel={'fsdp' if world > 1 else 'ddp'}",
-        f"train.global_batch={world * int(sizes.get('train.micro_batch', '4'))}",
-        "train.steps=1000000",
-        "train.eval_every_steps=0",
         "data=stdlib",
         "data.holdout_samples=0",
         "optim.schedule=constant",
         "optim.warmup_steps=0",
+    )
+    fixed = (
+        f"run.dir={folder}/run",
+        "train.steps=1000000",
+        "train.eval_every_steps=0",
         "checkpoint.every_steps=0",
         "checkpoint.snapshot_every_steps=0",
         "checkpoint.keep_last=1",
@@ -534,7 +295,9 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
         "telemetry.tensorboard=false",
         "telemetry.progress=off",
     )
-    config = load([*MODELS[model], *fixed, *overrides])
+    # As many samples as one pass of all ranks takes.
+    micro_batch = load([*MODELS[model], *usual, *overrides, *fixed]).train.micro_batch
+    config = load([*MODELS[model], *usual, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
     torch.set_num_threads(config.run.num_threads)
     whereabouts = Whereabouts()
     started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
@@ -544,20 +307,14 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
     return Bench(config, identity, started, built, folder, options.limit)
 
 
-def methods_of(bench: Bench) -> Iterator[Method]:
-    yield Ours(bench)
-    yield Synchronous(bench)
-    for kind in (None, AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS):
-        yield Stock.make(bench, kind)
-
-
-def end(folder: Path, code: int) -> None:
-    """Leave nothing; the keeper ends by itself when this process is gone and its run's folder, too."""
+def end(folder: Path, code: int) -> NoReturn:
+    """Leave, and leave nothing; a keeper that is still there ends by itself when this process is gone, and its run's folder."""
     for child in multiprocessing.active_children():
         child.kill()
+    # Made when tensors are shared with a process, and removed only by an interpreter that ends in the usual way.
+    shutil.rmtree(get_temp_dir(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    if code:
-        leave_process(code)
+    leave_process(code)
 
 
 def main() -> None:
@@ -569,6 +326,8 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=1200.0, help="seconds for everything")
     parser.add_argument("--json", metavar="FILE", help="write medians and samples there, too")
     options, overrides = parser.parse_known_args()
+    if not Path(options.disk).is_dir():
+        parser.error(f"--disk must be a folder, but is {options.disk}")
     warnings.filterwarnings("ignore")
     identity = read_identity(os.environ)
     # All ranks must name the same folder; the agent's id is what they share.
@@ -577,12 +336,13 @@ def main() -> None:
 
     def out_of_time() -> None:
         print(f"rank {identity.rank}: not done within {options.total:g} s", file=sys.stderr, flush=True)
-        end(folder, 1)
+        end(folder, EXIT_BUG)
 
     timer = threading.Timer(options.total, out_of_time)
     timer.daemon = True
     timer.start()
     signal.signal(signal.SIGTERM, lambda *_: end(folder, 143))
+    code = EXIT_OK
     try:
         bench = bring_all_up(options, overrides, identity, folder)
         result = Interleaving(bench, list(methods_of(bench)))
@@ -591,14 +351,16 @@ def main() -> None:
             report(bench, result, options)
         bench.built.close(finished=True)
         bench.started.met.board.close()
-        leave(bench.started.group)
         bench.started.met.journal.close()
-    finally:
-        with suppress(Exception):
-            dist.barrier()
-        end(folder, 0)
+        # The groups are not taken down: one whose save failed may never answer.
+        dist.barrier(group=bench.group)
+    except ElasticTrainError as error:
+        code = complain(error, identity)
+    except BaseException:  # noqa: BLE001  # threads of what failed may wait for each other for ever: nothing may wait for them
+        traceback.print_exc()
+        code = EXIT_BUG
+    end(folder, code)
 
 
 if __name__ == "__main__":
     main()
-    leave_process(0)

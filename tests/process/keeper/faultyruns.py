@@ -2,15 +2,18 @@
 
 import json
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torchruns import REPOSITORY, TINY, Run, events, keepers, kill, wait_until
+from torchruns import REPOSITORY, TINY, Run, events, keepers, kill, memory_arguments, started, torchrun, wait_until
 
 HOOKS = Path(__file__).parent / "hooks"
+STEPS = 40
 ARGUMENTS = (
     *TINY,
     "task._target_=tests.process.paced.PacedLlama",
@@ -26,18 +29,11 @@ BEGIN = f"{_CHECKPOINT}.memory.slot:Slot.begin"
 COPY = f"{_CHECKPOINT}.snapshot.copier:Copier._copy_on_host"
 BODY = f"{_CHECKPOINT}.memory.header:write_body"
 COMPLETE = f"{_CHECKPOINT}.memory.slot:Slot.complete"
-ANNOUNCE = f"{_CHECKPOINT}.keeper.link:KeeperLink.announce"
-PIN = f"{_CHECKPOINT}.keeper.pins:Pins.pin"
-DIGEST = f"{_CHECKPOINT}.memory.records:compute_digests"
 NOTE_DIGESTS = f"{_CHECKPOINT}.memory.records:store_digests"
 WRITE = "elastictrain.storage.local:_Writer.write"
-CHECK = f"{_CHECKPOINT}.commit:check_files"
 COMMIT = f"{_CHECKPOINT}.commit:commit"
-MARK = f"{_CHECKPOINT}.marks:mark_committed"
 PRUNE = f"{_CHECKPOINT}.prune:Pruner._delete"
-FLUSH = f"{_CHECKPOINT}.keeper.flush:choose_flush"
 FACTS = f"{_CHECKPOINT}.keeper.facts:load_facts"
-OPEN = f"{_CHECKPOINT}.recall:Recall.open"
 LOAD = f"{_CHECKPOINT}.restore:Loader.load_votes"
 
 
@@ -86,10 +82,23 @@ def check_resumed_from_newest(run_dir: Path, folder: Path) -> list[dict[str, Any
     return resumed
 
 
-def kill_everything_but_the_keeper(run: Run) -> None:
-    """At once: nobody has time to say anything."""
+@contextmanager
+def launched(arguments: Sequence[str], *, world_size: int, folder: Path, **options: Any) -> Iterator[Run]:
+    """A run of one rank without torchrun, since it starts sooner, or of several with it."""
+    if world_size > 1:
+        with torchrun(arguments, world_size=world_size, folder=folder, **options) as run:
+            yield run
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
+    with started(command, log=folder / "log.txt", **options) as run:
+        yield run
+
+
+def kill_everything(run: Run, *others: psutil.Process) -> None:
+    """At once, so that nobody has time to say anything; of keepers only those that are named."""
     family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]
-    victims = [one for one in family if "elastictrain.checkpoint.keeper" not in one.cmdline()]
+    victims = [one for one in family if "elastictrain.checkpoint.keeper" not in one.cmdline()] + list(others)
     for victim in victims:
         victim.suspend()
     for victim in victims:

@@ -8,21 +8,8 @@ import socket
 from pathlib import Path
 
 import psutil
-import pytest
-from faultyruns import ARGUMENTS, FACTS, Fault, check_nothing_left, kill_everything_but_the_keeper, with_faults
+from faultyruns import ARGUMENTS, FACTS, STEPS, Fault, check_nothing_left, kill_everything, launched, with_faults
 from torchruns import alone, events, keepers, kill, last_step, losses, torchrun, wait_until
-
-STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    arguments = [*ARGUMENTS, "task.pause_s=0", f"train.steps={STEPS}", f"run.dir={folder}/job/run"]
-    code, output = alone(arguments, folder=folder / "job")
-    assert code == 0, output
-    check_nothing_left(folder)
-    return losses(folder / "job/run")
 
 
 def arguments(run_dir: Path, *more: str) -> list[str]:
@@ -30,7 +17,7 @@ def arguments(run_dir: Path, *more: str) -> list[str]:
 
 
 def one_rank(run_dir: Path, *more: str, **options: object):
-    return torchrun(arguments(run_dir, *more), world_size=1, folder=run_dir.parent, **options)
+    return launched(arguments(run_dir, *more), world_size=1, folder=run_dir.parent, **options)
 
 
 def the_keeper(tmp_path: Path) -> psutil.Process:
@@ -167,9 +154,9 @@ def test_two_starts_of_one_run_share_a_keeper(tmp_path: Path) -> None:
     run_dir = tmp_path / "job/run"
     command = arguments(run_dir, "task.pause_s=0.05", "train.steps=400")
     seen = set()
-    with torchrun(command, world_size=1, folder=run_dir.parent) as first:
+    with launched(command, world_size=1, folder=run_dir.parent) as first:
         at_step(run_dir, 4)
-        with torchrun(command, world_size=1, folder=tmp_path / "second") as second:
+        with launched(command, world_size=1, folder=tmp_path / "second") as second:
 
             def first_is_refused() -> bool:
                 there = keepers(tmp_path)
@@ -181,8 +168,8 @@ def test_two_starts_of_one_run_share_a_keeper(tmp_path: Path) -> None:
             # It goes on by itself, and does not knock again and again.
             step = last_step(run_dir)
             at_step(run_dir, step + 10)
-            kill_everything_but_the_keeper(second)
-        kill_everything_but_the_keeper(first)
+            kill_everything(second)
+        kill_everything(first)
     assert len(seen) == 1
     assert first.output().count("no more snapshots in host memory") == 1
     assert not events(run_dir, "keeper_lost")
@@ -193,7 +180,7 @@ def test_everybody_killed_is_flushed(tmp_path: Path, undisturbed: dict[int, floa
     run_dir = tmp_path / "job/run"
     with torchrun(arguments(run_dir, "checkpoint.every_steps=0"), world_size=2, folder=run_dir.parent) as run:
         at_step(run_dir, 14)
-        kill_everything_but_the_keeper(run)
+        kill_everything(run)
     newest = max(row["step"] for row in events(run_dir, "snapshot"))
     check_nothing_left(tmp_path)
     (saved,) = events(run_dir, "checkpoint_saved")
@@ -209,7 +196,7 @@ def test_a_deleted_run_is_not_recreated(tmp_path: Path) -> None:
         keeper = the_keeper(tmp_path)
         keeper.suspend()
         at_step(run_dir, 9)
-        kill_everything_but_the_keeper(run)
+        kill_everything(run)
         shutil.rmtree(run_dir)
         keeper.resume()
     check_nothing_left(tmp_path)

@@ -4,47 +4,36 @@ import os
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 from faultyruns import (
     ARGUMENTS,
     COPY,
+    STEPS,
     Fault,
     check_nothing_left,
     check_resumed_from_newest,
     fired,
-    kill_everything_but_the_keeper,
+    kill_everything,
+    launched,
     with_faults,
 )
-from torchruns import alone, events, keepers, kill, last_step, losses, torchrun, wait_until
+from torchruns import alone, events, keepers, last_step, losses, torchrun, wait_until
 
 from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
-
-STEPS = 40
 
 
 def arguments(run_dir: Path, *more: str) -> list[str]:
     return [*ARGUMENTS, f"train.steps={STEPS}", f"run.dir={run_dir}", *more]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    code, output = alone(arguments(folder / "job/run", "task.pause_s=0"), folder=folder / "job")
-    assert code == 0, output
-    check_nothing_left(folder)
-    return losses(folder / "job/run")
-
-
 def run_until_killed(run_dir: Path, *more: str, world_size: int = 1, step: int = 20) -> None:
     """All is killed, the keeper too: what is in memory stays there."""
     below = run_dir.parents[1]
-    with torchrun(arguments(run_dir, "task.pause_s=0.01", *more), world_size=world_size, folder=run_dir.parent) as run:
+    with launched(arguments(run_dir, "task.pause_s=0.01", *more), world_size=world_size, folder=run_dir.parent) as run:
         wait_until(lambda: last_step(run_dir) >= step, what=f"step {step}")
-        for process in [*keepers(below), *run.workers()]:
-            kill(process)
-        run.kill_tree()
-    wait_until(lambda: not keepers(below), what="the end of the keeper")
+        kill_everything(run, *keepers(below))
 
 
 def slots(tmp_path: Path) -> dict[int, Path]:
@@ -118,13 +107,12 @@ def test_a_flipped_bit_is_not_flushed(tmp_path: Path) -> None:
         arguments(run_dir, "task.pause_s=0.02", "checkpoint.every_steps=0"), world_size=1, folder=run_dir.parent
     ) as run:
         wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
-        for process in run.workers():
-            process.suspend()
+        psutil.Process(run.process.pid).suspend()
         wait_until(lambda: len(slots(tmp_path)) == 2, what="two snapshots")
         there = slots(tmp_path)
         wait_until(lambda: all(Path(f"{path}.digests").exists() for path in there.values()), what="digests")
         flip(there[max(there)], HEADER_BYTES + 100_000)
-        kill_everything_but_the_keeper(run)
+        kill_everything(run)
     check_nothing_left(tmp_path)
     (saved,) = events(run_dir, "checkpoint_saved")
     assert (saved["step"], saved["reason"]) == (min(there), "flush")
@@ -135,17 +123,14 @@ def test_from_two_ranks_to_one_and_back(tmp_path: Path, undisturbed: dict[int, f
     faults = tmp_path / "faults"
     hooks: dict[str, object] = {"extra_environment": with_faults([], faults)}
     for count, (world_size, step) in enumerate([(2, 10), (1, 20)]):
-        with torchrun(
+        with launched(
             arguments(run_dir, "task.pause_s=0.01", "checkpoint.every_steps=0"),
             world_size=world_size,
             folder=run_dir.parent,
             **hooks,
         ) as run:
             wait_until(lambda step=step: last_step(run_dir) >= step, what=f"step {step}")
-            for process in [*keepers(tmp_path), *run.workers()]:
-                kill(process)
-            run.kill_tree()
-        wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
+            kill_everything(run, *keepers(tmp_path))
         assert len(events(run_dir, "resume")) == count + 1
     with torchrun(arguments(run_dir), world_size=2, folder=run_dir.parent, **hooks) as run:
         assert run.wait() == 0, run.output()

@@ -5,7 +5,7 @@ FAULTS is a JSON list. One fault at a time is armed: the first that has not happ
     at      module:function or module:Class.method
     when    before or after that call, or `middle` (of a copy into a slot)
     nth     how many times the place is reached, in one process, while the fault is armed
-    what    self, workers, keeper or both: SIGKILL; stop: SIGSTOP of oneself; raise: a StorageError; exit: SystemExit
+    what    SIGKILL of oneself (self), of the keeper, or of both, that is of it and all workers; exit: SystemExit
     always  it stays armed, and the ones after it never are
 
 FAULTS_FOLDER holds a mark for each fault that has happened, and what the first rank of each incarnation found at its start.
@@ -81,20 +81,16 @@ def processes(mark: str, argument: str) -> list[int]:
 def act(fault: dict[str, Any]) -> None:
     """Let it happen."""
     what, memory = fault["what"], memory_folder()
-    if what == "raise":
-        from elastictrain.errors import StorageError
-
-        raise StorageError("the disk is on fire")
     if what == "exit":
         sys.exit("broken on purpose")
-    victims = [os.getpid()] if what in ("self", "stop") else []
-    if what in ("workers", "both"):
+    victims = [os.getpid()] if what == "self" else []
+    if what == "both":
         victims += processes("elastictrain.run", f"checkpoint.memory_dir={memory}")
     if what in ("keeper", "both"):
         victims += processes("elastictrain.checkpoint.keeper", f"{memory}/")
     for pid in sorted(victims, key=lambda pid: pid == os.getpid()):
         try:
-            os.kill(pid, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
 

@@ -46,6 +46,8 @@ def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None
     assert (old.slot.facts, new.facts) == (facts_of(3), facts_of(8))
     # Letting go of the old one lets go of nothing else.
     pins.release(old)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        old.slot.lock(shared=True)
     pins.release(again)
     writer = writer_of(tmp_path, name)
     assert not writer.lock(shared=False)

@@ -29,7 +29,10 @@ NOBODY = 0
 class Worker:
     """What one rank says to its keeper, and hears."""
 
-    def __init__(self, folder: Path, *, rank: int = 0, ranks: tuple[int, ...] = (0,), incarnation: str = "000001-aa") -> None:
+    def __init__(
+        self, folder: Path, *, rank: int = 0, ranks: tuple[int, ...] = (0,), incarnation: str = "000001-aa", settle: bool = True
+    ) -> None:
+        """`settle`: wait until the keeper has looked for what this rank had before."""
         self._lines = Lines()
         self._waiting: list[Message] = []
         self.socket = socket.socket(socket.AF_UNIX)
@@ -46,6 +49,9 @@ class Worker:
             address="",
             port=0,
         )
+        if settle:
+            self.say(op="snapshot", slot=9, step=0, durable=False)
+            self.hear("seen")
 
     def say(self, **message: object) -> None:
         self.socket.sendall(encode(message))  # type: ignore[arg-type]
@@ -68,7 +74,7 @@ class Worker:
 @contextmanager
 def keeping(memory: Path, run: Path) -> Iterator[Keeper]:
     keeper = Keeper(str(memory), FACTS, open_store(str(run)))
-    thread = threading.Thread(target=keeper.run)
+    thread = threading.Thread(target=keeper.run, daemon=True)
     thread.start()
     yield keeper
     thread.join(20)
@@ -203,7 +209,7 @@ def test_a_rank_gives_up_its_own_old_slots_only(memory: Path, run: Path) -> None
             for rank in range(3):
                 put(memory, facts_of(index, rank=rank, world_size=3), index=index)
         worker.say(op="old", slots=0b011)
-        until(lambda: not (memory / "own-r00000-s2").exists())
+        until(lambda: not (memory / "own-r00002-s2").exists())
         left = sorted(path.name for path in memory.glob("own-*") if path.suffix != ".digests")
         assert left == ["own-r00000-s0", "own-r00000-s1", "own-r00001-s0", "own-r00001-s1", "own-r00001-s2"]
         worker.say(op="finish")
@@ -220,7 +226,7 @@ def test_a_worker_of_the_past_is_refused(memory: Path, run: Path) -> None:
         old.say(op="snapshot", slot=0, step=5, durable=False)
         assert "no living incarnation" in str(old.hear("refused")["reason"])
         assert old.socket.recv(10) == b""
-        late = Worker(memory)
+        late = Worker(memory, settle=False)
         assert "is past" in str(late.hear("refused")["reason"])
         old.socket.close()
         late.socket.close()

@@ -81,7 +81,7 @@ def whole(ranks: list[Rank], count: int) -> set[int]:
     return set.intersection(*held) if count else set()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(
     seed=st.integers(0, 2**32), world_size=st.integers(1, 4), count=st.integers(2, 3), failing=st.sampled_from([0.0, 0.1, 0.5])
 )
@@ -91,7 +91,7 @@ def test_the_only_whole_snapshot_is_never_overwritten(seed: int, world_size: int
     books = [SlotBook([None] * count) for _ in range(world_size)]
     best = 0
     said: tuple[int, list[bool], list[bool]] | None = None
-    for step in range(1, 80):
+    for step in range(1, 60):
         for rank in ranks:
             rank.work(step)
         best = max(best, max(whole(ranks, count), default=0))
@@ -121,4 +121,4 @@ def test_the_only_whole_snapshot_is_never_overwritten(seed: int, world_size: int
                 rank.begin(place, step, until=step + chance.randint(1, 6), fails=chance.random() < failing)
                 book.started(place, step)
     if not failing:
-        assert best > 20
+        assert best > 15

@@ -1,0 +1,77 @@
+"""What a save says of itself grows with the ranks as their boxes do, and no faster: counted, not timed."""
+
+import math
+
+import pytest
+
+from elastictrain.checkpoint import commit
+from elastictrain.checkpoint.commit import SaveFacts, build_manifest
+from elastictrain.checkpoint.keeper.meeting import RankPart, decode_parts, encode_parts
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of, encode_manifest
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
+from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
+
+INCARNATION = "i00001-aa"
+TENSORS = {f"layers.{number}.weight": (4096, 8) for number in range(6)}
+RANKS_PER_HOST = 8
+
+
+def items_of(rank: int, *, shards: int, world_size: int) -> tuple[Item, ...]:
+    """Rows shared out over `shards` ranks, and that as often as the world has room for."""
+    rows, copies = 4096 // shards, world_size // shards
+    held = [Item(name, "float32", shape, (rows * (rank % shards), 0), (rows, shape[1])) for name, shape in TENSORS.items()]
+    chosen = choose_own([Copy(item.key, item.size_bytes, copies, rank // shards) for item in held])
+    return tuple(item for item, own in zip(held, chosen, strict=True) if own)
+
+
+def say(*, shards: int, world_size: int) -> list[bytes]:
+    """What the keepers of all hosts say of one save."""
+    told = []
+    for first in range(0, world_size, RANKS_PER_HOST):
+        parts = []
+        for rank in range(first, first + RANKS_PER_HOST):
+            layout = RankLayout(items_of(rank, shards=shards, world_size=world_size), shard_bytes=1 << 30)
+            digest = digest_of(str(rank).encode())
+            count = len(layout.template)
+            parts.append(
+                RankPart(rank, layout, RankDigests((digest,) * count, (digest,) * count, (digest,) * len(layout.items)))
+            )
+        told.append(encode_parts(parts))
+    return told
+
+
+def put_together(told: list[bytes], *, world_size: int) -> Manifest:
+    written = [one for text in told for part in decode_parts(text, where="w") for one in part.written(INCARNATION)]
+    return build_manifest(written, facts=SaveFacts(1, world_size, INCARNATION, 1.0, "c", {}, {}))
+
+
+@pytest.mark.parametrize("shards", [8, 64, 512])
+def test_every_rank_adds_as_much(shards: int) -> None:
+    told = say(shards=shards, world_size=shards)
+    manifest = put_together(told, world_size=shards)
+    boxes = shards * len(TENSORS)
+    assert sum(len(tensor.chunks) for tensor in manifest.tensors.values()) == boxes
+    assert sum(map(len, told)) < 160 * boxes + 200 * shards
+    assert len(encode_manifest(manifest)) < 180 * boxes + 220 * shards
+
+
+def test_copies_of_the_same_shards_add_nothing() -> None:
+    for world_size in (8, 64, 512):
+        manifest = put_together(say(shards=8, world_size=world_size), world_size=world_size)
+        assert sum(len(tensor.chunks) for tensor in manifest.tensors.values()) == 8 * len(TENSORS)
+        covered = {name: sum(math.prod(chunk.sizes) for chunk in manifest.tensors[name].chunks) for name in TENSORS}
+        assert covered == {name: math.prod(shape) for name, shape in TENSORS.items()}
+
+
+def test_a_leader_copies_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+
+    def counting(dtype: str, shape: tuple[int, ...], chunks: tuple[commit.ChunkRecord, ...]) -> TensorRecord:
+        copied.append(len(chunks))
+        return TensorRecord(dtype, shape, chunks)
+
+    told = say(shards=64, world_size=64)
+    monkeypatch.setattr(commit, "TensorRecord", counting)
+    put_together(told, world_size=64)
+    assert sum(copied) == 64 * len(TENSORS)
