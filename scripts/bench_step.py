@@ -153,12 +153,12 @@ def main() -> None:
         torch.set_num_threads(config.run.num_threads)
         whereabouts = Whereabouts()
         started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
-        built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None)
+        built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=None)
         cuda = started.group.device.type == "cuda"
         synchronize = torch.cuda.synchronize if cuda else (lambda: None)
         other = None if os.environ.get("BENCH_ALONE") else HandWritten(config, started)
         timing = Interleaving(other, synchronize)
-        parts = replace(built.loop, observer=timing, checkpointer=NoCheckpoints())
+        parts = replace(built.loop, observer=timing, saving=NoSaving())
         profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
         with profile or nullcontext():
             Loop(parts).run()
@@ -166,16 +166,33 @@ def main() -> None:
             print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
         if identity.rank == 0:
             report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
-        built.close()
+        built.close(finished=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class NoCheckpoints:
+class NoSaving:
     """The save at the end is not part of a step."""
 
-    def save(self, step: int, **facts: object) -> None:
-        """Saves nothing."""
+    num_notes = 0
+    needs_settled = False
+
+    def first_step_done(self) -> None: ...
+
+    def notes(self, step: int) -> tuple[bool, ...]:
+        return ()
+
+    def hear(self, step: int, notes: object) -> None: ...
+
+    def snapshot(self, step: int, *, reason: object) -> None: ...
+
+    def settled(self, step: int) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def save_now(self, step: int, reason: object) -> None: ...
+
+    def close(self, *, finished: bool) -> None: ...
 
 
 def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) -> None:

@@ -24,6 +24,8 @@ from elastictrain.train.state import TrainState
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.02
+_SHARE = 0.9
+"""Of the limit of a phase: what is waited for in it gives up before the watchdog does."""
 
 
 class Saving(Protocol):
@@ -178,6 +180,7 @@ class SnapshotSaving:
         self._failed = FailedSaves(parts.max_failed_saves)
         self._told_failures = 0
         self._owed: SaveReason | None = None
+        self._owed_since_s = 0.0
         self._saved_step = -1
         self._num_started = 0
         self._dropped_old = False
@@ -201,7 +204,7 @@ class SnapshotSaving:
         status = self._snapshots.status(due=due)
         failed, saved = self._take_news()
         busy, torn = [one.busy for one in status], [one.torn for one in status]
-        return (*busy, *torn, failed, saved, bool(self._unusable()), *self._link.sending())
+        return (*busy, *torn, failed, saved, bool(self._trouble()), *self._link.sending())
 
     def hear(self, step: int, notes: Sequence[bool]) -> None:
         if self._fallback is not None:
@@ -224,6 +227,8 @@ class SnapshotSaving:
             self._fallback.snapshot(step, reason=reason)
             return
         self._replicate(step)
+        if self._owed is None:
+            self._owed_since_s = self._clock()
         self._owed = reason or self._owed
         if self._owed is None and not (self._every_steps and step % self._every_steps == 0):
             return
@@ -256,10 +261,12 @@ class SnapshotSaving:
             place = self._wait_for_slot()
             if place is None:
                 break
+            parts.whereabouts.enter(Phase.SAVE, step=step)
             self._begin(place, step, reason)
             self._snapshots.before_update()
             self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
             error = self._outcome(step)
+            parts.whereabouts.enter(Phase.SAVE, step=step)
             if not error:
                 self._failed = self._failed.succeeded()
                 return
@@ -287,6 +294,12 @@ class SnapshotSaving:
         self._book.started(place, step)
         self._num_started += 1
 
+    def _trouble(self) -> str:
+        """Why this rank can take no snapshots; empty if it can."""
+        if self._owed is not None and self._clock() - self._owed_since_s > self._parts.save_timeout_s:
+            return f"no slot was free for {self._parts.save_timeout_s:g} s"
+        return self._unusable()
+
     def _take_news(self) -> tuple[bool, bool]:
         """Whether a save has failed, and whether one has succeeded, since this was asked before; rank 0 alone knows."""
         failures, saved, sayings = self._link.take_failures(), self._link.take_saved(), self._link.take_sayings()
@@ -305,7 +318,7 @@ class SnapshotSaving:
 
     def _wait_for_slot(self) -> int | None:
         """The slot for a snapshot that cannot be put off; None if some rank can take none. Collective: yes."""
-        deadline = self._clock() + self._parts.save_timeout_s
+        deadline = self._clock() + _SHARE * self._parts.save_timeout_s
         step = 1 << 62
         while True:
             status = self._snapshots.status(due=True)
@@ -329,7 +342,7 @@ class SnapshotSaving:
         """Waits until the snapshot of a step is in storage; returns what went wrong, if so. Collective: yes."""
         error = ""
         try:
-            self._snapshots.wait(step, timeout_s=self._parts.save_timeout_s)
+            self._snapshots.wait(step, timeout_s=_SHARE * self._parts.save_timeout_s)
         except CheckpointError as exception:
             error = str(exception)
         errors = [str(one) for one in gather_json(error, group=self._parts.group) if one]
@@ -339,7 +352,7 @@ class SnapshotSaving:
 
     def _wait_for_keeper(self, step: int) -> str:
         """As rank 0."""
-        deadline = self._clock() + self._parts.save_timeout_s
+        deadline = self._clock() + _SHARE * self._parts.save_timeout_s
         while self._clock() < deadline:
             for saved in self._link.take_saved():
                 self._saved_step = max(self._saved_step, saved.step)
@@ -354,7 +367,9 @@ class SnapshotSaving:
 
     def _fall_back(self) -> SynchronousSaving:
         if self._parts.rank == 0:
-            reason = self._unusable() or "another rank can take no snapshots"
+            reason = self._trouble() or "another rank can take no snapshots"
             self._parts.say(f"no more snapshots in host memory ({reason}): checkpoints are written while training waits")
         self._fallback = SynchronousSaving(self._parts)
+        # Another start of this run on this host may need them while we go on.
+        self._snapshots.let_go()
         return self._fallback

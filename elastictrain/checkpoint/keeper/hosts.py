@@ -46,6 +46,9 @@ class Hosts:
 
     def begin(self, folder: str) -> None:
         """As the leader: tell where files go. Raises: StorageError."""
+        # What was said of a failed attempt at the same step says nothing about this one.
+        for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
+            self._store.delete(info.key)
         self._store.write(begin_key(self._incarnation, self._step), json.dumps({"folder": folder}).encode())
 
     def wait_for_begin(self, *, limit_s: float, hurry: threading.Event) -> str:

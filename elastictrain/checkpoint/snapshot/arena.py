@@ -5,8 +5,8 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,11 +18,11 @@ from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES = 64 << 20
-"""Registered at a time: the driver serves nobody else meanwhile, a few milliseconds."""
+SEGMENT_BYTES = 32 << 20
+"""Registered at a time: the driver serves nobody else meanwhile, about 10 ms."""
 
-_TOUCHING = 4
-_MADV_POPULATE_WRITE = 23
+_REST = 0.5
+"""Rest after each segment, as a share of the time that it took: training is under way by then."""
 
 
 class Arena:
@@ -82,28 +82,17 @@ class Arena:
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        segments = [(base + begin, min(SEGMENT_BYTES, len(mapped) - begin)) for begin in range(0, len(mapped), SEGMENT_BYTES)]
-        with ThreadPoolExecutor(_TOUCHING, thread_name_prefix="touch") as pool:
-            # In order, so that registering follows close behind.
-            for touched, (address, size_bytes) in zip([pool.submit(_touch, *one) for one in segments], segments, strict=True):
-                touched.result()
-                if self._stopped:
-                    pool.shutdown(cancel_futures=True)
-                    return
-                code = int(runtime.cudaHostRegister(address, size_bytes, 0))
-                if code != 0:
-                    # Copies to memory that is not locked are slower, and right.
-                    logger.warning("host memory cannot be page-locked (CUDA error %d), so snapshots take longer", code)
-                    return
-                self._registered.append(address)
-
-
-def _touch(address: int, size_bytes: int) -> None:
-    """Have the kernel map all pages at once. One by one the driver would do it, serving nobody else meanwhile."""
-    madvise = getattr(ctypes.CDLL(None), "madvise", None)
-    if madvise is not None:
-        # Kernels before 5.14 refuse, and nothing is lost but time.
-        madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), ctypes.c_int(_MADV_POPULATE_WRITE))
+        for begin in range(0, len(mapped), SEGMENT_BYTES):
+            if self._stopped:
+                return
+            began = time.monotonic()
+            code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
+            if code != 0:
+                # Copies to memory that is not locked are slower, and right.
+                logger.warning("host memory cannot be page-locked (CUDA error %d), so snapshots take longer", code)
+                return
+            self._registered.append(base + begin)
+            time.sleep(_REST * (time.monotonic() - began))
 
 
 def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tuple[list[int], list[int]]:

@@ -179,6 +179,11 @@ class Snapshots:
             return False
         return slot.locked or slot.lock(shared=False)
 
+    def let_go(self) -> None:
+        """No more snapshots are begun: others may have the slots."""
+        for place in range(len(self._steps)):
+            self._let_go(place)
+
     def _let_go(self, place: int) -> None:
         slot = self._arena.slot(place)
         with self._changed:
