@@ -52,7 +52,7 @@ from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import bring_up
 from elastictrain.train.build import build
 from elastictrain.train.memory import start_keeper
-from elastictrain.train.saving import SnapshotSaving
+from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.step import Flags, PendingStep
 
 QUIET_STEPS = 6

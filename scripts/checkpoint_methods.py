@@ -25,7 +25,7 @@ from elastictrain.identity import Identity
 from elastictrain.storage.opening import open_store
 from elastictrain.train.bringup import Started
 from elastictrain.train.build import Built
-from elastictrain.train.saving import SnapshotSaving
+from elastictrain.train.snapshot_saving import SnapshotSaving
 
 WATCH_S = 0.002
 

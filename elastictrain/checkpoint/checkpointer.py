@@ -21,7 +21,6 @@ from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, parse_manifest
-from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.recall import Recall, Recalled, rank_of_file
@@ -32,7 +31,7 @@ from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
 from elastictrain.checkpoint.walk import Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.errors import ConfigError, StorageError
+from elastictrain.errors import ConfigError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -132,7 +131,11 @@ class Checkpointer:
             assert manifest is not None  # noqa: S101
             size_bytes = manifest.size_bytes
             self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=phases))
-            self._tidy(folder, manifest)
+            pruned = self._pruner.tidy(
+                folder, manifest=manifest, listing=self._listing, incarnation=self._incarnation, time_s=self._clock()
+            )
+            if pruned:
+                self._record(CheckpointsPruned(checkpoints=pruned))
             return json.dumps([size_bytes, phases]).encode()
 
         size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
@@ -282,15 +285,3 @@ class Checkpointer:
             return b""
         discard_files(self._store, folder, incarnation=self._incarnation)
         return b""
-
-    def _tidy(self, newest: str, manifest: Manifest) -> None:
-        """On rank 0: notes the commit, and deletes what it supersedes."""
-        note: dict[str, JsonValue] = {"checkpoint": newest, "time": self._clock(), "incarnation": self._incarnation}
-        mark_committed(self._store, listing=self._listing, note=note)
-        try:
-            pruned = self._pruner.prune(newest, manifest=manifest)
-        except StorageError as error:
-            logger.warning("old checkpoints could not be deleted: %s", error)
-            return
-        if pruned:
-            self._record(CheckpointsPruned(checkpoints=pruned))

@@ -2,11 +2,13 @@
 
 import logging
 
-from elastictrain.checkpoint.folders import ROOT, FolderFacts, key_of, read_listing
+from elastictrain.checkpoint.folders import FolderFacts, Listing, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.retention import Deletion, plan_retention
 from elastictrain.checkpoint.second_look import find_missing, is_there, read_twice
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, UnknownFormatError
+from elastictrain.checkpoint.target import list_checkpoints
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError, UnknownFormatError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -28,7 +30,7 @@ class Pruner:
         Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
         """
         self._manifests[newest] = manifest
-        folders = read_listing(self._store.list(ROOT)).folders
+        folders = list_checkpoints(self._store).folders
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
         deletions = plan_retention(
             folders,
@@ -45,6 +47,18 @@ class Pruner:
                 # The listing lags, or a predecessor that is not gone yet has committed since: the next call judges.
                 logger.warning("%s is not deleted: its manifest has appeared meanwhile", deletion.folder)
         return tuple(deletion.folder for deletion in deletions if deletion.committed)
+
+    def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float) -> tuple[str, ...]:
+        """After a commit: notes that the run has a checkpoint, and prunes. What the store refuses is left for the next time.
+
+        `listing` is how things were found before the save.
+        """
+        mark_committed(self._store, listing=listing, note={"checkpoint": newest, "time": time_s, "incarnation": incarnation})
+        try:
+            return self.prune(newest, manifest=manifest)
+        except StorageError as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return ()
 
     def _intact(self, folder: FolderFacts) -> bool:
         if not folder.has_manifest or folder.quarantined:

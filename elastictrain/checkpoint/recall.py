@@ -2,7 +2,6 @@
 
 import base64
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -28,8 +27,6 @@ from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 
 logger = logging.getLogger(__name__)
-
-_DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
 
 
 class RemoteFiles(Protocol):
@@ -147,7 +144,7 @@ class Recall:
                 # Its keeper was killed before it came to this one.
                 slot = Slot.open(path)
                 try:
-                    digests = compute_digests(slot, layout, threads=_DIGEST_THREADS)
+                    digests = compute_digests(slot, layout)
                 finally:
                     slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:

@@ -15,10 +15,11 @@ from elastictrain.checkpoint.choose import (
     passed_over,
     refusal_message,
 )
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
+from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed
 from elastictrain.checkpoint.second_look import find_missing, read_twice
+from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import InvalidCheckpointError, NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.storage.store import Store
@@ -111,7 +112,7 @@ class Walk:
 
     def _list(self) -> None:
         if not self._listed:
-            self._listing = read_listing(self._store.list(ROOT))
+            self._listing = list_checkpoints(self._store)
             self._listed = True
 
     def _examine(self, decision: Resume) -> bytes | Reject:

@@ -95,30 +95,12 @@ def build(
     )
     ledger = _make_ledger(config, identity, started)
 
-    def flush_records() -> None:
-        started.met.journal.flush()
-        if ledger is not None:
-            ledger.flush()
-
     def tighten() -> None:
         limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.step_timeout_s)
 
     saving = make_saving(
         memory,
-        SavingParts(
-            checkpointer=checkpointer,
-            state=state,
-            global_batch=config.train.global_batch,
-            group=started.group.control,
-            rank=identity.rank,
-            max_failed_saves=config.checkpoint.max_failed_saves,
-            save_timeout_s=config.fault.save_timeout_s,
-            finish_timeout_s=config.fault.shutdown_grace_s / 4,
-            whereabouts=whereabouts,
-            flush_records=flush_records,
-            record=record,
-            say=observer.say,
-        ),
+        _saving_parts(config, identity, started, checkpointer, state, whereabouts=whereabouts, ledger=ledger, say=observer.say),
         config=config,
         identity=identity,
         started=started,
@@ -147,6 +129,38 @@ def build(
         loader,
         observer.close,
         lambda: show_sample(started.task, wrapped, device=started.group.device, seed=config.run.seed, say=observer.say),
+    )
+
+
+def _saving_parts(
+    config: RunConfig,
+    identity: Identity,
+    started: Started,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    *,
+    whereabouts: Whereabouts,
+    ledger: Ledger | None,
+    say: Callable[[str], None],
+) -> SavingParts:
+    def flush_records() -> None:
+        started.met.journal.flush()
+        if ledger is not None:
+            ledger.flush()
+
+    return SavingParts(
+        checkpointer=checkpointer,
+        state=state,
+        global_batch=config.train.global_batch,
+        group=started.group.control,
+        rank=identity.rank,
+        max_failed_saves=config.checkpoint.max_failed_saves,
+        save_timeout_s=config.fault.save_timeout_s,
+        finish_timeout_s=config.fault.shutdown_grace_s / 4,
+        whereabouts=whereabouts,
+        flush_records=flush_records,
+        record=started.met.journal.record,
+        say=say,
     )
 
 

@@ -34,7 +34,8 @@ from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts
-from elastictrain.train.saving import Saving, SavingParts, SnapshotSaving, SynchronousSaving
+from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
+from elastictrain.train.snapshot_saving import SnapshotSaving
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +87,6 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
             "ranks": ranks,
             "world_size": identity.world_size,
             "incarnation": started.met.incarnation.name,
-            "host": identity.host,
             "agent": agent,
             "address": "" if identity.local_world_size == identity.world_size else own_address(os.environ),
             "port": 0,

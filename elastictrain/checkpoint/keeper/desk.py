@@ -11,7 +11,6 @@ class Station:
     """The ranks of this host in one incarnation."""
 
     incarnation: str
-    host: str
     world_size: int
     ranks: tuple[int, ...]
 

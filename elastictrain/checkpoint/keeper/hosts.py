@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from typing import TypeVar
 
 from elastictrain.checkpoint.keeper.meeting import (
     PENDING,
+    Begun,
     RankPart,
     begin_key,
+    begun_from_bytes,
     decode_parts,
     encode_parts,
     failed_key,
@@ -18,8 +21,9 @@ from elastictrain.checkpoint.keeper.meeting import (
     late_error,
     missing_ranks,
     pending_folder,
+    said_by,
 )
-from elastictrain.errors import CheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.store import Store
 
 T = TypeVar("T")
@@ -42,40 +46,41 @@ class Hosts:
         self._incarnation = incarnation
         self._step = step
         self._first_rank = first_rank
+        self._attempt = ""
         self._clock = clock
 
-    def begin(self, folder: str) -> None:
-        """As the leader: tell where files go. Raises: StorageError."""
-        # What was said of a failed attempt at the same step says nothing about this one.
-        for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
-            self._store.delete(info.key)
-        self._store.write(begin_key(self._incarnation, self._step), json.dumps({"folder": folder}).encode())
+    def begin(self, choose: Callable[[], str]) -> str:
+        """As the leader: tell where files go; the folder that `choose` returns, unless this save has begun already.
+
+        Raises: StorageError, and what `choose` raises.
+        """
+        try:
+            begun = self._begun()
+        except InvalidCheckpointError as error:
+            logger.warning("%s", error)
+            begun = None
+        if begun is None:
+            begun = Begun(choose(), secrets.token_hex(4))
+            self._store.write(begin_key(self._incarnation, self._step), begun.to_bytes())
+        self._attempt = begun.attempt
+        return begun.folder
 
     def wait_for_begin(self, *, limit_s: float, hurry: threading.Event) -> str:
         """The folder that the leader chose. Raises: CheckpointError if it says nothing; StorageError."""
-        key = begin_key(self._incarnation, self._step)
-
-        def look() -> str | None:
-            try:
-                folder = json.loads(self._store.read(key))["folder"]
-            except ObjectNotFoundError:
-                return None
-            except (ValueError, TypeError, KeyError) as error:
-                raise CheckpointError(f"{self._store.url}/{key} is garbled: {error}") from error
-            return str(folder)
-
-        found = self._poll(look, limit_s=limit_s, hurry=hurry)
-        if found is None:
+        begun = self._poll(self._begun, limit_s=limit_s, hurry=hurry)
+        if begun is None:
             raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {limit_s:.0f} s")
-        return found
+        self._attempt = begun.attempt
+        return begun.folder
 
     def say_written(self, parts: Sequence[RankPart]) -> None:
         """This host's files are durable. Raises: StorageError."""
-        self._store.write(host_key(self._incarnation, self._step, first_rank=self._first_rank), encode_parts(parts))
+        key = host_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
+        self._store.write(key, encode_parts(parts))
 
     def say_failed(self, reason: str) -> None:
         """This host cannot write its files; said if the store lets it."""
-        key = failed_key(self._incarnation, self._step, first_rank=self._first_rank)
+        key = failed_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
         try:
             self._store.write(key, json.dumps({"reason": reason}).encode())
         except StorageError as error:
@@ -92,14 +97,14 @@ class Hosts:
             if not missing_ranks((*own, *others), world_size=world_size):
                 return True
             for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
-                name = info.key.rpartition("/")[2]
-                if info.key in read:
+                said = said_by(info.key, attempt=self._attempt)
+                if said is None or info.key in read:
                     continue
-                if name.startswith("failed-"):
-                    raise CheckpointError(f"the host of rank {name[7:12]} could not save: {self._told(info.key)}")
-                if name.startswith("host-"):
-                    read.add(info.key)
-                    others.extend(decode_parts(self._store.read(info.key), where=f"{self._store.url}/{info.key}"))
+                what, first_rank = said
+                if what == "failed":
+                    raise CheckpointError(f"the host of rank {first_rank} could not save: {self._told(info.key)}")
+                read.add(info.key)
+                others.extend(decode_parts(self._store.read(info.key), where=f"{self._store.url}/{info.key}"))
             return True if not missing_ranks((*own, *others), world_size=world_size) else None
 
         if self._poll(look, limit_s=limit_s, hurry=hurry) is None:
@@ -116,6 +121,13 @@ class Hosts:
                     self._store.delete(info.key)
         except StorageError as error:
             logger.warning("what hosts said to each other could not be deleted yet: %s", error)
+
+    def _begun(self) -> Begun | None:
+        key = begin_key(self._incarnation, self._step)
+        try:
+            return begun_from_bytes(self._store.read(key), where=f"{self._store.url}/{key}")
+        except ObjectNotFoundError:
+            return None
 
     def _told(self, key: str) -> str:
         try:

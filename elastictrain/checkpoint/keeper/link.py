@@ -1,21 +1,17 @@
 """A worker's end of the line to its keeper: starts it, tells it, hears from it, and gets another one when it is gone."""
 
 import logging
-import os
-import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.keeper.facts import RunFacts, store_facts
+from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.leftovers import clear_if_abandoned
-from elastictrain.checkpoint.keeper.messages import LOG_NAME, SOCKET_NAME, Lines, MalformedError, Message, encode
-from elastictrain.checkpoint.memory.place import make_private
+from elastictrain.checkpoint.keeper.messages import Lines, MalformedError, Message, count, encode
+from elastictrain.checkpoint.keeper.process import KeeperProcess, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -24,9 +20,6 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _ANSWER_S = 30.0
 """How long a keeper may take to start, or the one before it to end."""
-
-_TRIES = 3
-_TRIES_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +82,7 @@ class KeeperLink:
         """Where other hosts reach the keeper; 0 until it has answered."""
         self.lost: tuple[int, float] | None = None
         """A rank of this host that is gone without a word, and since when."""
-        self._child: subprocess.Popen[bytes] | None = None
-        self._started: list[float] = []
+        self._process = KeeperProcess(folder, facts, clock=clock)
         self._thread = threading.Thread(target=self._run, name="keeper-link", daemon=True)
 
     def start(self) -> None:
@@ -100,8 +92,10 @@ class KeeperLink:
     def wait(self, timeout_s: float = _ANSWER_S) -> None:
         """Until the keeper has answered. Raises: CheckpointError with the reason if it does not."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.port_known or self._broken, timeout_s):
-                raise CheckpointError(f"the keeper in {self._folder} does not answer within {timeout_s:g} s{self._log_tail()}")
+            if not self._changed.wait_for(lambda: self.pid or self._broken, timeout_s):
+                raise CheckpointError(
+                    f"the keeper in {self._folder} does not answer within {timeout_s:g} s{log_tail(self._folder)}"
+                )
             if self._broken:
                 raise CheckpointError(self._broken)
 
@@ -109,11 +103,6 @@ class KeeperLink:
     def broken(self) -> str:
         """Why there is no keeper any more, and none is tried; empty as long as there is hope."""
         return self._broken
-
-    @property
-    def port_known(self) -> bool:
-        """Whether a keeper has answered."""
-        return self.pid > 0
 
     def meet(self, roster: Message, timeout_s: float = _ANSWER_S) -> None:
         """Tell the keeper who the others are. Raises: CheckpointError if it does not take note."""
@@ -207,9 +196,7 @@ class KeeperLink:
                 self._send({"op": "finish"})
         self.close()
         if self._starts and self.pid:
-            wait_for_end(self.pid, timeout_s=timeout_s)
-            if self._child is not None:
-                self._child.poll()
+            self._process.wait_for_end(self.pid, timeout_s=timeout_s)
         if self._starts and self._broken:
             # Nobody else is left who would do it.
             clear_if_abandoned(self._folder)
@@ -248,52 +235,20 @@ class KeeperLink:
             except (OSError, MalformedError, ElasticTrainError) as error:
                 with self._changed:
                     if not self._closing:
-                        self._break(f"the keeper of this host does not run: {error}{self._log_tail()}")
+                        self._break(f"the keeper of this host does not run: {error}{log_tail(self._folder)}")
                 return
 
     def _connect(self) -> socket.socket:
         deadline = self._clock() + _ANSWER_S
         while not self._closing:
             with suppress(OSError):
-                return self._knock()
-            if self._starts and (self._child is None or self._child.poll() is not None):
-                self._start_keeper()
+                return knock(self._folder)
+            if self._starts:
+                self._process.start_if_gone()
             if self._clock() > deadline:
                 raise CheckpointError(f"nobody answers in {self._folder}")
             time.sleep(_PAUSE_S)
         raise CheckpointError("closed")
-
-    def _knock(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        try:
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                connection.connect(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
-            finally:
-                os.close(folder)
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
-    def _start_keeper(self) -> None:
-        now = self._clock()
-        self._started = [at for at in self._started if now - at < _TRIES_WITHIN_S]
-        if len(self._started) >= _TRIES:
-            raise CheckpointError(f"it ended {_TRIES} times within {_TRIES_WITHIN_S:g} s")
-        self._started.append(now)
-        make_private(self._folder)
-        store_facts(self._folder, self._facts)
-        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-        with open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
-            self._child = subprocess.Popen(  # noqa: S603
-                [sys.executable, "-m", "elastictrain.checkpoint.keeper", self._folder],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
 
     def _talk(self, connection: socket.socket) -> None:
         """Until the connection ends."""
@@ -333,12 +288,12 @@ class KeeperLink:
                 case "met":
                     self._met = True
                 case "seen":
-                    if self._unseen.get(_count(message, "slot")) == message.get("step"):
-                        del self._unseen[_count(message, "slot")]
+                    if self._unseen.get(count(message, "slot")) == message.get("step"):
+                        del self._unseen[count(message, "slot")]
                 case "released":
-                    self._unreleased.discard(_count(message, "step"))
+                    self._unreleased.discard(count(message, "step"))
                 case "lost":
-                    self.lost = self.lost or (_count(message, "rank"), self._clock())
+                    self.lost = self.lost or (count(message, "rank"), self._clock())
                 case "refused":
                     raise CheckpointError(f"it refuses this worker: {message.get('reason')}")
                 case _:
@@ -349,12 +304,12 @@ class KeeperLink:
         """What became of snapshots; the condition is held."""
         match message["op"]:
             case "saved":
-                step = _count(message, "step")
+                step = count(message, "step")
                 self._unreleased.discard(step)
                 self._unsaved.pop(step, None)
-                self._saved.append(Saved(step, str(message["checkpoint"]), _count(message, "bytes")))
+                self._saved.append(Saved(step, str(message["checkpoint"]), count(message, "bytes")))
             case "failed":
-                step = _count(message, "step")
+                step = count(message, "step")
                 self._unreleased.discard(step)
                 self._unsaved.pop(step, None)
                 self._failures.append(SaveFailure(step, str(message["error"])))
@@ -363,16 +318,16 @@ class KeeperLink:
                     self._sending, self._sending_failed = None, not message.get("whole")
             case "slow":
                 trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
-                seconds = float(_count(message, "seconds"))
+                seconds = float(count(message, "seconds"))
                 self._sayings.append(
-                    f"step {_count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
+                    f"step {count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
                 )
             case other:
                 raise MalformedError(f"{other!r} is no message to a worker")
 
     def _welcome(self, message: Message) -> None:
         self._welcomed = True
-        self.pid, self.port = _count(message, "pid"), _count(message, "port")
+        self.pid, self.port = count(message, "pid"), count(message, "port")
         # The other hosts know this port, so a successor is asked to take it over.
         self._hello = {**self._hello, "port": self.port}
         if self._starts:
@@ -402,31 +357,3 @@ class KeeperLink:
             self._failures.append(SaveFailure(step, self._broken))
         self._unreleased.clear()
         self._unsaved.clear()
-
-    def _log_tail(self) -> str:
-        with suppress(OSError), open(f"{self._folder}/{LOG_NAME}", "rb") as log:  # noqa: PTH123
-            lines = log.read()[-2000:].decode(errors="replace").strip().splitlines()
-            if lines:
-                return f"; its last words: {lines[-1]}"
-        return ""
-
-
-def wait_for_end(pid: int, *, timeout_s: float) -> bool:
-    """Whether a process, one's own child or not, has ended within the time."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(1e3 * timeout_s))
-    finally:
-        os.close(descriptor)
-
-
-def _count(message: Message, name: str) -> int:
-    value = message.get(name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MalformedError(f"`{name}` of {message.get('op')!r} must be a number, but is {value!r}")
-    return value

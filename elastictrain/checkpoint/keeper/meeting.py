@@ -1,12 +1,16 @@
 """How the keepers of several hosts agree on one save: through small objects in the run's store, without the training group.
 
-the leader      (the keeper of the host of rank 0) chooses the folder and writes `begin`
-every keeper    writes its ranks' files into that folder, and then `host-RANK` with what a manifest must say of them
-the leader      commits when every rank is covered, and removes these objects
-a keeper that cannot write its files writes `failed-RANK` if it can, so that the leader need not wait for it
+the leader      (the keeper of the host of rank 0) chooses the folder, names the attempt and writes `begin`
+every keeper    writes its ranks' files into that folder, and then `host-RANK-ATTEMPT` with what a manifest must say of them
+the leader      commits when every rank is covered, and removes these objects; also when the attempt has failed
+a keeper that cannot write its files writes `failed-RANK-ATTEMPT` if it can, so that the leader need not wait for it
+
+A leader that is killed and started again goes on with the attempt that it finds begun: others may have written, and do not
+write twice. What is said late of an attempt that has failed bears its name, and is not heard in the next one.
 """
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +28,8 @@ from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
 PENDING = f"{ROOT}/pending"
 
+_SAID = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
+
 
 def pending_folder(incarnation: str, step: int) -> str:
     """Where one save is agreed on."""
@@ -35,14 +41,41 @@ def begin_key(incarnation: str, step: int) -> str:
     return f"{pending_folder(incarnation, step)}/begin.json"
 
 
-def host_key(incarnation: str, step: int, *, first_rank: int) -> str:
+def host_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
     """Says what one host has written."""
-    return f"{pending_folder(incarnation, step)}/host-{first_rank:05d}.json"
+    return f"{pending_folder(incarnation, step)}/host-{first_rank:05d}-{attempt}.json"
 
 
-def failed_key(incarnation: str, step: int, *, first_rank: int) -> str:
+def failed_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
     """Says that one host could not write."""
-    return f"{pending_folder(incarnation, step)}/failed-{first_rank:05d}.json"
+    return f"{pending_folder(incarnation, step)}/failed-{first_rank:05d}-{attempt}.json"
+
+
+def said_by(key: str, *, attempt: str) -> tuple[str, int] | None:
+    """`host` or `failed`, and the host's first rank; None for what is said of something else."""
+    match = _SAID.fullmatch(key.rpartition("/")[2])
+    return (match[1], int(match[2])) if match is not None and match[3] == attempt else None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What the leader has chosen."""
+
+    folder: str
+    attempt: str
+
+    def to_bytes(self) -> bytes:
+        """The content of `begin`."""
+        return json.dumps({"folder": self.folder, "attempt": self.attempt}).encode()
+
+
+def begun_from_bytes(data: bytes, *, where: str) -> Begun:
+    """The inverse of `to_bytes`. Raises: InvalidCheckpointError naming `where`."""
+    try:
+        document = json.loads(data)
+        return Begun(str(document["folder"]), str(document["attempt"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
 
 
 def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:

@@ -16,13 +16,12 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import RankPart
 from elastictrain.checkpoint.keeper.pins import Pinned
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
-from elastictrain.checkpoint.marks import mark_committed
+from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.prune import Pruner, read_manifest
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
-from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, StorageError
+from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -72,7 +71,7 @@ class SaveJob:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A checkpoint that is there already."""
+    """A committed checkpoint."""
 
     name: str
     manifest: Manifest
@@ -139,6 +138,11 @@ class Saver:
         if current is not None:
             current.hurry.set()
 
+    def close(self) -> None:
+        """End when everything that was begun is done."""
+        self._jobs.put(None)
+        self._thread.join()
+
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._current_since_s = self._clock()
@@ -163,12 +167,12 @@ class Saver:
         known = self._saved_before(job, listing)
         if known is not None:
             self._reports.saved(job, known.name, known.manifest.size_bytes)
-            self._tidy(job, known.name, known.manifest, listing)
+            self._tidy(job, known, listing)
             return
-        if job.leader:
+        if job.alone:
             folder = clear_target(self._store, listing, step=job.step)
-            if not job.alone:
-                hosts.begin(folder)
+        elif job.leader:
+            folder = hosts.begin(lambda: clear_target(self._store, listing, step=job.step))
         else:
             folder = hosts.wait_for_begin(limit_s=self._limit_s(job), hurry=job.hurry)
         prepared = self._clock()
@@ -188,10 +192,14 @@ class Saver:
             committing = True
             commit(self._store, manifest, folder=folder)
         except BaseException as error:
+            if not job.leader:
+                # The leader deletes: it may have been told that these files are written, and commit them.
+                hosts.say_failed(_reason(error))
+                raise
             if not committing:
                 discard_files(self._store, folder, incarnation=job.incarnation)
             if not job.alone:
-                hosts.say_failed(_reason(error))
+                hosts.clear()
             raise
         seconds["commit"] = self._clock() - began - sum(seconds.values())
         size_bytes = manifest.size_bytes
@@ -200,7 +208,7 @@ class Saver:
             CheckpointSaved(step=job.step, checkpoint=folder, reason=job.reason, bytes=size_bytes, seconds=seconds),
         )
         self._reports.saved(job, folder, size_bytes)
-        self._tidy(job, folder, manifest, listing)
+        self._tidy(job, _Known(folder, manifest), listing)
         if not job.alone:
             hosts.clear()
 
@@ -272,15 +280,10 @@ class Saver:
         )
         return build_manifest(written, facts=facts)
 
-    def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing) -> None:
-        """Notes the commit, and deletes what it supersedes."""
-        note: dict[str, JsonValue] = {"checkpoint": folder, "time": time.time(), "incarnation": job.incarnation}
-        mark_committed(self._store, listing=listing, note=note)
-        try:
-            pruned = self._pruner.prune(folder, manifest=manifest)
-        except StorageError as error:
-            logger.warning("old checkpoints could not be deleted: %s", error)
-            return
+    def _tidy(self, job: SaveJob, newest: _Known, listing: Listing) -> None:
+        pruned = self._pruner.tidy(
+            newest.name, manifest=newest.manifest, listing=listing, incarnation=job.incarnation, time_s=time.time()
+        )
         if pruned:
             self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
 

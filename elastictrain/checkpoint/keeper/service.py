@@ -8,13 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from elastictrain.checkpoint.keeper.desk import Desk, Station
+from elastictrain.checkpoint.keeper.desk import Desk
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
+from elastictrain.checkpoint.keeper.hello import read_hello
 from elastictrain.checkpoint.keeper.journals import Journals
 from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
-from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
+from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
@@ -33,7 +34,6 @@ _TURN_S = 0.5
 _LETTING_GO_S = 2.0
 SLOW_S = 20.0
 """A save that takes longer is told of; large ones on slow disks may."""
-DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
 
 
 class Keeper:
@@ -95,6 +95,7 @@ class Keeper:
             elif decision == "leave":
                 break
         self._workers.stop_listening()
+        self._saver.close()
         self._replicas.close()
         self._journals.close()
         self._workers.close()
@@ -166,21 +167,10 @@ class Keeper:
                 self._replicas.step_took(count(message, "micros") / 1e6)
 
     def _on_hello(self, one: Connection, message: Message) -> None:
-        ranks = message.get("ranks")
-        if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks) or not ranks:
-            raise MalformedError(f"`ranks` must be a list of ranks, but is {ranks!r}")
-        station = Station(
-            text(message, "incarnation"),
-            text(message, "host"),
-            count(message, "world_size"),
-            tuple(sorted(rank for rank in ranks if isinstance(rank, int))),
-        )
-        rank = count(message, "rank")
-        if rank not in station.ranks or max(station.ranks) >= station.world_size:
-            raise MalformedError(f"rank {rank} of {station.world_size} is not among {station.ranks}")
+        hello = read_hello(message)
+        rank, station = hello.rank, hello.station
         if self._desk.station is not None and station.incarnation < self._incarnation:
             raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
-        agent, address, port = count(message, "agent"), text(message, "address"), count(message, "port")
         if station.incarnation != self._incarnation:
             self._saver.hurry()
             for pinned in self._desk.move_to(station):
@@ -191,9 +181,9 @@ class Keeper:
         one.rank, one.incarnation = rank, station.incarnation
         self._missing.pop(rank, None)
         self._ever, self._finished, self._flushed = True, False, False
-        self._workers.watch(agent)
-        listening = self._replicas.listen(address, port=port)
-        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening, "saved": self._desk.saved_step})
+        self._workers.watch(hello.agent)
+        listening = self._replicas.listen(hello.address, port=hello.port)
+        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening})
         # After a keeper was killed its successor finds out from the slots what it would have been told.
         self._take_all(rank)
 
@@ -255,7 +245,7 @@ class Keeper:
         try:
             digests = load_digests(pinned.slot.path, pinned.facts)
             if digests is None:
-                digests = compute_digests(pinned.slot, pinned.layout, threads=DIGEST_THREADS)
+                digests = compute_digests(pinned.slot, pinned.layout)
                 store_digests(pinned.slot.path, pinned.facts, digests)
         except OSError as error:
             logger.warning("the digests of %s cannot be kept: %s", pinned.slot.path, error)

@@ -22,6 +22,8 @@ from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import InvalidCheckpointError
 
 _MOST_BYTES = 1 << 30
+DIGEST_THREADS = max(1, min(8, (os.cpu_count() or 2) // 4))
+"""Training needs the other cores."""
 
 
 def write_file(path: str, data: bytes) -> None:
@@ -92,7 +94,7 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
         return None
 
 
-def compute_digests(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
+def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THREADS) -> RankDigests:
     """Digests of all bytes of a snapshot, files side by side, in the memory of one chunk per thread. Raises: OSError."""
     starts = layout.starts
 

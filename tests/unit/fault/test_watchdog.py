@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from elastictrain.config.fault import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.watchdog import Overdue, Watchdog, bound_s, judge
+from elastictrain.fault.watchdog import LOST_PATIENCE_S, LostPeer, Overdue, Watchdog, bound_s, judge
 from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 
 OPTIONS = FaultGroup(
@@ -159,3 +159,41 @@ def test_a_closed_watchdog_ends_nobody() -> None:
     now_s[0] = 1000.0
     assert not ended.happened.wait(0.05)
     assert not [thread for thread in threading.enumerate() if thread.name == "watchdog"]
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.END])
+def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
+    mark, lost = mark_of(phase), LostPeer("rank 1 of this host", 5.0)
+    assert judge(mark, now_s=5.0 + LOST_PATIENCE_S, stop=None, options=OPTIONS, lost=lost) is None
+    overdue = judge(mark, now_s=5.1 + LOST_PATIENCE_S, stop=None, options=OPTIONS, lost=lost)
+    assert overdue == Overdue(
+        EXIT_TRANSPORT, f"rank 1 of this host is gone, and {mark} cannot end without it", show_stacks=False
+    )
+
+
+def test_at_the_end_of_a_run_others_leave_first() -> None:
+    lost = LostPeer("rank 1 of this host", 0.0)
+    assert judge(mark_of(Phase.END), now_s=9.9, stop=None, options=OPTIONS, lost=lost) is None
+
+
+def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:
+    ended: list[Overdue] = []
+    called = threading.Event()
+
+    def end(overdue: Overdue) -> None:
+        ended.append(overdue)
+        called.set()
+
+    watchdog = Watchdog(
+        OPTIONS,
+        mark=lambda: mark_of(Phase.FORWARD, since_s=10.0),
+        stop=lambda: None,
+        end=end,
+        lost=lambda: LostPeer("rank 1 of this host", 10.0),
+        clock=lambda: 11.0,
+        interval_s=0.001,
+    )
+    watchdog.start()
+    assert called.wait(10)
+    watchdog.close()
+    assert [one.exit_code for one in ended] == [EXIT_TRANSPORT]

@@ -5,7 +5,7 @@ from elastictrain.checkpoint.keeper.pins import Pinned
 from elastictrain.checkpoint.memory.slot import Slot
 from tests.unit.checkpoint.memory.madeslots import facts_of, layout_of
 
-STATION = Station("000001-aa", "here", 4, (2, 3))
+STATION = Station("000001-aa", 4, (2, 3))
 
 
 def pinned(rank: int, step: int) -> Pinned:
@@ -28,7 +28,7 @@ def test_a_new_incarnation_gives_up_what_waits_and_may_begin_at_an_older_step() 
     desk.arrived(waiting)
     assert desk.move_to(STATION) == []
     assert desk.waiting
-    assert desk.move_to(Station("000002-bb", "here", 4, (2, 3))) == [waiting]
+    assert desk.move_to(Station("000002-bb", 4, (2, 3))) == [waiting]
     assert not desk.waiting
     assert desk.saved_step == -1
 

@@ -8,8 +8,8 @@ from elastictrain.checkpoint.memory.place import SlotName
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.checkpoint.memory.madeslots import facts_of
 
-BOTH = Station("000002-bb", "here", 2, (0, 1))
-SECOND = Station("000002-bb", "there", 2, (1,))
+BOTH = Station("000002-bb", 2, (0, 1))
+SECOND = Station("000002-bb", 2, (1,))
 
 
 def held(step: int, rank: int, *, incarnation: str = "000002-bb", world_size: int = 2) -> Held:
@@ -63,7 +63,7 @@ def test_one_of_several_hosts_waits_for_the_leader() -> None:
 
 
 def test_the_leader_of_several_hosts_takes_its_newest() -> None:
-    leader = Station("000002-bb", "here", 2, (0,))
+    leader = Station("000002-bb", 2, (0,))
     assert chosen(store(), leader, held(4, 0), held(5, 0)) == [(5, 0, "000002-bb")]
     assert whole_here([held(5, 0, incarnation="000001-aa")], leader) == []
 

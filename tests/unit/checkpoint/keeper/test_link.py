@@ -16,7 +16,7 @@ from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
 FACTS = RunFacts("unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={})
-WELCOME: Message = {"op": "welcome", "pid": 4242, "port": 7, "saved": -1}
+WELCOME: Message = {"op": "welcome", "pid": 4242, "port": 7}
 
 
 class FakeKeeper:

@@ -1,5 +1,6 @@
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
 from elastictrain.checkpoint.manifest import Manifest, parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.verified_read import Folder, verify_file
-from elastictrain.errors import InvalidCheckpointError, StorageError
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -48,9 +49,7 @@ def saving(store: Store, *, facts: RunFacts = FACTS) -> Iterator[tuple[Saver, He
     saver = Saver(store, facts, heard.reports())
     saver.start()
     yield saver, heard
-    saver._jobs.put(None)
-    saver._thread.join(10)
-    assert not saver._thread.is_alive()
+    saver.close()
     assert not saver.busy
 
 
@@ -195,7 +194,7 @@ def test_a_host_that_cannot_write_is_named(tmp_path: Path, store: Store) -> None
         first.begin(job_of(folders[0], 5, world_size=2))
     assert len(other.failed) == 1
     ((_, error),) = heard.failed
-    assert error.startswith("the host of rank 00001 could not save: ")
+    assert error.startswith("the host of rank 1 could not save: ")
     assert "own-r00001-s0 is not what it was" in error
 
 
@@ -210,13 +209,98 @@ def test_a_host_that_says_nothing_is_named(memory: Path, store: Store) -> None:
     assert heard.failed == [(6, "the host of rank 0 did not begin to save step 6 within 0 s")]
 
 
+def two_hosts(tmp_path: Path) -> list[Path]:
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+def pending(store: Store) -> list[str]:
+    return [info.key.rpartition("/")[2] for info in store.list(f"{ROOT}/pending")]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.005)
+
+
+def test_a_failed_attempt_of_several_hosts_is_tried_again(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_hosts(tmp_path)
+
+    def broken(*_: object, **__: object) -> None:
+        raise StorageError("the disk is on fire")
+
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
+        monkeypatch.setattr(module, "check_files", broken)
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        first.begin(job_of(here, 5, world_size=2))
+        until(lambda: heard.failed and not second.busy)
+        assert pending(store) == []
+        monkeypatch.undo()
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        first.begin(job_of(here, 5, world_size=2))
+    assert (heard.failed, other.failed) == ([(5, "the disk is on fire")], [])
+    assert heard.saved == [(5, "step-000000005")]
+    assert manifest_of(store, 5).world_size == 2
+
+
+def test_what_is_said_late_of_a_failed_attempt_is_not_heard(store: Store) -> None:
+    leader, other = (Hosts(store, "000001-aa", 5, first_rank=rank) for rank in range(2))
+    hurry = threading.Event()
+    leader.begin(lambda: "step-000000005")
+    assert other.wait_for_begin(limit_s=1, hurry=hurry) == "step-000000005"
+    leader.clear()
+    again = Hosts(store, "000001-aa", 5, first_rank=0)
+    again.begin(lambda: "step-000000005-2")
+    other.say_failed("too slow")
+    other.say_written([])
+    with pytest.raises(CheckpointError, match="the hosts of ranks 0, 1 did not say within 0 s"):
+        again.wait_for_parts(2, own=[], limit_s=0.2, hurry=hurry)
+
+
+def test_a_leader_that_was_killed_goes_on_with_what_others_have_written(tmp_path: Path, store: Store) -> None:
+    here, there = two_hosts(tmp_path)
+    # Killed when it had begun.
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+    with saving(open_store(str(tmp_path / "run"))) as (second, other):
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+    assert other.written == [5]
+    with saving(store) as (first, heard):
+        first.begin(job_of(here, 5, world_size=2))
+    assert (heard.saved, heard.failed) == ([(5, "step-000000005")], [])
+    assert manifest_of(store, 5).world_size == 2
+
+
+def test_a_host_that_fails_leaves_the_files_of_others(tmp_path: Path, store: Store) -> None:
+    # The leader may have heard that they are written: what a host says can arrive although saying it has failed.
+    _, there = two_hosts(tmp_path)
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+    store.write(f"{ROOT}/step-000000005/000001-aa-r00000-0.safetensors", b"x")
+    job = job_of(there, 5, ranks=(1,), world_size=2, leader=False)
+    flip(there, "own-r00001-s0")
+    with saving(open_store(str(tmp_path / "run"))) as (second, other):
+        second.begin(job)
+    assert len(other.failed) == 1
+    assert store.stat(f"{ROOT}/step-000000005/000001-aa-r00000-0.safetensors")
+    assert sorted(name.rpartition("-")[0] for name in pending(store)) == ["", "failed-00001"]
+
+
 def test_what_hosts_say_may_be_garbled(store: Store) -> None:
     leader, other = (Hosts(store, "000001-aa", 5, first_rank=rank) for rank in range(2))
     store.write(f"{ROOT}/pending/000001-aa-000000005/begin.json", b"{")
     with pytest.raises(Exception, match="is garbled"):
         other.wait_for_begin(limit_s=1, hurry=threading.Event())
-    store.write(f"{ROOT}/pending/000001-aa-000000005/host-00001.json", b"[1, 2]")
-    with pytest.raises(InvalidCheckpointError, match=r"host-00001\.json: is garbled"):
+    assert leader.begin(lambda: "step-000000005") == "step-000000005"
+    other.wait_for_begin(limit_s=1, hurry=threading.Event())
+    other.say_written([])
+    (key,) = [info.key for info in store.list(f"{ROOT}/pending") if "host-" in info.key]
+    store.write(key, b"[1, 2]")
+    with pytest.raises(InvalidCheckpointError, match=r"host-00001-\w+\.json: is garbled"):
         leader.wait_for_parts(2, own=[], limit_s=1, hurry=threading.Event())
 
 

@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 import socket
 import threading
@@ -7,11 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.keeper import saver as saving
+from elastictrain.checkpoint.keeper import service as serving
 from elastictrain.checkpoint.keeper import workers as listening
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.messages import Lines, Message, encode
@@ -44,7 +47,6 @@ class Worker:
             ranks=list(ranks),
             world_size=len(ranks),
             incarnation=incarnation,
-            host="here",
             agent=NOBODY,
             address="",
             port=0,
@@ -328,3 +330,55 @@ def test_another_incarnation_may_begin_at_an_older_step(memory: Path, run: Path)
         worker.say(op="finish")
         worker.bye()
     assert checkpoints(run) == [7, 9]
+
+
+def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "SLOW_S", 0.05)
+    go_on = threading.Event()
+    check = saving.check_files
+
+    def stalled(*arguments: object, **more: object) -> None:
+        logging.getLogger("elastictrain.storage.retry").warning("503: slow down")
+        assert go_on.wait(10)
+        check(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "check_files", stalled)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5, reason="interval"))
+        worker.say(op="snapshot", slot=0, step=5, durable=True)
+        slow = worker.hear("slow")
+        assert (slow["step"], slow["trouble"]) == (5, "503: slow down")
+        time.sleep(0.6)
+        go_on.set()
+        assert worker.hear("saved")["step"] == 5
+        worker.say(op="finish")
+        worker.bye()
+    (told,) = events(run, "checkpoint_slow")
+    assert (told["step"], told["trouble"]) == (5, "503: slow down")
+    assert cast(float, told["seconds"]) >= 0.05
+
+
+def test_a_process_that_lives_is_not_exiting_and_one_that_is_gone_counts_as_it() -> None:
+    assert not listening.is_exiting(os.getpid())
+    assert listening.is_exiting(1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("stat", "exiting"),
+    [
+        ("7 (a) b) S 1 7 7 0 -1 4194560 1 2", False),
+        ("7 (a) b) S 1 7 7 0 -1 4194564 1 2", True),
+        ("7 (a) b) Z 1 7 7 0 -1 4228100 1 2", True),
+        ("7 (a", True),
+        ("", True),
+    ],
+)
+def test_a_process_past_the_point_of_return_is_known_by_its_flags(
+    stat: str, exiting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stat").write_text(stat)
+    monkeypatch.setattr(listening, "open", lambda path, mode: (tmp_path / Path(path).name).open(mode), raising=False)
+    assert listening.is_exiting(7) is exiting

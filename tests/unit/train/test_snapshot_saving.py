@@ -1,0 +1,262 @@
+"""Saving through snapshots with everything around it made up: what it does when something does not work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.keeper.link import KeeperLink, Saved, SaveFailure
+from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
+from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
+from elastictrain.events import CheckpointFailed, Event
+from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.train.cadence import SaveReason
+from elastictrain.train.saving import SavingParts
+from elastictrain.train.snapshot_saving import SnapshotSaving
+from elastictrain.train.state import TrainState
+
+INTERVAL = cast(SaveReason, "interval")
+
+
+class FakeState:
+    def tensors(self) -> dict[str, Tensor]:
+        return {"w": torch.zeros(2)}
+
+    def scalars(self, step: int, *, global_batch: int) -> dict[str, int]:
+        return {"step": step}
+
+
+@dataclass
+class FakeCheckpointer:
+    """Saves while training waits; `fails` times it does not."""
+
+    saved: list[int] = field(default_factory=list)
+    fails: int = 0
+
+    def save(self, step: int, **_: object) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise StorageError("the bucket is gone")
+        self.saved.append(step)
+
+
+@dataclass
+class FakeSnapshots:
+    """Slots that are free and whole, unless told otherwise."""
+
+    slots: int
+    busy: bool = False
+    began: list[tuple[int, int, str]] = field(default_factory=list)
+    let_go_of: int = 0
+    breaks: str = ""
+
+    def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
+        return tuple(SlotStatus(busy=self.busy, torn=False) for _ in range(self.slots))
+
+    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor]) -> None:
+        self.began.append((place, step, reason))
+
+    def deliver(self, step: int, state: object) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def wait(self, step: int, *, timeout_s: float) -> None:
+        if self.breaks:
+            raise CheckpointError(self.breaks)
+
+    def let_go(self) -> None:
+        self.let_go_of += 1
+
+
+@dataclass
+class FakeLink:
+    """A keeper that answers what a test puts here."""
+
+    saved: list[Saved] = field(default_factory=list)
+    failures: list[SaveFailure] = field(default_factory=list)
+    sayings: list[str] = field(default_factory=list)
+    told: list[Mapping[str, object]] = field(default_factory=list)
+    replicates = False
+
+    def take_saved(self) -> list[Saved]:
+        taken, self.saved = self.saved, []
+        return taken
+
+    def take_failures(self) -> list[SaveFailure]:
+        taken, self.failures = self.failures, []
+        return taken
+
+    def take_sayings(self) -> list[str]:
+        taken, self.sayings = self.sayings, []
+        return taken
+
+    def sending(self) -> tuple[bool, bool]:
+        return False, False
+
+    def replicate(self, *, on: bool) -> None: ...
+
+    def step_took(self, seconds: float) -> None: ...
+
+    def tell(self, message: Mapping[str, object], *, standing: bool = False) -> None:
+        self.told.append(message)
+
+    def wait_for_news(self, timeout_s: float) -> None: ...
+
+
+@dataclass
+class Stage:
+    """One rank in a world of one."""
+
+    saving: SnapshotSaving
+    snapshots: FakeSnapshots
+    link: FakeLink
+    checkpointer: FakeCheckpointer
+    said: list[str]
+    events: list[Event]
+    clock: list[float]
+    unusable: list[str]
+
+    def step(self, step: int, *, reason: SaveReason | None = None) -> None:
+        """As the loop does it: what was said when a step began is heard when the next one has."""
+        notes = self.saving.notes(step)
+        assert len(notes) == self.saving.num_notes
+        self.saving.hear(step, notes)
+        self.saving.snapshot(step, reason=reason)
+        self.saving.settled(step)
+        self.saving.before_update()
+
+
+def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0, steps: Sequence[int | None] = ()) -> Stage:
+    snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(), FakeCheckpointer()
+    said: list[str] = []
+    events: list[Event] = []
+    clock, unusable = [0.0], [""]
+    parts = SavingParts(
+        checkpointer=cast(Checkpointer, checkpointer),
+        state=cast(TrainState, FakeState()),
+        global_batch=8,
+        group=None,
+        rank=0,
+        max_failed_saves=2,
+        save_timeout_s=save_timeout_s,
+        finish_timeout_s=1.0,
+        whereabouts=Whereabouts(),
+        flush_records=lambda: None,
+        record=events.append,
+        say=said.append,
+    )
+    saving = SnapshotSaving(
+        parts,
+        cast(Snapshots, snapshots),
+        cast(KeeperLink, link),
+        slots=range(slots),
+        steps=steps or [None] * slots,
+        every_steps=every_steps,
+        unusable=lambda: unusable[0],
+        clock=lambda: clock[0],
+    )
+    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable)
+
+
+def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
+    one = stage()
+    for step in range(1, 10):
+        one.step(step, reason=INTERVAL if step == 5 else None)
+    assert one.snapshots.began == [(0, 2, ""), (1, 4, ""), (0, 5, "interval"), (1, 6, ""), (0, 8, "")]
+    assert one.link.told == [{"op": "old", "slots": 3}]
+    assert (one.said, one.checkpointer.saved, one.saving.needs_settled) == ([], [], False)
+
+
+def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> None:
+    one = stage(every_steps=0)
+    one.snapshots.busy = True
+    one.step(4, reason=INTERVAL)
+    one.step(5)
+    assert one.snapshots.began == []
+    one.snapshots.busy = False
+    one.step(6)
+    one.step(7)
+    assert one.snapshots.began == [(0, 6, "interval")]
+
+
+def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None:
+    one = stage(every_steps=0)
+    one.snapshots.busy = True
+    one.step(4, reason=INTERVAL)
+    one.clock[0] = 99.0
+    one.step(5)
+    assert not one.saving.needs_settled
+    one.clock[0] = 101.0
+    one.step(6)
+    assert one.saving.needs_settled
+    reason = "no slot was free for 100 s"
+    assert one.said == [f"no more snapshots in host memory ({reason}): checkpoints are written while training waits"]
+    assert one.snapshots.let_go_of == 1
+    one.step(7, reason=INTERVAL)
+    assert (one.checkpointer.saved, one.snapshots.began) == ([7], [])
+
+
+def test_a_keeper_that_is_gone_for_good_does_not_end_saving() -> None:
+    one = stage()
+    one.step(2)
+    one.unusable[0] = "the keeper of this host does not run"
+    one.step(3)
+    one.step(4, reason=INTERVAL)
+    one.saving.save_now(5, INTERVAL)
+    assert one.snapshots.began == [(0, 2, "")]
+    assert one.checkpointer.saved == [4, 5]
+    assert "the keeper of this host does not run" in one.said[0]
+
+
+def test_saves_that_fail_are_told_and_too_many_in_a_row_end_the_run() -> None:
+    one = stage()
+    one.link.failures = [SaveFailure(2, "the disk is full")]
+    one.step(3)
+    one.link.saved = [Saved(3, "step-3", 8)]
+    one.step(4)
+    one.link.failures = [SaveFailure(4, "the disk is full")]
+    one.step(5)
+    one.link.failures = [SaveFailure(5, "the disk is full")]
+    with pytest.raises(SavesFailingError, match=r"2 checkpoints in a row could not be saved .* the log of rank 0 tells it"):
+        one.step(6)
+    counts = [(event.step, event.in_a_row) for event in one.events if isinstance(event, CheckpointFailed)]
+    assert counts == [(2, 1), (4, 1), (5, 2)]
+    assert one.said[-1] == "step 5: checkpoint failed (2 in a row): the disk is full"
+
+
+def test_what_the_keeper_wants_to_be_told_is_told() -> None:
+    one = stage()
+    one.link.sayings = ["step 2: the checkpoint is not written yet after 20 s"]
+    one.step(3)
+    assert one.said == ["step 2: the checkpoint is not written yet after 20 s"]
+
+
+def test_a_save_that_cannot_be_put_off_is_tried_again() -> None:
+    one = stage()
+    one.link.failures = [SaveFailure(9, "503")]
+    saved = iter([[], [Saved(9, "step-9", 8)]])
+    one.link.take_saved = lambda: next(saved)  # type: ignore[method-assign]
+    one.saving.save_now(9, INTERVAL)
+    assert one.snapshots.began == [(0, 9, "interval"), (1, 9, "interval")]
+    assert [event.error for event in one.events if isinstance(event, CheckpointFailed)] == ["503"]
+
+
+def test_a_copy_that_breaks_is_a_failed_save() -> None:
+    one = stage()
+    one.snapshots.breaks = "the copy broke"
+    with pytest.raises(SavesFailingError, match="the copy broke"):
+        one.saving.save_now(9, INTERVAL)
+    assert len(one.snapshots.began) == 2
+
+
+def test_a_save_that_cannot_be_put_off_does_not_need_a_slot() -> None:
+    one = stage(save_timeout_s=10.0)
+    one.snapshots.busy = True
+    times = iter(range(100))
+    one.saving._clock = lambda: float(next(times))
+    one.saving.save_now(9, INTERVAL)
+    assert (one.snapshots.began, one.checkpointer.saved) == ([], [9])
