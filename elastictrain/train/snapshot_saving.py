@@ -153,7 +153,12 @@ class SnapshotSaving:
 
     def _replicate(self, step: int) -> None:
         """Have the next round of replicas sent, when the last one is over on all hosts."""
-        if self._rounds is not None and (wanted := self._rounds.next(self._book.newest_whole(), at=step)) is not None:
+        if self._rounds is None:
+            return
+        wanted = self._rounds.next(self._book.newest_whole(), at=step)
+        # All ranks know this alike, so none of them counts on these slots any more.
+        self._snapshots.spare(self._rounds.protected)
+        if wanted is not None:
             self._link.send(wanted)
 
     def _begin(self, place: int, step: int, reason: str) -> None:

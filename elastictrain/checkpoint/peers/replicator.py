@@ -32,6 +32,9 @@ class ReplicatorOptions:
     quiet_most_s: float = 30.0
     """How long a round waits at most for steps to compare with."""
 
+    digest_limit_s: float = 60.0
+    """How long the digests of a snapshot are waited for: host memory may have no room for them."""
+
     first_pause_s: float = 0.5
     longest_pause_s: float = 60.0
     pace: PaceOptions = field(default_factory=PaceOptions)
@@ -50,7 +53,7 @@ class Reports:
 
 
 class _GoneError(Exception):
-    """What was offered is not in its slot any more, or is being overwritten: something newer will come."""
+    """What was offered is not in its slot any more, or is being overwritten."""
 
 
 class _NotYetError(Exception):
@@ -84,9 +87,10 @@ class Replicator:
         self._buddy = buddy
         self._condition = threading.Condition()
         self._waiting: dict[int, Offer] = {}
-        self._sent: dict[int, SnapshotFacts] = {}
         self._failures = 0
         self._told: tuple[int, int, str] | None = None
+        self._undigested = (-1, 0.0)
+        """The step whose digests are waited for, and since when."""
         self._not_before = self._quiet_until = 0.0
         self._closing = threading.Event()
         self._deadline = 0.0
@@ -107,9 +111,8 @@ class Replicator:
     def offer(self, slot: str, facts: SnapshotFacts) -> None:
         """A whole snapshot lies in the slot of that name; an older one of its rank that still waits is given up."""
         with self._condition:
-            if self._sent.get(facts.rank) != facts:
-                self._waiting = add_offer(self._waiting, Offer(slot, facts))
-                self._condition.notify_all()
+            self._waiting = add_offer(self._waiting, Offer(slot, facts))
+            self._condition.notify_all()
 
     def step_took(self, seconds: float) -> None:
         """A step of training ended; tells how fast replicas may be sent."""
@@ -147,9 +150,9 @@ class Replicator:
             except _ClosingError:
                 break
             except _GoneError as error:
-                logger.debug("step %d is not replicated: %s", offers[0].facts.step, error)
+                self._give_up(offers, str(error))
             except _NotYetError:
-                self._put_back(offers, pause_s=self._options.first_pause_s / 2)
+                self._wait_for_digests(offers)
             except Exception as error:
                 # The edge of the thread: a replica that cannot be sent is no reason to send none any more.
                 if not isinstance(error, ElasticTrainError | OSError):
@@ -184,6 +187,20 @@ class Replicator:
             for offer in offers:
                 self._waiting = add_offer(self._waiting, offer)
             self._not_before = time.monotonic() + pause_s
+
+    def _wait_for_digests(self, offers: tuple[Offer, ...]) -> None:
+        step, now = offers[0].facts.step, time.monotonic()
+        if self._undigested[0] != step:
+            self._undigested = (step, now)
+        if now - self._undigested[1] > self._options.digest_limit_s:
+            self._give_up(offers, f"its digests were not stored within {self._options.digest_limit_s:g} s")
+        else:
+            self._put_back(offers, pause_s=self._options.first_pause_s / 2)
+
+    def _give_up(self, offers: tuple[Offer, ...], reason: str) -> None:
+        """It is not tried again, so whoever waits for it must be told, also if the last word was the same."""
+        self._told = None
+        self._fail(offers[0], reason)
 
     def _carry_out(self, offers: tuple[Offer, ...]) -> None:
         """One round. All its slots are held from the beginning: a step that loses one rank is of no use."""
@@ -221,12 +238,8 @@ class Replicator:
         began = time.monotonic()
         self._deadline = began + self._options.deadline_s
         sent = self._connection.put(put, slot, before_frame=self._before_frame)
-        with self._condition:
-            known = self._sent.get(facts.rank) == facts
-            self._sent[facts.rank] = facts
-        if not known:
-            size_bytes = put.layout.size_bytes if sent else 0
-            self._reports.replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
+        size_bytes = put.layout.size_bytes if sent else 0
+        self._reports.replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
 
     def _before_frame(self, count: int) -> None:
         self._switch(sending=True)

@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -84,6 +84,7 @@ class Snapshots:
         # Guarded by the condition.
         self._steps = steps
         self._told_free = [False] * len(steps)
+        self._spared: frozenset[int] = frozenset()
         self._taking: dict[int, _Taking] = {}
         self._closing = False
         self._thread = threading.Thread(target=self._complete_all, name="snapshots", daemon=True)
@@ -92,6 +93,13 @@ class Snapshots:
     def make_room(self) -> None:
         """Begin to make the slots, once the first step is through: until then the device has other things to do."""
         self._arena.start()
+
+    def spare(self, steps: Iterable[int | None]) -> None:
+        """From now on no rank begins a snapshot in the place of one of these steps: who sends them must get at them."""
+        self._spared = frozenset(step for step in steps if step is not None)
+        for place, step in enumerate(self._steps):
+            if step in self._spared:
+                self._let_go(place)
 
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
         """Of each slot. A slot that is not busy is locked for this rank, and stays so through the next call at least: what is
@@ -171,7 +179,12 @@ class Snapshots:
         slot = self._arena.slot(place)
         with self._changed:
             step = self._steps[place]
-            if slot is None or place in self._taking or (step is not None and self._link.needs(self._index(place), step)):
+            if (
+                slot is None
+                or place in self._taking
+                or step in self._spared
+                or (step is not None and self._link.needs(self._index(place), step))
+            ):
                 return False
         if not slot.is_current():
             # Somebody has emptied the folder: nobody would ever find what we put there.

@@ -1,6 +1,6 @@
 """Saving through snapshots with everything around it made up: what it does when something does not work."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -53,6 +53,7 @@ class FakeSnapshots:
     began: list[tuple[int, int, str]] = field(default_factory=list)
     let_go_of: int = 0
     breaks: str = ""
+    spared: list[tuple[int | None, ...]] = field(default_factory=list)
 
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
         return tuple(SlotStatus(busy=self.busy, torn=False) for _ in range(self.slots))
@@ -63,6 +64,9 @@ class FakeSnapshots:
     def deliver(self, step: int, state: object) -> None: ...
 
     def before_update(self) -> None: ...
+
+    def spare(self, steps: Iterable[int | None]) -> None:
+        self.spared.append(tuple(steps))
 
     def wait(self, step: int, *, timeout_s: float) -> None:
         if self.breaks:
@@ -80,7 +84,13 @@ class FakeLink:
     failures: list[SaveFailure] = field(default_factory=list)
     sayings: list[str] = field(default_factory=list)
     told: list[Mapping[str, object]] = field(default_factory=list)
-    replicates = False
+    sent: list[int] = field(default_factory=list)
+    sends: tuple[bool, bool] = (False, False)
+    replicates: bool = False
+
+    def send(self, step: int) -> None:
+        self.sent.append(step)
+        self.sends = (True, False)
 
     def take_saved(self) -> list[Saved]:
         taken, self.saved = self.saved, []
@@ -95,7 +105,7 @@ class FakeLink:
         return taken
 
     def sending(self) -> tuple[bool, bool]:
-        return False, False
+        return self.sends
 
     def replicate(self, *, on: bool) -> None: ...
 
@@ -130,8 +140,8 @@ class Stage:
         self.saving.before_update()
 
 
-def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0, steps: Sequence[int | None] = ()) -> Stage:
-    snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(), FakeCheckpointer()
+def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0, replicates: bool = False) -> Stage:
+    snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(replicates=replicates), FakeCheckpointer()
     said: list[str] = []
     events: list[Event] = []
     clock, unusable = [0.0], [""]
@@ -154,7 +164,7 @@ def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0
         cast(Snapshots, snapshots),
         cast(KeeperLink, link),
         slots=range(slots),
-        steps=steps or [None] * slots,
+        steps=[None] * slots,
         every_steps=every_steps,
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
@@ -260,3 +270,22 @@ def test_a_save_that_cannot_be_put_off_does_not_need_a_slot() -> None:
     one.saving._clock = lambda: float(next(times))
     one.saving.save_now(9, INTERVAL)
     assert (one.snapshots.began, one.checkpointer.saved) == ([], [9])
+
+
+def test_what_is_being_sent_keeps_its_slot_until_it_has_arrived_or_failed() -> None:
+    one = stage(every_steps=1, replicates=True)
+    for step in range(1, 8):
+        one.step(step)
+    assert one.link.sent == [1]
+    assert one.snapshots.spared[-1] == (None, 1)
+    # The slot of step 1 is left alone, and the other one is used again and again.
+    assert {place for place, *_ in one.snapshots.began[1:]} == {1}
+    one.link.sends = (False, True)
+    one.step(8)
+    # It failed: the next one has nothing to be kept with.
+    _, second = one.link.sent
+    assert one.snapshots.spared[-1] == (None, second)
+    one.link.sends = (False, False)
+    one.step(9)
+    one.step(10)
+    assert one.snapshots.spared[-1] == (second, one.link.sent[2])

@@ -98,13 +98,13 @@ def test_what_is_offered_arrives(a: Path, b: Host) -> None:
             data = offer(replicator, a, step, index=step % 2)
             desk.wait_replicated((0, step))
             assert data in [b.data_of(slot) for slot in b.replicas()]
-        # What was sent is not sent again.
+        # What has arrived is not sent again, but who asks is answered.
         replicator.offer("own-r00000-s1", facts_of(0, 3))
-        time.sleep(0.1)
-        assert line.connections == 3
+        desk.wait(lambda: len(desk.replicated) == 4)
         offer(replicator, a, 4)
         desk.wait_replicated((0, 4))
-    assert desk.replicated == [(0, step, LAYOUT.size_bytes) for step in (1, 2, 3, 4)]
+    sizes = [(0, step, LAYOUT.size_bytes) for step in (1, 2, 3, 4)]
+    assert desk.replicated == [*sizes[:3], (0, 3, 0), sizes[3]]
     assert desk.failed == []
 
 
@@ -187,7 +187,7 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
         offer(replicator, a, 3)
         desk.wait_replicated((0, 3))
     assert [step for _, step, _ in desk.replicated] == [3]
-    assert desk.failed == []
+    assert [step for _, step, _ in desk.failed] == [1, 1, 2]
 
 
 def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> None:
@@ -252,6 +252,34 @@ def test_a_damaged_snapshot_is_told_of_and_does_not_stop_newer_ones(a: Path, b: 
         assert "i00001-aa-r00000-001.safetensors: bytes [" in desk.failed[0][2]
         offer(replicator, a, 2, index=1)
         desk.wait_replicated((0, 2))
+
+
+def test_a_slot_that_is_being_written_is_told_of_each_time(a: Path, b: Host) -> None:
+    # Whoever asked waits for an answer, and asks for the same step again when there is no newer one.
+    desk = Desk()
+    fill_slot(a, "own-r00000-s0", facts_of(step=1))
+    slot = Slot.open(str(a / "own-r00000-s0"))
+    assert slot.lock(shared=False)
+    with replicating(a, b.peer, desk) as replicator:
+        for number in (1, 2):
+            replicator.offer("own-r00000-s0", facts_of(step=1))
+            desk.wait(lambda number=number: len(desk.failed) == number)  # type: ignore[misc]
+        assert desk.failed[0] == (0, 1, "own-r00000-s0 holds something else by now")
+        slot.unlock()
+        replicator.offer("own-r00000-s0", facts_of(step=1))
+        desk.wait_replicated((0, 1))
+    slot.close()
+
+
+def test_digests_that_never_come_are_told_of(a: Path, b: Host) -> None:
+    desk = Desk()
+    fill_slot(a, "own-r00000-s0", facts_of(step=1))
+    for path in a.glob("*digest*"):
+        path.unlink()
+    with replicating(a, b.peer, desk, options=replace(OPTIONS, digest_limit_s=0.05)) as replicator:
+        replicator.offer("own-r00000-s0", facts_of(step=1))
+        desk.wait(lambda: desk.failed != [])
+    assert desk.failed == [(0, 1, "its digests were not stored within 0.05 s")]
 
 
 def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:

@@ -194,6 +194,25 @@ def test_the_newest_is_only_given_up_when_nothing_else_can_be_had(tmp_path: Path
         assert busy(taken, due=True) == [True, False]
 
 
+def test_what_is_being_sent_is_let_go_at_once_and_not_seized_again(tmp_path: Path) -> None:
+    with taking(tmp_path, slots=3) as taken:
+        for place, step in enumerate((7, 8)):
+            busy(taken)
+            taken.take(place, step)
+            taken.finish(step)
+        assert busy(taken) == [False, True, False]
+        slot = Slot.open(f"{tmp_path}/own-r00000-s0")
+        assert not slot.lock(shared=True)
+        taken.snapshots.spare((None, 7))
+        assert slot.lock(shared=True), "who sends it can have it now"
+        slot.unlock()
+        assert busy(taken) == [True, True, False]
+        assert slot.lock(shared=True)
+        slot.close()
+        taken.snapshots.spare((8,))
+        assert busy(taken) == [False, True, False]
+
+
 def test_a_slot_that_the_keeper_reads_is_busy(tmp_path: Path) -> None:
     with taking(tmp_path) as taken:
         busy(taken)
