@@ -174,7 +174,8 @@ def test_a_dead_worker_is_reported_at_once(script) -> None:
             for one in batches:
                 started = time.monotonic()
         except ElasticTrainError as failure:
-            print(failure, f"{time.monotonic() - started < 2}")
+            # Nothing else that is waited for here takes less than a minute; a busy machine may need seconds to start a thread.
+            print(failure, f"{time.monotonic() - started < 20}")
         batches.close()
         assert not children()
         """)

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.storage.store import Store
+
 START_TIMEOUT_S = 60.0
 ACCESS_KEY = "testing-access-key"
 SECRET_KEY = "testing-secret-key"
@@ -149,3 +151,11 @@ def free_ports(count: int) -> list[int]:
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
+
+
+def bring(store: Store, folder: Path) -> Path:
+    """A copy of a run's events, for `events` and `losses`."""
+    (folder / "events").mkdir(parents=True)
+    for info in store.list("events"):
+        (folder / info.key).write_bytes(store.read(info.key))
+    return folder

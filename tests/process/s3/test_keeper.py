@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from torchruns import TINY, alone, environment, events, free_port, keepers, losses, wait_until
@@ -28,7 +27,7 @@ from tests.process.s3.faultproxy import (
     Stall,
     seeded,
 )
-from tests.process.s3.server import S3Server, environment_for
+from tests.process.s3.server import bring, environment_for
 
 pytestmark = pytest.mark.s3
 
@@ -48,22 +47,6 @@ FAULTS: tuple[Fault, ...] = (
     DropAnswer(),
     DropAnswer(10),
 )
-
-
-@pytest.fixture
-def store(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A folder of its own in the bucket, as this process sees it: past the proxy."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"{s3_server.bucket_url}/run-{uuid4().hex}")
-
-
-def bring(store: Store, folder: Path) -> Path:
-    """A copy of the run's events."""
-    (folder / "events").mkdir(parents=True)
-    for info in store.list("events"):
-        (folder / info.key).write_bytes(store.read(info.key))
-    return folder
 
 
 def run(url: str, *arguments: str, endpoint: str, folder: Path, timeout_s: float = 90) -> tuple[int, str]:

@@ -5,16 +5,14 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from uuid import uuid4
 
 import pytest
 from torchruns import TINY, Run, alone, environment, events, kill, losses, torchrun, train
 
 from elastictrain.data.ledger import check_exactly_once, read_ledger
-from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.process.s3.faultproxy import Answer, DropAnswer, DropRequest, Fault, FaultProxy, Request, Stall, seeded
-from tests.process.s3.server import S3Server, environment_for
+from tests.process.s3.server import S3Server, bring, environment_for
 
 pytestmark = pytest.mark.s3
 
@@ -70,22 +68,6 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     found = losses(folder / "run")
     assert sorted(found) == list(range(1, STEPS + 1))
     return found
-
-
-@pytest.fixture
-def store(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A folder of its own in the bucket, as this process sees it: past the proxy."""
-    for name, value in s3_server.environment.items():
-        monkeypatch.setenv(name, value)
-    return open_store(f"{s3_server.bucket_url}/run-{uuid4().hex}")
-
-
-def bring(store: Store, folder: Path) -> Path:
-    """A copy of the run's events, for `events` and `losses`."""
-    (folder / "events").mkdir(parents=True)
-    for info in store.list("events"):
-        (folder / info.key).write_bytes(store.read(info.key))
-    return folder
 
 
 def ledger_problems(store: Store, *, steps: int) -> tuple[str, ...]:
