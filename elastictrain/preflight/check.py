@@ -1,0 +1,82 @@
+"""Checks, and how they are run: side by side, each under a deadline, so that none can hang a start."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of one host. `run` returns what it found: one verdict or several, in any scope."""
+
+    name: str
+    run: Callable[[], Sequence[Verdict]]
+    limit_s: float
+    """After this long there is no answer."""
+
+    quick: bool = True
+    """Whether it is part of a quick preflight, too."""
+
+
+def run_checks(checks: Sequence[Check], *, subject: str, clock: Callable[[], float] = time.monotonic) -> list[Verdict]:
+    """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
+    longest limit: what has not answered by then, or broke, is a failure that says so."""
+    answers: queue.SimpleQueue[tuple[int, Sequence[Verdict]]] = queue.SimpleQueue()
+    began = clock()
+
+    def answer(index: int, check: Check) -> None:
+        answers.put((index, _run(check, subject=subject, clock=clock)))
+
+    for index, check in enumerate(checks):
+        threading.Thread(target=answer, args=(index, check), name=f"check-{check.name}", daemon=True).start()
+    found: dict[int, Sequence[Verdict]] = {}
+    while waiting := [check.limit_s for index, check in enumerate(checks) if index not in found]:
+        try:
+            index, verdicts = answers.get(timeout=max(0.0, began + max(waiting) - clock()))
+        except queue.Empty:
+            break
+        found[index] = verdicts
+    return [verdict for index, check in enumerate(checks) for verdict in found.get(index, [_no_answer(check, subject)])]
+
+
+def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[Verdict]:
+    began = clock()
+    try:
+        verdicts = list(check.run())
+    except Exception as error:
+        # The edge of a thread. A check that breaks knows nothing about its subject, and that must be seen.
+        logger.exception("check %s broke", check.name)
+        broken = Verdict(
+            check=check.name,
+            scope=Scope.HOST,
+            subject=subject,
+            status=Status.FAIL,
+            measured=f"{type(error).__name__}: {error}",
+            expected="an answer",
+            remedy=f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off",
+        )
+        verdicts = [broken]
+    seconds = clock() - began
+    if seconds > check.limit_s:
+        return [_no_answer(check, subject)]
+    return [replace(verdict, seconds=round(seconds, 4)) for verdict in verdicts]
+
+
+def _no_answer(check: Check, subject: str) -> Verdict:
+    return Verdict(
+        check=check.name,
+        scope=Scope.HOST,
+        subject=subject,
+        status=Status.FAIL,
+        measured=f"no answer in {check.limit_s:g} s",
+        expected="an answer",
+        seconds=check.limit_s,
+        remedy=f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off",
+    )
