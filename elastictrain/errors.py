@@ -18,6 +18,7 @@
     │   ├── NoValidCheckpointError       74  remnants exist and none is valid
     │   └── SavesFailingError            74  too many failed saves in a row
     ├── TransportError                   71  a peer is gone, or a collective failed or hung
+    ├── PreflightError                   71  another host, a link or the group fails a check
     ├── NonFiniteError                   70  too many non-finite steps in a row
     └── StopRequestedError                    75  stopped on request, state saved: run me again
 
@@ -146,6 +147,12 @@ class SavesFailingError(CheckpointError):
 
 class TransportError(ElasticTrainError):
     """A peer is gone, or a collective failed or hung."""
+
+    exit_code = EXIT_TRANSPORT
+
+
+class PreflightError(ElasticTrainError):
+    """Before the first step another host, a link between hosts or the group as a whole failed a check."""
 
     exit_code = EXIT_TRANSPORT
 

@@ -45,6 +45,39 @@ class Start(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight(Event):
+    """What was checked before a start. `stage` is `hosts` (each host and the links between them) or `group` (collectives)."""
+
+    event: ClassVar[str] = "preflight"
+    stage: str
+    level: str
+    reason: str
+    """Why this level."""
+
+    counts: Mapping[str, int]
+    """By status."""
+
+    findings: tuple[Mapping[str, object], ...]
+    """The verdicts that are warnings or failures."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportPlanned(Event):
+    """What was set on a host for NCCL and gloo, before any group was made."""
+
+    event: ClassVar[str] = "transport"
+    host: str
+    interface: str | None
+    rdma: str
+    variables: Mapping[str, str]
+    reasons: Mapping[str, str]
+    kept: Mapping[str, str]
+    """What a person has set, and was left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resume(Event):
     """State was restored, or begun (`step` 0, `tier` "none")."""
 

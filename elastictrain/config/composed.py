@@ -8,6 +8,7 @@ from elastictrain.config.data import DataGroup
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.config.task import TaskGroup
 from elastictrain.config.telemetry import TelemetryGroup
@@ -27,4 +28,5 @@ class RunConfig:
     parallel: ParallelGroup
     checkpoint: CheckpointGroup
     fault: FaultGroup
+    preflight: PreflightGroup
     telemetry: TelemetryGroup

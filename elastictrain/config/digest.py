@@ -21,6 +21,7 @@ _ANSWER: Mapping[str, frozenset[str]] = {
     "parallel": frozenset(),
     "checkpoint": frozenset(),
     "fault": frozenset(),
+    "preflight": frozenset(),
     "telemetry": frozenset(),
 }
 
@@ -37,8 +38,12 @@ def to_tree(config: RunConfig) -> dict[str, object]:
     """The plain mapping of the shape of conf/ that `config` was made from, complete with defaults."""
     task = {"_target_": config.task.target, **config.task.options}
     groups: dict[str, object] = {"run": asdict(config.run), "task": task, "model": dict(config.model)}
-    groups |= {name: asdict(getattr(config, name)) for name in DATACLASSES if name != "run"}
+    groups |= {name: asdict(getattr(config, name), dict_factory=_as_in_yaml) for name in DATACLASSES if name != "run"}
     return groups
+
+
+def _as_in_yaml(items: list[tuple[str, object]]) -> dict[str, object]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
 
 
 def config_digest(config: RunConfig) -> str:
@@ -70,7 +75,7 @@ def answer_keys(config: RunConfig) -> dict[str, object]:
       step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
       `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).
     - `optim.*`: all, but not `final_lr_ratio` with a constant schedule, which does not read it.
-    - Not `parallel`, `checkpoint`, `fault`, `telemetry`: machines come and go.
+    - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`: machines come and go.
     """
     return _answers(to_tree(config))
 

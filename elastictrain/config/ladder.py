@@ -1,13 +1,14 @@
 """Decides whether the timeouts form a ladder: what is waited for must end before what waits for it gives up."""
 
 from elastictrain.config.fault import FaultGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.errors import Problem
 
 TORCHRUN_KILL_S = 30.0
 """torchrun kills its workers this long after asking them to end, whatever its own option says, when it restarts a group."""
 
 
-def check_ladder(fault: FaultGroup) -> list[Problem]:
+def check_ladder(fault: FaultGroup, *, preflight: PreflightGroup) -> list[Problem]:
     """Every rung that is out of order."""
     problems = []
     rungs = (
@@ -24,4 +25,13 @@ def check_ladder(fault: FaultGroup) -> list[Problem]:
     if fault.shutdown_grace_s >= TORCHRUN_KILL_S:
         message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
         problems.append(Problem("fault.shutdown_grace_s", message))
+    if preflight.level == "off":
+        return problems
+    limits = (
+        ("wait_s", f"`preflight.limit_s` = {preflight.limit_s:g}", preflight.limit_s, "waiting is a part of it"),
+        ("limit_s", f"`fault.init_timeout_s` = {fault.init_timeout_s:g}", fault.init_timeout_s, "it names what hangs before"),
+    )
+    for name, upper, high, reason in limits:
+        if (low := getattr(preflight, name)) >= high:
+            problems.append(Problem(f"preflight.{name}", f"must be < {upper}, but is {low:g}: {reason}"))
     return problems

@@ -14,6 +14,7 @@ from elastictrain.config.fault import FaultGroup
 from elastictrain.config.ladder import check_ladder
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.config.schema import GROUPS, all_keys
 from elastictrain.config.task import TaskGroup
@@ -82,6 +83,7 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
     parallel = group(ParallelGroup, "parallel")
     checkpoint = group(CheckpointGroup, "checkpoint")
     fault = group(FaultGroup, "fault")
+    preflight = group(PreflightGroup, "preflight")
     telemetry = group(TelemetryGroup, "telemetry")
     call: TaskCall | None = None
     uses_token_files = False
@@ -92,12 +94,14 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
             uses_token_files = not brings_datasets(cls)
         problems += found
     problems += check_combinations(train=train, optim=optim, data=data, parallel=parallel, uses_token_files=uses_token_files)
-    problems += check_ladder(fault) if fault else []
-    if problems or not (run and task and data and train and optim and parallel and checkpoint and fault and telemetry):
+    problems += check_ladder(fault, preflight=preflight) if fault and preflight else []
+    if problems or not (
+        run and task and data and train and optim and parallel and checkpoint and fault and preflight and telemetry
+    ):
         return None, problems
     if call:
         task, model = replace(task, options=call.options()), call.model()
-    return RunConfig(run, task, model, data, train, optim, parallel, checkpoint, fault, telemetry), problems
+    return RunConfig(run, task, model, data, train, optim, parallel, checkpoint, fault, preflight, telemetry), problems
 
 
 def _unknown_groups(tree: Mapping[str, object]) -> list[Problem]:

@@ -14,6 +14,7 @@ from elastictrain.config.describe import describe, show
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.config.telemetry import TelemetryGroup
 from elastictrain.config.train import TrainGroup
@@ -26,6 +27,7 @@ DATACLASSES: Mapping[str, type] = {
     "parallel": ParallelGroup,
     "checkpoint": CheckpointGroup,
     "fault": FaultGroup,
+    "preflight": PreflightGroup,
     "telemetry": TelemetryGroup,
 }
 """Groups whose keys are a dataclass of the program's own; `task` and `model` are declared by the task's class."""
@@ -70,6 +72,10 @@ def keys_of(cls: type, *, path: str) -> list[Key]:
     docs = field_docs(cls)
     keys = []
     for field in fields(cls):
+        nested = hints[field.name]
+        if isinstance(nested, type) and is_dataclass(nested):
+            keys += keys_of(nested, path=f"{path}.{field.name}")
+            continue
         default = None if field.default is MISSING else show(field.default)
         if field.default_factory is not MISSING:
             default = show(field.default_factory())
@@ -79,4 +85,4 @@ def keys_of(cls: type, *, path: str) -> list[Key]:
 
 def all_keys() -> tuple[str, ...]:
     """The dotted keys of all groups that are dataclasses, and `task._target_`."""
-    return (*(f"{name}.{field.name}" for name, cls in DATACLASSES.items() for field in fields(cls)), "task._target_")
+    return (*(key.path for name, cls in DATACLASSES.items() for key in keys_of(cls, path=name)), "task._target_")

@@ -14,11 +14,13 @@ store itself, in a way that a predecessor's leftovers cannot disturb:
 A stale hello has a nonce that no living rank acknowledges; it is replaced as soon as its successor speaks.
 """
 
+import base64
 import json
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -28,6 +30,10 @@ from elastictrain.identity import Identity
 _ROOT = "elastictrain"
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
+_PIECE = 1000
+_PATIENCE_S = 5.0
+"""Ranks of one torchrun start within a few seconds of each other."""
+
 _SHOWN_PROBLEMS = 8
 
 
@@ -126,7 +132,7 @@ def coordinate(
     return Wait(pending, "acknowledge") if pending else Go()
 
 
-def agree(
+def agree(  # noqa: PLR0913 -- clocks are handed in
     store: SharedStore,
     identity: Identity,
     introduction: Introduction,
@@ -134,17 +140,20 @@ def agree(
     number: int,
     timeout_s: float,
     poll: Callable[[], None] = lambda: None,
+    tell: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Incarnation:
     """Agree with all other ranks. `number` counts the run's incarnations; rank 0's is taken. `poll` may raise to leave early.
+    `tell` hears once, on rank 0, who is being waited for if that takes long.
 
     Collective: yes. Raises: TransportError that names the ranks that are missing.
     """
     nonce = uuid.uuid4().hex
     store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "introduction": asdict(introduction)}))
     seat = _Seat(store, identity, nonce, number)
-    deadline = clock() + timeout_s
+    began = clock()
+    deadline, told = began + timeout_s, False
     pause_s = _FIRST_PAUSE_S
     while True:
         if identity.rank == 0:
@@ -153,10 +162,31 @@ def agree(
         if agreed is not None:
             return agreed
         poll()
+        if identity.rank == 0 and not told and clock() - began > _PATIENCE_S:
+            told = True
+            tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {seat.missing()}")
         if clock() > deadline:
             raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {seat.missing()}")
         sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def pack(text: str) -> list[str]:
+    """Small pieces for a store that takes texts."""
+    packed = base64.b64encode(zlib.compress(text.encode())).decode()
+    return [packed[begin : begin + _PIECE] for begin in range(0, len(packed), _PIECE)]
+
+
+def unpack(pieces: Iterable[bytes]) -> str:
+    """The inverse of `pack`."""
+    return zlib.decompress(base64.b64decode(b"".join(pieces))).decode()
+
+
+class _Heading(TypedDict):
+    """Where the newest proposal is."""
+
+    name: str
+    pieces: int
 
 
 class _Proposal(TypedDict):
@@ -188,7 +218,7 @@ class _Seat:
         for rank in range(self._identity.world_size):
             if self._name and rank not in self._acknowledged and self._has(f"ack/{self._name}/{rank}"):
                 self._acknowledged.add(rank)
-        if self._proposed is not None and self._read_proposal()["name"] != self._name:
+        if self._proposed is not None and self._read_heading()["name"] != self._name:
             # A rank 0 whose place was taken may have written its last word over ours.
             self._proposed = None
         decision = coordinate(
@@ -203,18 +233,21 @@ class _Seat:
             self._acknowledged = set()
             self._name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
             ranks = [asdict(hellos[rank].introduction) for rank in range(self._identity.world_size)]
-            self._set("proposal", json.dumps({"name": self._name, "nonces": decision.nonces, "ranks": ranks}))
+            self._publish(json.dumps({"name": self._name, "nonces": decision.nonces, "ranks": ranks}))
         elif isinstance(decision, Go):
             self._set(f"go/{self._name}", "")
 
     def follow(self) -> Incarnation | None:
         # The go is looked for before another proposal is joined: one that comes after it is no business of this group's.
-        if not self._may_go() and self._has("proposal"):
+        if not self._may_go() and self._has("proposal") and not self._has_joined(self._read_heading()):
             self._join(self._read_proposal())
         return self._joined if self._may_go() else None
 
     def _may_go(self) -> bool:
         return self._joined is not None and self._has(f"go/{self._joined.name}")
+
+    def _has_joined(self, heading: _Heading) -> bool:
+        return self._joined is not None and self._joined.name == heading["name"]
 
     def _join(self, proposal: _Proposal) -> None:
         name, nonces, rank = proposal["name"], proposal["nonces"], self._identity.rank
@@ -224,8 +257,22 @@ class _Seat:
             self._joined = Incarnation(name, tuple(Introduction(**one) for one in proposal["ranks"]))
             self._set(f"ack/{name}/{rank}", "")
 
+    def _publish(self, text: str) -> None:
+        """In pieces, each waited for: on a network that drops large frames this is what must still pass, to find that out."""
+        pieces = pack(text)
+        for number, piece in enumerate(pieces):
+            self._set(f"proposal/{self._name}/{number}", piece)
+            self._has(f"proposal/{self._name}/{number}")
+        self._set("proposal", json.dumps({"name": self._name, "pieces": len(pieces)}))
+
+    def _read_heading(self) -> _Heading:
+        heading: _Heading = json.loads(self._store.get(f"{_ROOT}/proposal"))
+        return heading
+
     def _read_proposal(self) -> _Proposal:
-        proposal: _Proposal = json.loads(self._store.get(f"{_ROOT}/proposal"))
+        heading = self._read_heading()
+        pieces = [self._store.get(f"{_ROOT}/proposal/{heading['name']}/{number}") for number in range(heading["pieces"])]
+        proposal: _Proposal = json.loads(unpack(pieces))
         return proposal
 
     def missing(self) -> str:

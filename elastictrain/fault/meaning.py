@@ -24,6 +24,7 @@ _TRANSPORT_WORDS = (
 _COLLECTIVE_PHASES = frozenset(
     (
         Phase.RENDEZVOUS,
+        Phase.PREFLIGHT,
         Phase.GROUP,
         Phase.BUILD,
         Phase.RESTORE,

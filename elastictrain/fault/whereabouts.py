@@ -11,6 +11,7 @@ class Phase(StrEnum):
 
     START = "start"
     RENDEZVOUS = "rendezvous"
+    PREFLIGHT = "preflight"
     GROUP = "process group"
     BUILD = "build"
     RESTORE = "restore"

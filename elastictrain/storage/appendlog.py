@@ -50,6 +50,19 @@ def read_appended(store: Store, prefix: str) -> Iterator[bytes]:
                     yield line[:-1]
 
 
+class LostLog:
+    """In the place of a log that cannot be opened; what is appended is lost."""
+
+    def append(self, data: bytes) -> None:
+        """Nothing is kept."""
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
 class _FileLog:
     """One write per record: the kernel has it when the call returns, whatever then happens to the process."""
 

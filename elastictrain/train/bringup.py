@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,16 +19,18 @@ from elastictrain.config.digest import group_digest
 from elastictrain.config.task_signature import build_task
 from elastictrain.distributed.board import Board
 from elastictrain.distributed.environment import choose_backend, plan_environment
+from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
-from elastictrain.errors import ConfigError, Problem, StopRequestedError
+from elastictrain.errors import ConfigError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
-from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
+from elastictrain.train.preflight import RunPreflight
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
 from elastictrain.train.samples import Samples, open_samples
 from elastictrain.train.task import HasBlocks, Task
@@ -62,6 +65,8 @@ class Met:
     store: Store
     journal: Journal
     board: Board
+    unwritable: StorageError | None = None
+    """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +109,9 @@ def bring_up(
             raise ConfigError([Problem("train.activation_checkpointing", message)])
         store = open_store(config.run.dir)
         if identity.local_rank == 0:
-            check_run_folder(store, config, task=task)
+            # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
+            alone = identity.world_size == identity.local_world_size
+            check_run_folder(store, config, task=task, try_writing=alone or config.preflight.level == "off")
         samples = open_samples(task, config)
     introduction = Introduction(
         identity.host, identity.local_world_size, backend, group_digest(config, data_digest=samples.digest)
@@ -114,7 +121,22 @@ def bring_up(
         met = _meet(config, identity, introduction, store=store, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
     check_alike(met.incarnation)
+    whereabouts.enter(Phase.PREFLIGHT)
+    with timings.phase("preflight"):
+        preflight = RunPreflight(
+            config,
+            identity,
+            met.incarnation,
+            StoreExchange(dist.PrefixStore("preflight", met.shared)),
+            store=store,
+            record=met.journal.record,
+            data_digest=samples.digest,
+        )
+        preflight.check_hosts()
+    if met.unwritable is not None:
+        raise met.unwritable
     whereabouts.enter(Phase.GROUP)
+    preflight.listen_to_nccl(backend)
     with timings.phase("group"):
         group = make_group(
             met.shared,
@@ -123,6 +145,10 @@ def bring_up(
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
         )
+    whereabouts.enter(Phase.PREFLIGHT)
+    with timings.phase("preflight_group"):
+        # Marked anew with each part, so that a report tells how long the one that hangs has taken.
+        preflight.check_group(group, on_part=lambda _: whereabouts.enter(Phase.PREFLIGHT))
     return Started(task, samples, store, met, group, timings)
 
 
@@ -142,7 +168,7 @@ def _meet(
     number = next_incarnation_number(store) if identity.rank == 0 else 0
     timeout_s = config.fault.rendezvous_timeout_s
     rendezvous = connect(identity, timeout_s=timeout_s)
-    incarnation = agree(rendezvous, identity, introduction, number=number, timeout_s=timeout_s, poll=leave_if_asked)
+    incarnation = agree(rendezvous, identity, introduction, number=number, timeout_s=timeout_s, poll=leave_if_asked, tell=_tell)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", rendezvous)
     board = Board(
         shared,
@@ -153,8 +179,18 @@ def _meet(
     )
     board.start()
     key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
-    journal = Journal(open_log(store, key, config), incarnation=incarnation.name, rank=identity.rank)
-    return Met(incarnation, shared, store, journal, board)
+    unwritable = None
+    try:
+        log: AppendLog = open_log(store, key, config)
+    except StorageError as error:
+        log, unwritable = LostLog(), error
+    journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
+    return Met(incarnation, shared, store, journal, board, unwritable)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def open_log(store: Store, key: str, config: RunConfig) -> AppendLog:

@@ -14,13 +14,14 @@ CONFIG_FILE = "config.yaml"
 _EVENTS_FILE = re.compile(r"events/(\d{6,})-")
 
 
-def check_run_folder(store: Store, config: RunConfig, *, task: Task) -> None:
-    """The folder takes writes, and this configuration continues what is in it.
+def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
+    """The folder takes writes, if that is to be tried, and this configuration continues what is in it.
 
     Raises: StorageError; ConfigError that names the keys which would change the answer.
     """
     try:
-        check_writable(store)
+        if try_writing:
+            check_writable(store)
     except StorageError as error:
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     if isinstance(store, LocalStore):

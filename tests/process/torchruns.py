@@ -30,6 +30,7 @@ TINY = (
     "telemetry.log_every_steps=1000",
     "telemetry.tensorboard=false",
     "optim.warmup_steps=2",
+    "preflight=off",
 )
 """A model small enough that start-up is what a test takes."""
 

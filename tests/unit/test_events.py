@@ -25,6 +25,22 @@ EXAMPLES: list[Event] = [
         versions={"torch": "2"},
         seconds=SECONDS,
     ),
+    events.Preflight(
+        stage="hosts",
+        level="full",
+        reason="first start",
+        counts={"pass": 3, "skip": 0, "warn": 1, "fail": 0},
+        findings=({"check": "clock", "subject": "b"},),
+        seconds=0.5,
+    ),
+    events.TransportPlanned(
+        host="a",
+        interface="eth0",
+        rdma="none",
+        variables={"NCCL_IB_DISABLE": "1"},
+        reasons={"NCCL_IB_DISABLE": "no port"},
+        kept={"NCCL_SOCKET_IFNAME": "eth1"},
+    ),
     events.Resume(step=7, tier="storage", checkpoint="step-000000007", bytes=10, seconds=SECONDS),
     STEP,
     events.Skip(step=3, loss=math.nan, grad_norm=math.inf, positions=(0, 4), in_a_row=1),
@@ -47,6 +63,8 @@ EXAMPLES: list[Event] = [
 ]
 NAMES = {
     "start",
+    "preflight",
+    "transport",
     "resume",
     "step",
     "skip",

@@ -11,6 +11,7 @@ from elastictrain.config.digest import answer_keys, changed_answers, config_dige
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.config.schema import DATACLASSES
 from elastictrain.config.task import TaskGroup
@@ -28,6 +29,7 @@ CONFIG = RunConfig(
     parallel=ParallelGroup("fsdp"),
     checkpoint=CheckpointGroup(),
     fault=FaultGroup(),
+    preflight=PreflightGroup(),
     telemetry=TelemetryGroup(progress="off"),
 )
 

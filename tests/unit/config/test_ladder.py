@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.ladder import check_ladder
+from elastictrain.config.preflight import PreflightGroup
+
+PREFLIGHT = PreflightGroup()
+OFF = PreflightGroup(level="off")
 
 
 def test_defaults_form_a_ladder() -> None:
-    assert check_ladder(FaultGroup()) == []
+    assert check_ladder(FaultGroup(), preflight=PREFLIGHT) == []
 
 
 @pytest.mark.parametrize(
@@ -25,11 +29,11 @@ def test_defaults_form_a_ladder() -> None:
     ],
 )
 def test_each_rung(changes: dict[str, float], key: str) -> None:
-    assert [problem.key for problem in check_ladder(replace(FaultGroup(), **changes))] == [key]
+    assert [problem.key for problem in check_ladder(replace(FaultGroup(), **changes), preflight=PREFLIGHT)] == [key]
 
 
 def test_equal_step_and_init_timeouts_are_a_ladder() -> None:
-    assert check_ladder(FaultGroup(init_timeout_s=60.0, step_timeout_s=60.0)) == []
+    assert check_ladder(FaultGroup(init_timeout_s=60.0, step_timeout_s=60.0), preflight=OFF) == []
 
 
 seconds = st.floats(0.1, 1000.0)
@@ -40,4 +44,18 @@ def test_good_only_when_every_wait_is_longer_than_what_it_waits_for(beat: float,
     fault = FaultGroup(
         heartbeat_s=beat, step_timeout_s=step, init_timeout_s=init, save_timeout_s=save, rendezvous_timeout_s=2000.0
     )
-    assert (not check_ladder(fault)) == (beat < step <= init and step < save)
+    assert (not check_ladder(fault, preflight=OFF)) == (beat < step <= init and step < save)
+
+
+@pytest.mark.parametrize(
+    ("preflight", "keys"),
+    [
+        (PreflightGroup(limit_s=599.0), []),
+        (PreflightGroup(limit_s=600.0), ["preflight.limit_s"]),
+        (PreflightGroup(limit_s=600.0, wait_s=700.0), ["preflight.wait_s", "preflight.limit_s"]),
+        (PreflightGroup(limit_s=10.0, wait_s=10.0), ["preflight.wait_s"]),
+        (PreflightGroup(limit_s=600.0, wait_s=700.0, level="off"), []),
+    ],
+)
+def test_a_preflight_ends_before_what_waits_for_it(preflight: PreflightGroup, keys: list[str]) -> None:
+    assert [problem.key for problem in check_ladder(FaultGroup(), preflight=preflight)] == keys

@@ -16,6 +16,8 @@ from elastictrain.distributed.incarnation import (
     agree,
     check_alike,
     coordinate,
+    pack,
+    unpack,
 )
 from elastictrain.errors import ConfigError, StopRequestedError, TransportError
 from elastictrain.identity import Identity
@@ -216,7 +218,10 @@ def test_a_proposal_that_comes_after_the_go_is_not_joined() -> None:
 
     def propose(name: str) -> None:
         proposal = {"name": name, "nonces": ["of rank 0", nonce], "ranks": [asdict(HERE)] * 2}
-        store.set("elastictrain/proposal", json.dumps(proposal))
+        pieces = pack(json.dumps(proposal))
+        for number, piece in enumerate(pieces):
+            store.set(f"elastictrain/proposal/{name}/{number}", piece)
+        store.set("elastictrain/proposal", json.dumps({"name": name, "pieces": len(pieces)}))
 
     def rank_0(seconds: float) -> None:
         nonlocal nonce
@@ -286,3 +291,28 @@ def test_rank_0_waits_then_publishes_then_waits_then_goes(
         assert decision == Wait(pending, "acknowledge")
     else:
         assert decision == Go()
+
+
+@given(st.text(max_size=5000))
+def test_what_is_published_in_pieces_comes_back_whole(text: str) -> None:
+    pieces = pack(text)
+    assert unpack(piece.encode() for piece in pieces) == text
+    assert all(len(piece) <= 1000 for piece in pieces)
+
+
+def test_a_large_group_meets_in_small_pieces() -> None:
+    pieces = pack(json.dumps([{"nonce": f"{rank:032x}", "host": f"host{rank}", "digest": "d" * 64} for rank in range(512)]))
+    assert 2 <= len(pieces) < 40
+
+
+def test_whoever_is_waited_for_is_told_once_before_the_wait_is_over() -> None:
+    told: list[str] = []
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += 1.0
+
+    identity = Identity(0, 2, 0, 1, "a", launched=True)
+    with pytest.raises(TransportError):
+        agree(dist.HashStore(), identity, HERE, number=1, timeout_s=30.0, tell=told.append, clock=lambda: now[0], sleep=sleep)
+    assert told == ["waiting for up to 30 s until all 2 ranks have met: rank(s) 1 did not say hello"]

@@ -85,8 +85,8 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         started = life.begin()
         assert life.met == [started.met]
         assert life.where_met == [(Phase.RENDEZVOUS, False)]
-        assert life.whereabouts.mark.phase == Phase.GROUP
-        assert set(started.timings.seconds) == {"checks", "rendezvous", "group"}
+        assert life.whereabouts.mark.phase == Phase.PREFLIGHT
+        assert set(started.timings.seconds) == {"checks", "rendezvous", "preflight", "group", "preflight_group"}
         assert len(started.samples.train) == 64
         (introduction,) = started.met.incarnation.ranks
         assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")

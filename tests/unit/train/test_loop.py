@@ -14,6 +14,7 @@ from elastictrain.config.data import DataGroup
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.config.task import TaskGroup
 from elastictrain.config.telemetry import TelemetryGroup
@@ -48,6 +49,7 @@ def config(
         parallel=ParallelGroup(kind="ddp"),
         checkpoint=CheckpointGroup(every_steps=save_every, every_minutes=every_minutes),
         fault=FaultGroup(),
+        preflight=PreflightGroup(level="off"),
         telemetry=TelemetryGroup(log_every_steps=1),
     )
 

@@ -1,0 +1,145 @@
+"""The group `preflight`: what is checked before the first step of every start, and what a bad finding means."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from elastictrain.config.constraints import Range
+
+Mode = Literal["fail", "warn", "off"]
+Port = Annotated[int, Range(1, 65535)]
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightChecks:
+    """What a failure of each check means: `fail` stops the start, `warn` only says so, `off` leaves the check out."""
+
+    name: Mode = "fail"
+    """The host's own name does not resolve to loopback."""
+
+    lookup: Mode = "fail"
+    """Names and addresses are looked up without stalling."""
+
+    ports: Mode = "fail"
+    """The ports that are needed are free."""
+
+    shared_memory: Mode = "fail"
+    """Room for snapshots in `checkpoint.memory_dir`."""
+
+    disk: Mode = "fail"
+    """Room and inodes in `run.dir`, if it is a local folder, and in the folder for temporary files."""
+
+    memlock: Mode = "fail"
+    """As much memory can be locked as RDMA needs, where it is planned."""
+
+    open_files: Mode = "fail"
+    """Enough files can be open at once."""
+
+    processes: Mode = "fail"
+    """Enough processes and threads can be started."""
+
+    memory: Mode = "fail"
+    """Free memory of the host, and of its control group."""
+
+    cpu: Mode = "fail"
+    """A control group leaves the CPUs that are needed."""
+
+    load: Mode = "fail"
+    """Nobody else keeps the CPUs busy."""
+
+    storage: Mode = "fail"
+    """`run.dir` can be written, read back and cleaned up."""
+
+    alike: Mode = "fail"
+    """All hosts have the same code and the same versions."""
+
+    gpus: Mode = "fail"
+    """As many GPUs as local ranks are there."""
+
+    fabric_manager: Mode = "fail"
+    """On machines with NVSwitches their manager runs, in the driver's version."""
+
+    ecc: Mode = "fail"
+    """No memory of a GPU has errors that could not be corrected."""
+
+    row_remap: Mode = "fail"
+    """No memory of a GPU waits to be remapped, or cannot be any more."""
+
+    xid: Mode = "fail"
+    """The kernel's log tells of no hardware error of a GPU since boot."""
+
+    pcie: Mode = "fail"
+    """Devices have all the lanes that they are made for."""
+
+    throttle: Mode = "fail"
+    """No GPU is slowed down by heat or power."""
+
+    nvlink: Mode = "fail"
+    """All NVLinks of the GPUs are up."""
+
+    counters: Mode = "fail"
+    """No link has flapped or lost frames since the last preflight."""
+
+    interface: Mode = "fail"
+    """The network interface that is used is the one by which the kernel reaches the other hosts."""
+
+    infiniband: Mode = "fail"
+    """InfiniBand or RoCE ports are active, and the ones that are used exist."""
+
+    roster: Mode = "fail"
+    """Every host is there."""
+
+    clock: Mode = "fail"
+    """Clocks agree to within 1 s (a warning) or 2 s (a failure)."""
+
+    reachable: Mode = "fail"
+    """Every host reaches every other on the ports that are used, in both directions."""
+
+    mtu: Mode = "fail"
+    """Frames as large as the interfaces allow arrive."""
+
+    latency: Mode = "fail"
+    """Answers come in the time that is usual in the group."""
+
+    bandwidth: Mode = "fail"
+    """No host and no link is much slower than the others."""
+
+    present: Mode = "fail"
+    """Every rank takes part in collectives."""
+
+    collectives: Mode = "fail"
+    """Collectives compute what they should."""
+
+    bus_bandwidth: Mode = "fail"
+    """Collectives are as fast as the links between the devices allow."""
+
+    p2p: Mode = "fail"
+    """The GPUs of a host reach each other directly."""
+
+    matmul: Mode = "fail"
+    """No rank multiplies matrices much more slowly than the others."""
+
+    parity: Mode = "fail"
+    """DDP and FSDP compute what one process alone computes."""
+
+    nccl_transport: Mode = "fail"
+    """NCCL uses the transport that was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightGroup:
+    """What is checked before the first step of every start. `preflight=off|quick|full|auto` chooses the level."""
+
+    level: Literal["auto", "off", "quick", "full"] = "auto"
+    """How much is checked; auto: everything on a first start and after a transport failure, else what takes a second."""
+
+    wait_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
+    """How long the hosts that are there wait for the others to introduce themselves."""
+
+    limit_s: Annotated[float, Range(0.0, exclusive=True)] = 60.0
+    """How long the whole preflight may take before it counts as failed."""
+
+    ports: tuple[Port, ...] = ()
+    """TCP ports on which hosts must reach each other, besides one that the kernel picks: those that a firewall should open."""
+
+    checks: PreflightChecks = field(default_factory=PreflightChecks)
+    """What a failure of each check means."""

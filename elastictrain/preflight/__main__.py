@@ -1,0 +1,119 @@
+"""`python -m elastictrain.preflight`: what is wrong with this host, before a run finds out.
+
+Alone it checks this host. Under torchrun it checks the hosts, the links between them and collectives, as a run does before
+its first step. Exit code 0: nothing failed; 69: this host is unfit; 71: another host, a link or the group is; 78: all hosts
+fail alike.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.preflight import PreflightChecks
+from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
+from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.outcome import decide
+from elastictrain.preflight.policy import Level
+from elastictrain.preflight.showing import show
+from elastictrain.preflight.speed import add_speed, run_speed
+from elastictrain.preflight.surroundings import Surroundings
+
+_EXIT_INTERRUPTED = 130
+MEMORY_DIR = CheckpointGroup().memory_dir
+_MODES = ("fail", "warn", "off")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    try:
+        parsed = _parser().parse_args(arguments)
+    except SystemExit as stop:
+        # argparse ends with 2 for a wrong command line, and with 0 after --help.
+        return EXIT_USAGE if stop.code else EXIT_OK
+    try:
+        if parsed.command == "speed":
+            return run_speed(parsed)
+        if "RANK" in os.environ:
+            from elastictrain.preflight.command import check_group
+
+            code = check_group(parsed)
+            # Threads of gloo abort the interpreter's own end now and then, and a collective may be stuck in one of ours.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return _check_alone(parsed)
+    except ElasticTrainError as error:
+        sys.stderr.write(f"elastictrain: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("elastictrain: interrupted\n")
+        return _EXIT_INTERRUPTED
+
+
+def _check_alone(parsed: argparse.Namespace) -> int:
+    surroundings = Surroundings()
+    asked = OwnChecks(
+        level=Level(parsed.level),
+        modes=dict(parsed.check),
+        options=HostOptions(run_dir=parsed.run_dir, memory_dir=parsed.memory_dir),
+    )
+    verdicts = check_host(surroundings, asked, more=transport_checks(surroundings))
+    show(verdicts, as_json=parsed.json)
+    outcome = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
+    return outcome.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m elastictrain.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--level", choices=("quick", "full"), default="full", help="how much is checked (%(default)s)")
+    parser.add_argument("--run-dir", metavar="URL", help="run.dir of the run: a path or any fsspec URL; it is written and read")
+    parser.add_argument(
+        "--memory-dir", metavar="DIR", default=MEMORY_DIR, help="checkpoint.memory_dir of the run (%(default)s)"
+    )
+    parser.add_argument(
+        "--check",
+        metavar="NAME=MODE",
+        action="append",
+        default=[],
+        type=_mode,
+        help=f"what a failure of one check means: {', '.join(_MODES)}; may be given several times",
+    )
+    parser.add_argument(
+        "--port",
+        metavar="N",
+        action="append",
+        default=[],
+        type=_port,
+        help="TCP port on which hosts must reach each other, under torchrun; may be given several times",
+    )
+    parser.add_argument("--json", action="store_true", help="for a script")
+    add_speed(parser.add_subparsers(dest="command", metavar="COMMAND"))
+    return parser
+
+
+def _mode(text: str) -> tuple[str, str]:
+    name, _, mode = text.partition("=")
+    names = [field.name for field in fields(PreflightChecks)]
+    if name not in names:
+        raise argparse.ArgumentTypeError(f"{name!r} is no check; there are {', '.join(names)}")
+    if mode not in _MODES:
+        raise argparse.ArgumentTypeError(f"the mode must be one of {', '.join(_MODES)}, but is {mode!r}")
+    return name, mode
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be a port from 1 to 65535, but is {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The command under torchrun: all hosts of the group, and their links; one rank shows what all found."""
+
+import argparse
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from elastictrain.config.preflight import PreflightGroup
+from elastictrain.distributed.environment import choose_backend
+from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.group import connect, leave, make_group
+from elastictrain.distributed.incarnation import Incarnation, Introduction, agree
+from elastictrain.identity import Identity, read_identity
+from elastictrain.preflight.alone import OwnChecks
+from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.outcome import decide
+from elastictrain.preflight.place import Place, find_place
+from elastictrain.preflight.policy import Level, apply_modes
+from elastictrain.preflight.showing import show
+from elastictrain.preflight.together import Asked, Seat
+
+_RENDEZVOUS_S = 60.0
+_GROUP_S = 60.0
+
+
+def check_group(parsed: argparse.Namespace) -> int:
+    """What every rank of torchrun does; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
+    identity = read_identity(os.environ)
+    backend = choose_backend("auto", num_cuda_devices=torch.cuda.device_count(), local_world_size=identity.local_world_size)
+    store = connect(identity, timeout_s=_RENDEZVOUS_S)
+    introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
+    incarnation = agree(store, identity, introduction, number=0, timeout_s=_RENDEZVOUS_S, tell=_tell)
+    shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
+    place = _place(incarnation, identity)
+    exchange, asked = StoreExchange(shared), _asked(parsed, place)
+    report = Seat(place=place, asked=asked, exchange=exchange).check()
+    verdicts, outcome = list(report.verdicts), report.outcome
+    if not outcome.exit_code and identity.world_size > 1:
+        # On links that are known to be ill, collectives would only hang.
+        group = make_group(
+            dist.PrefixStore("group", shared), identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S
+        )
+        off = frozenset(name for name, mode in asked.own.modes.items() if mode == "off")
+        request = Request(full=asked.own.level is Level.FULL, off=off)
+        found = GroupChecks(group, exchange, identity, request, hosts=incarnation.hosts).run()
+        verdicts += apply_modes(found.verdicts, asked.own.modes)
+        outcome = decide(verdicts, host=place.host, hosts=place.hosts)
+        if found.usable:
+            leave(group)
+    if identity.speaks:
+        show(verdicts, as_json=parsed.json)
+    if place.acts and outcome.exit_code:
+        sys.stderr.write(f"elastictrain: {place.host}: {outcome.reason}\n")
+    return outcome.exit_code
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _place(incarnation: Incarnation, identity: Identity) -> Place:
+    return find_place(
+        [(one.host, one.local_world_size) for one in incarnation.ranks],
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        rendezvous=os.environ.get("MASTER_ADDR"),
+    )
+
+
+def _asked(parsed: argparse.Namespace, place: Place) -> Asked:
+    defaults = PreflightGroup()
+    options = HostOptions(
+        run_dir=parsed.run_dir,
+        several_hosts=len(place.hosts) > 1,
+        towards=place.rendezvous,
+        memory_dir=parsed.memory_dir,
+    )
+    own = OwnChecks(
+        level=Level(parsed.level), modes=dict(parsed.check), options=options, local_world_size=place.local_world_size
+    )
+    return Asked(own=own, wait_s=defaults.wait_s, limit_s=defaults.limit_s, ports=tuple(parsed.port))

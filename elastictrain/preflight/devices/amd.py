@@ -1,0 +1,196 @@
+"""What AMD's tools and its driver's files say: `rocm-smi` for which GPUs there are, `amd-smi` and sysfs for their health."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor
+from elastictrain.preflight.devices.words import bus_id, decimal, integer, word
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+LIMIT_S = 15.0
+_ROCM = (
+    "rocm-smi",
+    "--showproductname",
+    "--showuniqueid",
+    "--showbus",
+    "--showtemp",
+    "--showtopotype",
+    "--showdriverversion",
+    "--json",
+)
+_AMD = ("amd-smi", "metric", "--ecc", "--power", "--temperature", "--json")
+_CARD = re.compile(r"card(\d{1,3})")
+_LINK = re.compile(r"Link type between DRM devices (\d{1,3}) and (\d{1,3})")
+_UNCORRECTED = re.compile(r"^ue:\s*(\d{1,18})", re.M)
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What `amd-smi metric` says of one GPU."""
+
+    uncorrected: int | None = None
+    temperature_c: float | None = None
+    throttled: bool | None = None
+
+
+def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, int], str]] | None:
+    """Facts of this host's AMD GPUs and how they are linked; None if there is no `rocm-smi`."""
+    answer = surroundings.tools.run(_ROCM, limit_s=LIMIT_S)
+    if answer is None:
+        return None
+    if answer.timed_out:
+        return GpuReport(vendor=Vendor.AMD, tool="rocm-smi", trouble=Trouble.NO_ANSWER, whole=False), {}
+    report, links = parse_rocm_smi(answer.stdout, answer.stderr)
+    if not report.gpus:
+        return report, links
+    more = surroundings.tools.run(_AMD, limit_s=LIMIT_S)
+    metrics = parse_amd_smi(more.stdout) if more is not None and not more.timed_out else {}
+    return replace(report, gpus=tuple(_complete(surroundings, gpu, metrics.get(gpu.index)) for gpu in report.gpus)), links
+
+
+def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tuple[int, int], str]]:
+    """GPUs, driver and links of `rocm-smi ... --json`, whose keys changed their case between ROCm 5 and 6."""
+    # Warnings come before the braces, on standard output too.
+    data = _json(text)
+    gpus: list[Gpu] = []
+    links: dict[tuple[int, int], str] = {}
+    driver = None
+    for name, fields in data.items() if isinstance(data, dict) else ():
+        if not isinstance(fields, dict):
+            continue
+        values = {str(key).lower().rstrip(":").strip(): str(value) for key, value in fields.items()}
+        if card := _CARD.fullmatch(str(name)):
+            heat = [decimal(value) for key, value in values.items() if key.startswith("temperature (sensor")]
+            gpus.append(Gpu(
+                index=int(card[1]),
+                bus=bus_id(values.get("pci bus")),
+                name=word(values.get("card series")) or word(values.get("card model")),
+                uuid=word(values.get("unique id")),
+                temperature_c=max((degrees for degrees in heat if degrees is not None), default=None),
+            ))  # fmt: skip
+        elif name == "system":
+            driver = word(values.get("driver version"))
+            for key, value in fields.items():
+                if (pair := _LINK.search(str(key))) and isinstance(value, str) and word(value):
+                    links[int(pair[1]), int(pair[2])] = value.strip()
+    gpus.sort(key=lambda gpu: gpu.index)
+    return (
+        GpuReport(
+            vendor=Vendor.AMD,
+            tool="rocm-smi",
+            trouble=None if gpus else _trouble(f"{text}\n{errors}"),
+            detail="" if gpus else next((line.strip()[:200] for line in f"{errors}\n{text}".splitlines() if line.strip()), ""),
+            driver=driver,
+            gpus=tuple(gpus),
+            whole=bool(gpus),
+        ),
+        links,
+    )
+
+
+def parse_amd_smi(text: str) -> Mapping[int, Metrics]:
+    """By GPU, from `amd-smi metric --json`: a list up to ROCm 6, an object around that list from ROCm 7 on."""
+    data = _json(text)
+    rows = data.get("gpu_data") if isinstance(data, dict) else data
+    found: dict[int, Metrics] = {}
+    for row in rows if isinstance(rows, list) else ():
+        if not isinstance(row, dict) or not isinstance(row.get("gpu"), int):
+            continue
+        ecc, power, heat = (_part(row, key) for key in ("ecc", "power", "temperature"))
+        degrees = [_value(heat.get(key)) for key in ("hotspot", "mem", "edge")]
+        status = str(power.get("throttle_status", "")).strip().upper()
+        found[row["gpu"]] = Metrics(
+            uncorrected=integer(str(ecc.get("total_uncorrectable_count", ""))),
+            temperature_c=max((one for one in degrees if one is not None), default=None),
+            throttled={"THROTTLED": True, "UNTHROTTLED": False}.get(status),
+        )
+    return found
+
+
+def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdict]:
+    """Pairs of GPUs that talk over PCIe while others of the host have XGMI. Reported as `nvlink`, the check of GPUs' links."""
+    kinds = {pair: kind.upper() for pair, kind in links.items()}
+    if "XGMI" not in kinds.values():
+        measured = "no XGMI in use" if kinds else "unknown"
+        if kinds:
+            return [Verdict(check="nvlink", scope=Scope.HOST, subject=host, status=Status.PASS, measured=measured)]
+        return [Verdict(
+            check="nvlink", scope=Scope.HOST, subject=host, status=Status.SKIP, measured=measured, expected="link types",
+            remedy="look yourself: rocm-smi --showtopotype",
+        )]  # fmt: skip
+    found = [
+        Verdict(
+            check="nvlink",
+            scope=Scope.HOST,
+            subject=f"GPU {one} -> GPU {other} on {host}",
+            status=Status.WARN,
+            measured=kind,
+            expected="XGMI",
+            remedy="look: rocm-smi --showtopo; rocm-smi --showxgmierr; dmesg | grep -i xgmi; then reboot the host",
+        )
+        for (one, other), kind in kinds.items()
+        if kind != "XGMI"
+    ]
+    return found or [
+        Verdict(check="nvlink", scope=Scope.HOST, subject=host, status=Status.PASS, measured="XGMI between all GPUs")
+    ]
+
+
+def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Metrics | None) -> Gpu:
+    """With what `amd-smi` says, or where it is missing with the driver's own counts in sysfs."""
+    metrics = metrics or Metrics()
+    uncorrected = metrics.uncorrected
+    width = max_width = None
+    if gpu.bus:
+        device = f"/sys/bus/pci/devices/{gpu.bus}"
+        width = integer(surroundings.read(f"{device}/current_link_width")) or None
+        max_width = integer(surroundings.read(f"{device}/max_link_width")) or None
+        if uncorrected is None:
+            uncorrected = _ras(surroundings, f"{device}/ras")
+    slowed = None if metrics.throttled is None else (("throttled",) if metrics.throttled else ())
+    return replace(
+        gpu,
+        uncorrected=uncorrected,
+        ecc_on=True if uncorrected is not None else None,
+        temperature_c=metrics.temperature_c if metrics.temperature_c is not None else gpu.temperature_c,
+        slowed=slowed,
+        width=width,
+        max_width=max_width,
+    )
+
+
+def _ras(surroundings: Surroundings, folder: str) -> int | None:
+    texts = [surroundings.read(f"{folder}/{name}") or "" for name in surroundings.names(folder) if name.endswith("_err_count")]
+    counts = [int(found[1]) for text in texts if (found := _UNCORRECTED.search(text))]
+    return sum(counts) if counts else None
+
+
+def _trouble(said: str) -> Trouble:
+    lower = said.lower()
+    if "driver not initialized" in lower or "amdgpu not found" in lower:
+        return Trouble.NO_DRIVER
+    return Trouble.NO_DEVICES if not said.strip() or "no amd gpus" in lower or "no json data" in lower else Trouble.GARBLED
+
+
+def _part(row: Mapping[str, object], key: str) -> Mapping[str, object]:
+    part = row.get(key)
+    return part if isinstance(part, dict) else {}
+
+
+def _value(value: object) -> float | None:
+    return decimal(str(value.get("value"))) if isinstance(value, dict) else decimal(str(value))
+
+
+def _json(text: str) -> object:
+    starts: Sequence[int] = [at for at in (text.find("{"), text.find("[")) if at >= 0]
+    for start in sorted(starts):
+        try:
+            data: object = json.JSONDecoder().raw_decode(text[start:])[0]
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(data, dict | list):
+            return data
+    return None

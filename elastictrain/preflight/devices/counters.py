@@ -1,0 +1,203 @@
+"""Error counters of ports, and how often they lost their carrier, since the last preflight on this host."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from elastictrain.preflight.devices.words import integer
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+FORMAT = 1
+
+OUTAGES = ("link_downed", "carrier_changes")
+"""Each means that the link was gone. A carrier is counted when it goes and when it comes back: two changes are one outage."""
+
+PER_HOUR = {
+    "link_error_recovery": 1.0,
+    "symbol_error": 120.0,
+    "port_rcv_errors": 10.0,
+    "local_link_integrity_errors": 10.0,
+    "excessive_buffer_overrun_errors": 10.0,
+    "local_ack_timeout_err": 60.0,
+    "rx_errors": 10.0,
+    "rx_crc_errors": 10.0,
+    "tx_errors": 10.0,
+}
+"""More of these in an hour is worth a look at the cable; less is noise. One wrong bit in 10^12, as InfiniBand's specification
+allows, makes about 120 an hour at 32 Gbit/s of data; the other figures are rules of thumb, not a standard."""
+
+FLAPPING_OUTAGES = 3
+FLAPPING_PER_HOUR = 3.0
+"""From both on a link is not fit for a run: each outage can end it."""
+
+_PORT_FILES = {
+    "counters": (
+        "link_downed",
+        "link_error_recovery",
+        "symbol_error",
+        "port_rcv_errors",
+        "local_link_integrity_errors",
+        "excessive_buffer_overrun_errors",
+    ),
+    "hw_counters": ("local_ack_timeout_err",),
+}
+_NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors", "statistics/rx_crc_errors")
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot."""
+
+    boot_id: str
+    time: float
+    uptime_s: float
+    ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """By how much counters grew between two readings. `hours`: the time in which they did; `gone`: ports that are no more."""
+
+    hours: float
+    ports: Mapping[str, Mapping[str, int]]
+    gone: tuple[str, ...] = ()
+
+
+def read_counters(surroundings: Surroundings, *, now: float, interfaces: Sequence[str] = ()) -> Counters:
+    """Counters of InfiniBand and RoCE ports, of wired network cards, and of `interfaces`, whatever these are."""
+    ports: dict[str, dict[str, int]] = {}
+    for device in surroundings.names("/sys/class/infiniband"):
+        for port in surroundings.names(f"/sys/class/infiniband/{device}/ports"):
+            base = f"/sys/class/infiniband/{device}/ports/{port}"
+            paths = {name: f"{base}/{folder}/{name}" for folder, names in _PORT_FILES.items() for name in names}
+            ports[f"{device}/{port}"] = _numbers(surroundings, paths)
+    for name in surroundings.names("/sys/class/net"):
+        base = f"/sys/class/net/{name}"
+        inside = surroundings.names(base)
+        if name in interfaces or ("device" in inside and "wireless" not in inside):
+            ports[name] = _numbers(surroundings, {path.rpartition("/")[2]: f"{base}/{path}" for path in _NET_FILES})
+    return Counters(
+        boot_id=surroundings.read("/proc/sys/kernel/random/boot_id") or "",
+        time=now,
+        uptime_s=_uptime(surroundings),
+        ports={port: counters for port, counters in ports.items() if counters},
+    )
+
+
+def growth(before: Counters | None, after: Counters) -> Growth | None:
+    """What came to the counters of ports that both readings know; None without an earlier reading.
+
+    A counter that is smaller than before was reset, and counts from zero; after a boot all do, and the time since boot counts.
+    """
+    if before is None:
+        return None
+    rebooted = before.boot_id != after.boot_id
+    seconds = after.uptime_s if rebooted else after.time - before.time
+    ports = {}
+    for port, counters in after.ports.items():
+        earlier = {} if rebooted else before.ports.get(port)
+        if earlier is None:
+            continue
+        known = {name: value for name, value in counters.items() if rebooted or name in earlier}
+        # A port that comes up with the host is no outage: its first carrier is expected.
+        if rebooted:
+            known = {name: max(0, value - 2) if name == "carrier_changes" else value for name, value in known.items()}
+        ports[port] = {name: value - old if value >= (old := earlier.get(name, 0)) else value for name, value in known.items()}
+    gone = tuple(sorted(set(before.ports) - set(after.ports)))
+    return Growth(max(seconds, 0.0) / 3600, ports, gone)
+
+
+def judge_counters(grown: Growth | None, *, host: str, num_ports: int) -> list[Verdict]:
+    """Ports that lost their link, or made more errors than noise explains."""
+    if not num_ports and (grown is None or not grown.gone):
+        return []
+    if grown is None:
+        remedy = "none: the next preflight on this host compares with what this one has written down"
+        return [_verdict(host, Status.SKIP, "first reading", "", remedy)]
+    remedy = (
+        "see whether the card is still there (lspci; dmesg | grep -i mlx5) and its driver loaded; reboot, or replace the host"
+    )
+    found = [_verdict(f"{port} on {host}", Status.WARN, "gone", "there, as last time", remedy) for port in grown.gone]
+    for port, counters in grown.ports.items():
+        found += _judge_port(port, counters, grown.hours, host)
+    return found or [_verdict(host, Status.PASS, f"{len(grown.ports)} ports without trouble in {grown.hours:.2g} h", "", "")]
+
+
+def _judge_port(port: str, counters: Mapping[str, int], hours: float, host: str) -> list[Verdict]:
+    found = []
+    outages = max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2)
+    look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
+    if outages:
+        flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * max(hours, 1.0)
+        remedy = (
+            f"clean or replace the cable or transceiver, try another port of the switch; look: {look}; dmesg | grep -i link"
+        )
+        status = Status.FAIL if flapping else Status.WARN
+        found.append(_verdict(f"{port} on {host}", status, f"link lost {outages} times in {hours:.2g} h", "never", remedy))
+    # Less than an hour counts as one, or a single error right after the last preflight would look like a storm.
+    many = {
+        name: grown
+        for name, grown in counters.items()
+        if name in PER_HOUR and grown > PER_HOUR[name] * max(hours, 1.0)
+    }  # fmt: skip
+    if many:
+        measured = ", ".join(f"{name} +{grown}" for name, grown in many.items()) + f" in {hours:.2g} h"
+        expected = ", ".join(f"{name} at most {PER_HOUR[name]:g} an hour" for name in many)
+        remedy = f"check cable and transceiver, and the switch's own counters of that port; look: {look}"
+        found.append(_verdict(f"{port} on {host}", Status.WARN, measured, expected, remedy))
+    return found
+
+
+def load(path: Path) -> Counters | None:
+    """What an earlier preflight wrote down; None if there is nothing, or nothing that can be understood."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("ports"), dict):
+        return None
+    times = (data.get("time"), data.get("uptime_s"))
+    if not isinstance(data.get("boot_id"), str) or not all(isinstance(one, int | float) for one in times):
+        return None
+    ports = {
+        str(port): {str(name): value for name, value in counters.items() if isinstance(value, int)}
+        for port, counters in data["ports"].items()
+        if isinstance(counters, dict)
+    }
+    return Counters(data["boot_id"], float(data["time"]), float(data["uptime_s"]), ports)
+
+
+def store(path: Path, counters: Counters) -> None:
+    """Write a reading down for the next preflight. Raises: OSError."""
+    times = {"boot_id": counters.boot_id, "time": counters.time, "uptime_s": counters.uptime_s}
+    text = json.dumps({"format": FORMAT, **times, "ports": counters.ports}, indent=1)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _numbers(surroundings: Surroundings, paths: Mapping[str, str]) -> dict[str, int]:
+    texts = {name: surroundings.read(path) for name, path in paths.items()}
+    return {name: value for name, text in texts.items() if (value := integer(text)) is not None and value >= 0}
+
+
+def _uptime(surroundings: Surroundings) -> float:
+    try:
+        return float((surroundings.read("/proc/uptime") or "").split()[0])
+    except (ValueError, IndexError):
+        return 0.0
+
+
+def _verdict(about: str, status: Status, measured: str, expected: str, remedy: str) -> Verdict:
+    return Verdict(
+        check="counters",
+        scope=Scope.HOST,
+        subject=about,
+        status=status,
+        measured=measured,
+        expected=expected or None,
+        remedy=remedy,
+    )

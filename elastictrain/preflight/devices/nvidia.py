@@ -1,0 +1,197 @@
+"""What `nvidia-smi` says about the GPUs.
+
+`nvidia-smi -q -x`, not `--query-gpu`: the XML leaves out, or answers N/A to, what a driver does not know, where one unknown
+field makes a query fail as a whole, and fields were renamed between generations (throttle reasons became event reasons). It has
+MIG instances, fabric state and recovery action, too. Its price is its size, about 100 KB per GPU.
+"""
+
+import re
+from collections.abc import Iterator
+from xml.etree import ElementTree as ET
+
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor
+from elastictrain.preflight.devices.words import bus_id, decimal, integer, truth, word
+from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+
+LIMIT_S = 20.0
+"""For one call. Without persistence mode each call wakes the GPUs, which takes a second or two per GPU on large hosts."""
+
+TOOL = "nvidia-smi"
+_QUERY = (TOOL, "-q", "-x")
+_LIST = (TOOL, "--query-gpu=index,pci.bus_id,uuid,driver_version,name", "--format=csv,noheader")
+"""Fields that every driver knows: asked where a lost GPU keeps the full answer from us."""
+
+_LOST = re.compile(r"unable to determine the device handle for gpu\s*(?P<which>[^\n]*)", re.I)
+_LOST_INDEX = re.compile(r"\s*(\d{1,3})\b")
+_TROUBLES = (
+    ("version mismatch", Trouble.MISMATCH),
+    ("couldn't communicate with the nvidia driver", Trouble.NO_DRIVER),
+    ("failed to initialize nvml", Trouble.NO_DRIVER),
+    ("no devices were found", Trouble.NO_DEVICES),
+)
+_SLOWED = {
+    "hw_thermal_slowdown": "thermal (hardware)",
+    "sw_thermal_slowdown": "thermal (software)",
+    "hw_power_brake_slowdown": "power brake",
+    "hw_slowdown": "hardware slowdown",
+}
+
+
+def read_nvidia(surroundings: Surroundings) -> GpuReport | None:
+    """Facts of this host's NVIDIA GPUs; None if there is no `nvidia-smi`."""
+    answer = surroundings.tools.run(_QUERY, limit_s=LIMIT_S)
+    if answer is None:
+        return None
+    report = parse_nvidia(answer)
+    if report.lost and not report.gpus:
+        others = surroundings.tools.run(_LIST, limit_s=LIMIT_S)
+        if others is not None and not others.timed_out:
+            gpus, driver = parse_list(others.stdout)
+            return GpuReport(
+                vendor=Vendor.NVIDIA, tool=TOOL, driver=driver, gpus=gpus, lost=report.lost, whole=False, detail=report.detail
+            )
+    return report
+
+
+def parse_nvidia(answer: ToolOutput) -> GpuReport:
+    """What the answer to `nvidia-smi -q -x` says. Never raises: a GPU whose part is not readable to its end is left out."""
+    if answer.timed_out:
+        return GpuReport(vendor=Vendor.NVIDIA, tool=TOOL, trouble=Trouble.NO_ANSWER, whole=False)
+    said = f"{answer.stdout}\n{answer.stderr}"
+    lost = tuple(dict.fromkeys(_which(found["which"]) for found in _LOST.finditer(said)))
+    gpus: list[Gpu] = []
+    texts: dict[str, str | None] = {}
+    whole = False
+    for element in _elements(answer.stdout):
+        if element.tag == "gpu":
+            gpus.append(_gpu(len(gpus), element))
+            element.clear()
+        elif element.tag in {"driver_version", "cuda_version", "attached_gpus"}:
+            texts.setdefault(element.tag, word(element.text))
+        whole = element.tag == "nvidia_smi_log"
+    attached = integer(texts.get("attached_gpus"))
+    trouble = None
+    if not gpus and not lost:
+        trouble = Trouble.NO_DEVICES if whole and attached == 0 else _trouble(said)
+    return GpuReport(
+        vendor=Vendor.NVIDIA,
+        tool=TOOL,
+        trouble=trouble,
+        detail=_first_line(said) if trouble or lost else "",
+        driver=_version(texts.get("driver_version")),
+        runtime=_version(texts.get("cuda_version")),
+        gpus=tuple(gpus),
+        lost=lost,
+        whole=whole and attached in {None, len(gpus)},
+    )
+
+
+def parse_list(text: str) -> tuple[tuple[Gpu, ...], str | None]:
+    """GPUs of the short listing, and the driver's version."""
+    gpus, driver = [], None
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split(",", 4)]
+        if len(cells) == 5 and (index := integer(cells[0])) is not None and (bus := bus_id(cells[1])):
+            gpus.append(Gpu(index=index, bus=bus, uuid=word(cells[2]), name=word(cells[4])))
+            driver = driver or _version(cells[3])
+    return tuple(gpus), driver
+
+
+def _elements(text: str) -> Iterator[ET.Element]:
+    """Elements in the order of their ends, as far as the text is XML; warnings may stand before and after it."""
+    starts = [at for at in (text.find("<?xml"), text.find("<nvidia_smi_log")) if at >= 0]
+    if not starts:
+        return
+    parser: ET.XMLPullParser[ET.Element] = ET.XMLPullParser(["end"])
+    try:
+        parser.feed(text[min(starts) :])
+        for event in parser.read_events():
+            if isinstance(event[-1], ET.Element):
+                yield event[-1]
+    except (ET.ParseError, ValueError):
+        return
+
+
+def _gpu(index: int, element: ET.Element) -> Gpu:
+    def text(path: str) -> str | None:
+        return element.findtext(path)
+
+    remap_pending = truth(text("remapped_rows/remapped_row_pending"))
+    if remap_pending is None:
+        # GPUs before Ampere retire pages instead of remapping rows.
+        remap_pending = truth(text("retired_pages/pending_retirement"))
+    return Gpu(
+        index=index,
+        bus=bus_id(element.get("id")) or bus_id(text("pci/pci_bus_id")),
+        name=word(text("product_name")),
+        uuid=word(text("uuid")),
+        memory_mib=decimal(text("fb_memory_usage/total")),
+        temperature_c=decimal(text("temperature/gpu_temp")),
+        width=integer(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
+        max_width=integer(text("pci/pci_gpu_link_info/link_widths/max_link_width")),
+        ecc_on=truth(text("ecc_mode/current_ecc")),
+        uncorrected=_uncorrected(element.find("ecc_errors/volatile")),
+        worn_out=truth(text("ecc_errors/aggregate/sram_threshold_exceeded")),
+        remap_pending=remap_pending,
+        remap_failed=truth(text("remapped_rows/remapped_row_failure")),
+        slowed=_slowed(element),
+        mig=truth(text("mig_mode/current_mig")),
+        mig_instances=len(element.findall("mig_devices/mig_device")),
+        fabric_state=word(text("fabric/state")),
+        fabric_status=word(text("fabric/status")),
+        recovery=_recovery(element),
+    )
+
+
+def _uncorrected(volatile: ET.Element | None) -> int | None:
+    """The sum of uncorrected errors in the three ways in which drivers have counted them; None if they say nothing."""
+    if volatile is None:
+        return None
+    total = integer(volatile.findtext("double_bit/total"))
+    if total is not None:
+        return total
+    counts = [integer(count.text) for count in volatile if "uncorrectable" in count.tag]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def _slowed(element: ET.Element) -> tuple[str, ...] | None:
+    for group, prefix in (
+        ("clocks_event_reasons", "clocks_event_reason_"),
+        ("clocks_throttle_reasons", "clocks_throttle_reason_"),
+    ):
+        reasons = element.find(group)
+        if reasons is not None:
+            states = {name: truth(reasons.findtext(prefix + key)) for key, name in _SLOWED.items()}
+            if any(state is not None for state in states.values()):
+                return tuple(name for name, state in states.items() if state)
+    return None
+
+
+def _recovery(element: ET.Element) -> str | None:
+    if truth(element.findtext("gpu_reset_status/reset_required")):
+        return "Reset"
+    if truth(element.findtext("gpu_reset_status/drain_and_reset_recommended")):
+        return "Drain and Reset"
+    return word(element.findtext("gpu_recovery_action"))
+
+
+def _which(text: str) -> str:
+    """What GPU a complaint is about: its PCI address, or its index, or whatever stands there."""
+    if bus := bus_id(text):
+        return bus
+    index = _LOST_INDEX.match(text)
+    return index[1] if index else text.strip(" :") or "unknown"
+
+
+def _trouble(said: str) -> Trouble:
+    lower = said.lower()
+    return next((trouble for words, trouble in _TROUBLES if words in lower), Trouble.GARBLED)
+
+
+def _first_line(said: str) -> str:
+    return next((line.strip()[:200] for line in said.splitlines() if line.strip()), "")
+
+
+def _version(text: str | None) -> str | None:
+    return text if text and re.fullmatch(r"\d+(\.\d+){1,3}", text) else None

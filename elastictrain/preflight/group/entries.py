@@ -1,0 +1,112 @@
+"""Who entered which part, and with what word each came out: the same list on all ranks.
+
+    every rank      writes in/RANK before it begins, and word/RANK when it is through, or its deadline is
+    rank 0          collects all words until a little after its own deadline, and publishes them
+    every rank      adopts what rank 0 has published
+
+Where rank 0 says nothing, each rank collects for itself: rank 0 is what all of them miss then.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+
+from elastictrain.preflight.exchange import Exchange
+from elastictrain.preflight.group.lane import State, Word
+
+
+@dataclass(frozen=True, slots=True)
+class Attendance:
+    """Of one part: the word of each rank that gave one, and who of the others had entered."""
+
+    part: str
+    world_size: int
+    limit_s: float
+    words: Mapping[int, Word]
+    entered: frozenset[int] = field(default_factory=frozenset)
+    seconds: float = 0.0
+    """What it took rank 0."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all came through it."""
+        return len(self.words) == self.world_size and all(word.state is State.DONE for word in self.words.values())
+
+
+class Entries:
+    """One rank's side. Raises, in all methods: TransportError if the exchange cannot be reached."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        rank: int,
+        world_size: int,
+        grace_s: float,
+        prefix: str = "group",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._exchange = exchange
+        self._rank = rank
+        self._world_size = world_size
+        self._grace_s = grace_s
+        self._prefix = prefix
+        self._clock = clock
+
+    def enter(self, part: str) -> None:
+        """Leave word that this rank is about to begin."""
+        self._exchange.put(f"{self._prefix}/{part}/in/{self._rank}", b"1")
+
+    def settle(self, part: str, word: Word, *, began: float, limit_s: float) -> Attendance:
+        """What all ranks say of a part that this one began at `began`, a little after `limit_s` at the latest."""
+        self._exchange.put(f"{self._prefix}/{part}/word/{self._rank}", json.dumps(asdict(word)).encode())
+        published = f"{self._prefix}/{part}/all"
+        # Also if this rank came out in trouble: only the words of the others tell who is the cause, and who is stuck with it.
+        until = began + limit_s + self._grace_s
+        if self._rank != 0:
+            data = self._exchange.get(published, limit_s=max(0.0, until + 2 * self._grace_s - self._clock()))
+            if data is not None:
+                return _decode(data)
+            until = self._clock()
+        attendance = self._collect(part, word, began=began, until=until, limit_s=limit_s)
+        if self._rank == 0:
+            self._exchange.put(published, _encode(attendance))
+        return attendance
+
+    def _collect(self, part: str, word: Word, *, began: float, until: float, limit_s: float) -> Attendance:
+        words, entered = {self._rank: word}, {self._rank}
+        for rank in range(self._world_size):
+            if rank == self._rank:
+                continue
+            key = f"{self._prefix}/{part}/word/{rank}"
+            data = self._exchange.get(key, limit_s=max(0.0, until - self._clock()))
+            if data is not None:
+                words[rank] = _word(json.loads(data))
+                entered.add(rank)
+            elif self._exchange.get(f"{self._prefix}/{part}/in/{rank}", limit_s=0.0) is not None:
+                entered.add(rank)
+        seconds = round(self._clock() - began, 4)
+        return Attendance(part, self._world_size, limit_s, words, frozenset(entered), seconds)
+
+
+def _encode(attendance: Attendance) -> bytes:
+    row = {
+        "part": attendance.part,
+        "world_size": attendance.world_size,
+        "limit_s": attendance.limit_s,
+        "words": {rank: asdict(word) for rank, word in attendance.words.items()},
+        "entered": sorted(attendance.entered),
+        "seconds": attendance.seconds,
+    }
+    return json.dumps(row).encode()
+
+
+def _decode(data: bytes) -> Attendance:
+    row = json.loads(data)
+    words = {int(rank): _word(word) for rank, word in row["words"].items()}
+    return Attendance(row["part"], row["world_size"], row["limit_s"], words, frozenset(row["entered"]), row["seconds"])
+
+
+def _word(row: dict[str, object]) -> Word:
+    return Word(State(str(row["state"])), row["figure"], str(row["detail"]), int(str(row["num_begun"])))

@@ -1,0 +1,255 @@
+"""Verdicts from the figures of all ranks; every rank has the same figures, and so comes to the same verdicts. Pure."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+from elastictrain.preflight.group.bandwidth import Point, size_text
+from elastictrain.preflight.group.baseline import BusBaseline
+from elastictrain.preflight.group.collectives import Collective
+from elastictrain.preflight.group.correct import Fault
+from elastictrain.preflight.group.expected import group_limit
+from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.p2p import Reach
+from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
+
+_TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"
+
+
+def judge_present(members: Sequence[Member], *, seconds: float) -> Verdict:
+    """All are there: whoever is not has been judged already."""
+    return _verdict("present", "all", Status.PASS, measured=len(members), expected=len(members), unit="ranks", seconds=seconds)
+
+
+def judge_results(
+    collective: Collective, faults: Mapping[int, Sequence[Fault]], members: Sequence[Member], *, seconds: float
+) -> list[Verdict]:
+    """Check `collectives`, one of them. If all that is wrong came from one rank, and several got it, that rank is named, else
+    those that got something wrong; where all did, the group."""
+    found = {rank: list(some) for rank, some in faults.items() if some}
+    if not found:
+        return [_verdict("collectives", "all", Status.PASS, measured="right", unit=collective, seconds=seconds)]
+    sources = {fault.source for some in found.values() for fault in some}
+    source = next(iter(sources)) if len(sources) == 1 else None
+    culprits = {source} if source is not None and len(found) > 1 else set(found)
+    texts = {rank: some[0].text for rank, some in found.items()}
+    one = next(iter(texts.values()))
+    if len(culprits) == len(members) > 1:
+        return [_wrong(collective, "all", f"on all ranks {one}", f"on each host {_TESTS}", seconds)]
+    return [
+        _wrong(collective, members[rank].name, texts.get(rank, one), f"on {members[rank].host} {_TESTS}", seconds)
+        for rank in sorted(culprits)
+    ]
+
+
+def judge_bandwidth(
+    points: Sequence[Point],
+    members: Sequence[Member],
+    *,
+    nccl: bool,
+    options: GroupOptions,
+    baseline: BusBaseline | None,
+    seconds: float,
+) -> list[Verdict]:
+    """Check `bus_bandwidth`: each collective by its largest message; all-reduce against what the links can do, too."""
+    num_hosts = len({member.host for member in members})
+    device = members[0].device
+    largest = {point.collective: point for point in sorted(points, key=lambda point: point.num_bytes)}
+    # gloo goes through the memory and the processors of a host; there is no figure for what these can do.
+    limit = group_limit([one.links for one in members], num_hosts=num_hosts, num_ranks=len(members)) if nccl else None
+    ratio = options.baseline_ratio if nccl else options.baseline_ratio_gloo
+    verdicts = []
+    for collective, point in largest.items():
+        before = baseline.typical_gbs(point, device=device, num_hosts=num_hosts) if baseline else None
+        best = limit if collective is Collective.ALL_REDUCE else None
+        expected, status, remedy = before, Status.PASS, ""
+        if best is not None and point.bus_gbs < options.expected_ratio * best.bus_gbs:
+            expected, status = best.bus_gbs, Status.WARN
+            remedy = f"{best.link} can do {best.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO"
+        elif before is not None and point.bus_gbs < ratio * before:
+            status = Status.WARN
+            remedy = f"it was {before:.4g} before: look for other jobs on the same links, and {_look(num_hosts)}"
+        elif best is not None:
+            expected = best.bus_gbs
+        verdict = _verdict(
+            "bus_bandwidth",
+            "all",
+            status,
+            measured=_rounded(point.bus_gbs),
+            expected=None if expected is None else _rounded(expected),
+            unit=f"GB/s {collective} {size_text(point.num_bytes)}",
+            remedy=remedy,
+            seconds=seconds,
+        )
+        verdicts.append(verdict)
+    return verdicts
+
+
+def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
+    """Ranks below `ratio` of the median, with their share of it."""
+    typical = statistics.median(rates.values())
+    return {rank: rate / typical for rank, rate in rates.items() if rate < ratio * typical}
+
+
+def judge_rates(
+    first: Mapping[int, float],
+    again: Mapping[int, float] | None,
+    members: Sequence[Member],
+    *,
+    options: GroupOptions,
+    seconds: float,
+) -> list[Verdict]:
+    """Check `matmul`. Who is slow once is measured again (`again`), and who is slow twice is a straggler.
+
+    That is a failure among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed.
+    """
+    rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
+    typical = _rounded(statistics.median(rates.values()))
+    devices = {member.device for member in members}
+    slow = stragglers(rates, ratio=options.straggler_share(cuda=devices != {"cpu"}))
+    if again is None or not slow:
+        return [_verdict("matmul", "all", Status.PASS, measured=typical, unit="TFLOP/s", seconds=seconds)]
+    return [
+        _verdict(
+            "matmul",
+            members[rank].name,
+            Status.WARN if devices == {"cpu"} or len(devices) > 1 else Status.FAIL,
+            measured=_rounded(rates[rank]),
+            expected=typical,
+            unit="TFLOP/s",
+            remedy=_slow_remedy(members[rank]),
+            seconds=seconds,
+        )
+        for rank in sorted(slow)
+    ]
+
+
+def judge_pairs(
+    reached: Mapping[int, Sequence[Reach]], members: Sequence[Member], *, options: GroupOptions, seconds: float
+) -> list[Verdict]:
+    """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host."""
+    verdicts = []
+    for host in dict.fromkeys(member.host for member in members):
+        pairs = {(one.source, rank): one for rank, some in reached.items() if members[rank].host == host for one in some}
+        if not pairs:
+            continue
+        typical = statistics.median(one.gbs for one in pairs.values())
+        bad = []
+        for (source, target), one in sorted(pairs.items()):
+            subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"
+            if one.gbs < options.pair_ratio * typical:
+                remedy = f"on {host} look at what joins the two: `nvidia-smi topo -m`, `nvidia-smi nvlink --status`"
+                figure: Figure = _rounded(one.gbs)
+            elif one.access is False:
+                remedy = (
+                    f"on {host} see why in `nvidia-smi topo -p2p r`; in a virtual machine or with an IOMMU, ACS must be off "
+                    f"(boot with iommu=pt, `setpci -v -d '*:*' ECAP_ACS+0x6.w=0000`)"
+                )
+                figure = f"{one.gbs:.4g}, without direct access"
+            else:
+                continue
+            expected = _rounded(typical)
+            bad.append(
+                _verdict(
+                    "p2p",
+                    subject,
+                    Status.WARN,
+                    measured=figure,
+                    expected=expected,
+                    unit="GB/s",
+                    remedy=remedy,
+                    seconds=seconds,
+                )
+            )
+        verdicts += bad or [_verdict("p2p", host, Status.PASS, measured=_rounded(typical), unit="GB/s a pair", seconds=seconds)]
+    return verdicts or [
+        _verdict(
+            "p2p",
+            "all",
+            Status.SKIP,
+            measured="one GPU on each host",
+            remedy="nothing to do: there are no pairs",
+            seconds=seconds,
+        )
+    ]
+
+
+def judge_parity(
+    differences: Mapping[int, Mapping[str, float]], members: Sequence[Member], *, options: GroupOptions, seconds: float
+) -> list[Verdict]:
+    """Check `parity`, for each wrapping."""
+    verdicts = []
+    for wrapping in ("DDP", "FSDP"):
+        worst = {rank: found[wrapping] for rank, found in differences.items()}
+        wrong = {rank: error for rank, error in worst.items() if not error <= options.parity_tolerance}
+        subject = "all" if len(wrong) in (0, len(worst)) else ", ".join(members[rank].name for rank in sorted(wrong)[:8])
+        remedy = "" if not wrong else f"start with the other of parallel=ddp and parallel=fsdp if that is right; {_TESTS}"
+        verdicts.append(
+            _verdict(
+                "parity",
+                subject,
+                Status.FAIL if wrong else Status.PASS,
+                measured=float(f"{max(worst.values()):.2g}"),
+                expected=options.parity_tolerance,
+                unit=f"relative difference, {wrapping}",
+                remedy=remedy,
+                seconds=seconds,
+            )
+        )
+    return verdicts
+
+
+def _wrong(collective: Collective, subject: str, measured: str, remedy: str, seconds: float) -> Verdict:
+    return _verdict(
+        "collectives",
+        subject,
+        Status.FAIL,
+        measured=measured,
+        expected="the known result",
+        unit=collective,
+        remedy=remedy,
+        seconds=seconds,
+    )
+
+
+def _rounded(figure: float) -> float:
+    return float(f"{figure:.4g}")
+
+
+def _look(num_hosts: int) -> str:
+    if num_hosts > 1:
+        return "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
+    return "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
+
+
+def _slow_remedy(member: Member) -> str:
+    if member.device == "cpu":
+        return f"on {member.host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
+    return (
+        f"on {member.host} look at `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {member.local_rank}` and at other processes on "
+        f"GPU {member.local_rank}; if it stays, replace the host"
+    )
+
+
+def _verdict(
+    check: str,
+    subject: str,
+    status: Status,
+    *,
+    measured: Figure = None,
+    expected: Figure = None,
+    unit: str = "",
+    remedy: str = "",
+    seconds: float = 0.0,
+) -> Verdict:
+    return Verdict(
+        check=check,
+        scope=Scope.GROUP,
+        subject=subject,
+        status=status,
+        measured=measured,
+        expected=expected,
+        unit=unit,
+        remedy=remedy,
+        seconds=seconds,
+    )

@@ -1,0 +1,234 @@
+"""Check `alike`: whether all hosts have the same code, configuration and packages.
+
+Each host describes itself (`describe`), the descriptions are exchanged, and one pure comparison names the hosts that are not
+like the others: with three or more hosts those in the minority, with two the second.
+"""
+
+import hashlib
+import json
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from elastictrain.preflight.host.speaking import Finding
+from elastictrain.preflight.verdict import Verdict
+
+DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+"""Packages that must be the same everywhere: ranks speak their protocols with each other."""
+
+OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "safetensors", "transformers", "tokenizers")
+"""Packages in which a difference may change results, or what works, on one host only."""
+
+_MOST_FILES = 4000
+_MOST_BYTES = 64 << 20
+_NAMED_AT_MOST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """What one host runs.
+
+    `code` has a digest for each package's modules and folders ("elastictrain/train"), `folders` where each package lies.
+    `config` is a digest of what all must have in common; empty if unknown.
+    """
+
+    code: Mapping[str, str]
+    folders: Mapping[str, str]
+    versions: Mapping[str, str]
+    config: str = ""
+    checkouts: tuple[str, ...] = field(default=())
+    """Packages that lie in a checkout of git."""
+
+
+def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -> Likeness:
+    """What this host runs, without importing anything. `packages` are names of modules or packages, dotted ones for their
+    outermost package; what is not installed, or too large to be somebody's own code, is left out."""
+    code: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    checkouts = []
+    for package in dict.fromkeys(name.partition(".")[0] for name in packages):
+        origin = _origin(package)
+        digests = digest_code(origin) if origin is not None else None
+        if origin is not None and digests is not None:
+            code |= digests
+            folders[package] = str(origin)
+            if (origin.parent / ".git").exists():
+                checkouts.append(package)
+    versions = {"python": platform.python_version()}
+    for name in (*DECISIVE, *OTHERS):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return Likeness(code, folders, versions, config, tuple(checkouts))
+
+
+def digest_code(origin: Path) -> dict[str, str] | None:
+    """Digests of names, sizes and contents of all .py files of a package, one for each module and folder right in it; None if
+    it is too large or cannot be read."""
+    digests: dict[str, hashlib._Hash] = {}
+    num_files = num_bytes = 0
+    try:
+        for name, path in _modules(origin):
+            content = Path(path).read_bytes()
+            num_files, num_bytes = num_files + 1, num_bytes + len(content)
+            if num_files > _MOST_FILES or num_bytes > _MOST_BYTES:
+                return None
+            part = "/".join(name.split("/")[:2])
+            digest = digests.setdefault(part, hashlib.sha256())
+            digest.update(f"{name}\0{len(content)}\0".encode(errors="surrogateescape"))
+            digest.update(content)
+    except OSError:
+        return None
+    return {part: digest.hexdigest()[:16] for part, digest in digests.items()}
+
+
+def _origin(package: str) -> Path | None:
+    """The folder of a package, or the file of a module."""
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        # Of a module that was made by hand nothing is known.
+        return None
+    # `__main__` is another name for whatever was started.
+    if spec is None or spec.name != package:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _modules(origin: Path) -> Iterator[tuple[str, str]]:
+    """Name, with the package's own at its beginning, and path of each .py file, in order of name."""
+    if origin.is_file():
+        yield origin.name, str(origin)
+        return
+    base = len(str(origin.parent)) + 1
+    for folder, folders, files in os.walk(origin):
+        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)  # noqa: PTH118
+                yield path[base:], path
+
+
+def encode(likeness: Likeness) -> bytes:
+    """For the exchange."""
+    return json.dumps(asdict(likeness), sort_keys=True).encode()
+
+
+def decode(word: bytes | None) -> Likeness | None:
+    """The inverse; None for what no host of this release says."""
+    try:
+        said = json.loads(word or b"")
+        return Likeness(
+            code=_texts(said["code"]),
+            folders=_texts(said["folders"]),
+            versions=_texts(said["versions"]),
+            config=str(said["config"]),
+            checkouts=tuple(map(str, said["checkouts"])),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _texts(table: Mapping[object, object]) -> dict[str, str]:
+    return {str(name): str(value) for name, value in table.items()}
+
+
+def compare(hosts: Mapping[str, Likeness | None]) -> list[Verdict]:
+    """For each host what it has unlike the others; or that all are alike. `hosts` is in the order of the group; None is a host
+    whose description is not understood."""
+    known = {host: likeness for host, likeness in hosts.items() if likeness is not None}
+    found: list[Verdict] = []
+    for host, likeness in hosts.items():
+        say = Finding("alike", host)
+        if likeness is None:
+            remedy = f"install the same release of elastictrain on {host} as on the others"
+            found.append(say.failed("unknown", expected="a description of its code", remedy=remedy))
+            continue
+        differences = [
+            *_code(host, likeness, known, say),
+            *_config(host, likeness, known, say),
+            *_versions(host, likeness, known, say),
+        ]
+        found += differences or [say.passed("alike", expected="alike")]
+    return found
+
+
+def model(values: Mapping[str, str]) -> str:
+    """The host that the others should be like: the first of those with the value that most have."""
+    counts = Counter(values.values())
+    # Where there is no majority the order decides: with two hosts, the first is right.
+    return max(values, key=lambda host: counts[values[host]])
+
+
+def _code(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+    right_host = model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
+    right = known[right_host]
+    parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
+    if not parts:
+        return
+    more = f" and {len(parts) - _NAMED_AT_MOST} more" if len(parts) > _NAMED_AT_MOST else ""
+    remedies = []
+    # A module right in a folder of the path is a part without a package: elastictrain/train, my_task.py.
+    for package in dict.fromkeys(part.partition("/")[0].removesuffix(".py") for part in parts):
+        source, target = right.folders.get(package), own.folders.get(package)
+        if source is None or target is None:
+            remedies.append(f"install {package} on {host if target is None else right_host}, or remove it from the other")
+            continue
+        slash = "" if source.endswith(".py") else "/"
+        copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
+        pulling = f", or `git -C {Path(target).parent} pull`" if package in own.checkouts else ""
+        remedies.append(copying + pulling)
+    yield say.failed(
+        f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}",
+        expected=f"as on {right_host}",
+        remedy=f"on {host}: {'; '.join(remedies)}",
+    )
+
+
+def _config(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+    said = {one: likeness.config for one, likeness in known.items() if likeness.config}
+    if not own.config or not said:
+        return
+    right_host = model(said)
+    if own.config != said[right_host]:
+        remedy = (
+            f"start {host} with the same command line and config folder as {right_host}; "
+            "compare what `python -m elastictrain.run ... --cfg job` prints on both"
+        )
+        yield say.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
+
+
+def _versions(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+    for package in sorted({name for likeness in known.values() for name in likeness.versions}):
+        values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
+        right_host = model(values)
+        mine, right = values[host], values[right_host]
+        if mine == right:
+            continue
+        saying = say.failed if _decisive(package, mine, right) else say.warned
+        yield saying(
+            f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=_install(package, right, host)
+        )
+
+
+def _decisive(package: str, mine: str, right: str) -> bool:
+    """Of Python only the first two numbers matter: the third is for corrections."""
+    return mine.split(".")[:2] != right.split(".")[:2] if package == "python" else package in DECISIVE
+
+
+def _install(package: str, right: str, host: str) -> str:
+    if package == "python":
+        return f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
+    if right == "none":
+        return f"on {host}: `python -m pip uninstall {package}`"
+    _, plus, build = right.partition("+")
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if plus and package == "torch" else ""
+    return f"on {host}: `python -m pip install {package}=={right}{index}`"

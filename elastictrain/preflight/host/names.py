@@ -1,0 +1,163 @@
+"""Checks `name` and `lookup`: what this host's own name means, and whether the resolver stalls.
+
+A host that takes its own name for loopback tells the others to meet it at an address that means themselves: nobody hosts the
+rendezvous, and all wait without a word. A resolver that stalls adds seconds to every connection that torch's store makes.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from elastictrain.preflight.host.lookups import LookUp, Resolver, address_towards, look_up
+from elastictrain.preflight.host.speaking import Finding
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Verdict
+
+SLOW_S = 1.0
+"""A healthy look-up takes milliseconds; a name server that does not answer costs whole seconds, 5 by default.
+Source: resolv.conf(5), option `timeout`."""
+
+LIMIT_S = 2.0
+"""How long an answer is waited for: what takes longer than `SLOW_S` is known to be bad by then."""
+
+MAPPED_LOOPBACK = "::ffff:127.0.0.1"
+"""What torch's store, listening on IPv6, sees of a rank on its own host, and looks up for its log."""
+
+_ROUTED = "192.0.2.1"
+"""An address that nobody has: the way to it is the way out. Source: RFC 5737."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostsLine:
+    """A line of /etc/hosts: its number from 1, its address, its names."""
+
+    number: int
+    address: str
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " ".join((self.address, *self.names))
+
+
+@dataclass(frozen=True, slots=True)
+class NameFacts:
+    """What the own name means. `address` is the one by which other hosts reach this one, if known."""
+
+    name: str
+    own: LookUp
+    lines: tuple[HostsLine, ...]
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupFacts:
+    """How long questions take. `servers` are those of /etc/resolv.conf."""
+
+    forward: tuple[LookUp, ...]
+    reverse: tuple[LookUp, ...]
+    servers: tuple[str, ...]
+
+
+def read_name(surroundings: Surroundings, *, resolver: Resolver, address: str | None, towards: str | None) -> NameFacts:
+    """`towards` is an address of another host, for finding out the own one."""
+    (own,), _ = look_up([surroundings.host], [], resolver=resolver, limit_s=LIMIT_S)
+    known = address or address_towards(towards or _ROUTED)
+    return NameFacts(
+        name=surroundings.host,
+        own=own,
+        lines=tuple(parse_hosts(surroundings.read("etc/hosts") or "")),
+        address=None if known is None or is_loopback(known) else known,
+    )
+
+
+def read_lookups(surroundings: Surroundings, *, resolver: Resolver, address: str | None) -> LookupFacts:
+    """Asks for the own name, and for the names of the addresses under which ranks of this host appear."""
+    own = address or address_towards(_ROUTED)
+    asked = [MAPPED_LOOPBACK, *([own] if own else [])]
+    forward, reverse = look_up([surroundings.host], asked, resolver=resolver, limit_s=LIMIT_S)
+    return LookupFacts(tuple(forward), tuple(reverse), tuple(_servers(surroundings.read("etc/resolv.conf") or "")))
+
+
+def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
+    """Loopback is right for a host that is alone, and only for that."""
+    say = Finding("name", facts.name)
+    expected = "an address that other hosts reach" if several_hosts else "an address"
+    address = facts.address or "ADDRESS"
+    where = "" if facts.address else " (ADDRESS: the one that `ip -brief address` shows and other hosts reach)"
+    adding = f"add the line `{address} {facts.name}` to /etc/hosts on {facts.name}{where}"
+    if facts.own.answers is None:
+        measured = f"no answer in {facts.own.seconds:.1f} s" if facts.own.stalled else facts.own.error
+        if several_hosts:
+            return say.warned(measured, expected=expected, remedy=adding)
+        return say.skipped(measured, remedy=f"only needed with several hosts; then {adding}")
+    measured = ", ".join(facts.own.answers)
+    loopback = [answer for answer in facts.own.answers if is_loopback(answer)]
+    if not several_hosts or not loopback:
+        return say.passed(measured, expected=expected)
+    line = _wrong_line(facts)
+    remedy = adding if line is None else _changing(line, facts.name, address) + where
+    # The first answer is the one that programs take.
+    if is_loopback(facts.own.answers[0]):
+        return say.failed(measured, expected=expected, remedy=remedy)
+    return say.warned(measured, expected=expected, remedy=remedy)
+
+
+def judge_lookups(facts: LookupFacts, *, host: str) -> Verdict:
+    """Whether any answer takes longer than `SLOW_S`; which answer does not matter here."""
+    say = Finding("lookup", host)
+    slow_forward = [one for one in facts.forward if one.seconds > SLOW_S]
+    slow_reverse = [one for one in facts.reverse if one.seconds > SLOW_S]
+    slowest = max((*facts.forward, *facts.reverse), key=lambda one: one.seconds, default=None)
+    if slowest is None:
+        return say.skipped("nothing was asked", remedy="look at /etc/resolv.conf")
+    if not slow_forward and not slow_reverse:
+        return say.passed(round(slowest.seconds, 3), expected=SLOW_S, unit="s")
+    servers = f"; the name server ({', '.join(facts.servers)} in /etc/resolv.conf) must answer" if facts.servers else ""
+    lines = [f"`ADDRESS {one.question}`" for one in slow_forward]
+    lines += [f"`{one.question} {'localhost' if is_loopback(one.question) else host}`" for one in slow_reverse]
+    remedy = f'export RES_OPTIONS="timeout:1 attempts:1", and add {" and ".join(lines)} to /etc/hosts on {host}{servers}'
+    measured = f"{slowest.question}: {'no answer in ' if slowest.stalled else ''}{slowest.seconds:.1f} s"
+    return say.warned(measured, expected=f"under {SLOW_S:g} s", remedy=remedy)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means the host that uses it (127.0.0.0/8, ::1, and the first written as IPv6)."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
+    return (mapped or parsed).is_loopback
+
+
+def parse_hosts(text: str) -> list[HostsLine]:
+    """The lines of /etc/hosts that say something. Source: hosts(5)."""
+    found = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        words = line.partition("#")[0].split()
+        if len(words) >= 2:
+            found.append(HostsLine(number, words[0], tuple(words[1:])))
+    return found
+
+
+def _wrong_line(facts: NameFacts) -> HostsLine | None:
+    """The line that says the own name is loopback."""
+    for line in facts.lines:
+        if facts.name in line.names and is_loopback(line.address):
+            return line
+    return None
+
+
+def _changing(line: HostsLine, name: str, address: str) -> str:
+    # Other names in the line (localhost) may well be loopback, and stay.
+    ours = tuple(one for one in line.names if one == name or one.startswith(f"{name}."))
+    others = tuple(one for one in line.names if one not in ours)
+    new = [HostsLine(line.number, address, ours), *([HostsLine(line.number, line.address, others)] if others else [])]
+    lines = " and ".join(f"`{one}`" for one in new)
+    return f"in /etc/hosts on {name}, change line {line.number} from `{line}` to {lines}"
+
+
+def _servers(text: str) -> Sequence[str]:
+    """Source: resolv.conf(5)."""
+    lines = [line.split() for line in text.splitlines()]
+    return [words[1] for words in lines if len(words) >= 2 and words[0] == "nameserver"]

@@ -1,0 +1,59 @@
+"""Check `shared_memory`: room in host memory for snapshots, and for what ranks of one host tell each other."""
+
+from dataclasses import dataclass
+
+from elastictrain.preflight.host.mounts import read_mounts
+from elastictrain.preflight.host.space import Space, read_space
+from elastictrain.preflight.host.speaking import MIB, Finding, in_gib
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Verdict
+
+CONTAINER_BYTES = 64 * MIB
+"""What Docker, containerd and Kubernetes give a container unless they are told otherwise. Source: `docker run --shm-size`."""
+
+LEAST_BYTES = 16 * MIB
+"""Below it NCCL and gloo cannot set up their buffers between ranks of one host."""
+
+_SUGGESTED_BYTES = 16 << 30
+_MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryFacts:
+    """The folder `checkpoint.memory_dir`, the room it has, and what the run wants of it, each if known."""
+
+    folder: str
+    space: Space | None
+    needed_bytes: int | None = None
+
+
+def read_shared_memory(surroundings: Surroundings, *, memory_dir: str, needed_bytes: int | None) -> SharedMemoryFacts:
+    """Asks the file system."""
+    return SharedMemoryFacts(memory_dir, read_space(memory_dir, mounts=read_mounts(surroundings)), needed_bytes)
+
+
+def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
+    """A run can go on with little of it, but keeps no snapshots in memory then."""
+    say, space, folder = Finding("shared_memory", host), facts.space, facts.folder
+    elsewhere = "or set checkpoint.memory_dir to a tmpfs"
+    if space is None:
+        return say.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
+    needed, unit = facts.needed_bytes, f"GiB free in {folder}"
+    wanted = max(_SUGGESTED_BYTES, 2 * (needed or 0))
+    larger = (
+        f"give {folder} on {host} {in_gib(wanted):g} GiB: `docker run --shm-size={wanted >> 30}g`, in Kubernetes an "
+        f"emptyDir with `medium: Memory` on {folder}, on a plain host `mount -o remount,size={wanted >> 30}g {folder}`"
+    )
+    free, expected = in_gib(space.free_bytes), in_gib(needed if needed is not None else LEAST_BYTES)
+    if space.kind is not None and space.kind not in _MEMORY_KINDS:
+        measured = f"{folder} is on {space.kind}"
+        remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"
+        return say.warned(measured, expected="a file system in memory", remedy=remedy)
+    if space.free_bytes < LEAST_BYTES:
+        remedy = f"`ls -la {folder}` shows what fills it on {host}: remove what dead processes left; {larger}"
+        return say.failed(free, expected=expected, unit=unit, remedy=remedy)
+    if space.total_bytes <= CONTAINER_BYTES:
+        return say.warned(free, expected=expected, unit=unit, remedy=larger)
+    if needed is not None and space.free_bytes < needed:
+        return say.warned(free, expected=expected, unit=unit, remedy=f"{larger}; or checkpoint.buffers=1")
+    return say.passed(free, expected=expected, unit=unit)

@@ -1,0 +1,141 @@
+"""One object's round trip through a store, as a process of its own: `python -m elastictrain.preflight.host.trip`, started by
+the check `storage`, for nobody else to use.
+
+It reads what to do from its input (a URL may hold a password, and command lines are public), and writes a line of JSON to its
+output when a step begins and when it ends: who kills it knows then where it stood.
+"""
+
+import ctypes
+import json
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError
+from elastictrain.storage.failures import facts_of, fault_of
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.retry import RetryOptions
+from elastictrain.storage.store import Store
+
+FOLDER = "preflight/trips"
+"""Below the root of the store; empty, and on a file system gone, after a trip."""
+
+_STALE_S = 3600.0
+"""What an earlier trip left, because it was killed, is older than this. Both times are the store's own."""
+
+_PR_SET_PDEATHSIG = 1
+
+Say = Callable[[Mapping[str, object]], None]
+
+
+def travel(store: Store, *, name: str, say: Say) -> None:
+    """Create, refuse to create again, replace, read back, list, delete; nothing remains, also after a failure.
+
+    Raises: StorageError.
+    """
+    key, first, second = f"{FOLDER}/{name}", f"{name} 1\n".encode(), f"{name} 2\n".encode()
+    try:
+        with _step("create", say):
+            store.create(key, first)
+        with _step("create again", say):
+            _refuse(store, key)
+        with _step("replace", say):
+            store.write(key, second)
+        with _step("read", say):
+            found = store.read(key)
+            if found != second:
+                raise PermanentStorageError(
+                    f"{store.url}/{key} must be read back as it was written, but {len(found)} other bytes came; "
+                    "use another store"
+                )
+        with _step("list", say):
+            known = {info.key: info.modified for info in store.list(FOLDER)}
+            if key not in known:
+                raise PermanentStorageError(
+                    f"{store.url}: an object just written must be listed, but is not; use another store"
+                )
+        with _step("delete", say):
+            store.delete(key)
+            for other, modified in known.items():
+                if known[key] - modified > _STALE_S:
+                    store.delete(other)
+            if isinstance(store, LocalStore):
+                store.sweep_temporaries(FOLDER)
+    except BaseException:
+        with suppress(StorageError):
+            store.delete(key)
+        raise
+
+
+def _refuse(store: Store, key: str) -> None:
+    try:
+        store.create(key, b"This must not be written.\n")
+    except ObjectExistsError:
+        return
+    raise PermanentStorageError(
+        f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores If-None-Match, so that a "
+        "checkpoint could be replaced unnoticed: use another service or a newer version of it"
+    )
+
+
+@contextmanager
+def _step(name: str, say: Say) -> Iterator[None]:
+    say({"begun": name})
+    began = time.monotonic()
+    yield
+    say({"done": name, "ms": round((time.monotonic() - began) * 1e3, 2)})
+
+
+@contextmanager
+def _leaving_as_found(store: Store) -> Iterator[None]:
+    """Folders above the objects that were not there before are not there afterwards, unless others have begun to use them."""
+    made = []
+    folder = store.root if isinstance(store, LocalStore) else "/"
+    while not os.path.lexists(folder):
+        made.append(folder)
+        folder = os.path.dirname(folder)  # noqa: PTH120
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            for one in made:
+                os.rmdir(one)  # noqa: PTH106
+
+
+def main() -> int:
+    """Reads `{"url": ..., "patience_s": ..., "parent": pid}`; returns 0 whenever what happened was said."""
+    with suppress(AttributeError, OSError):
+        # Nobody would miss us if the preflight were killed while we wait for a store that does not answer.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    order = json.loads(sys.stdin.read())
+    # The request is not retroactive.
+    if os.getppid() != order["parent"]:
+        return 0
+    patience_s = float(order["patience_s"])
+
+    def say(word: Mapping[str, object]) -> None:
+        sys.stdout.write(json.dumps(word) + "\n")
+        sys.stdout.flush()
+
+    retry = RetryOptions(attempts=3, base_s=0.1, total_s=patience_s / 3, answer_timeout_s=patience_s)
+    say({"begun": "open"})
+    try:
+        store = open_store(str(order["url"]), retry=retry)
+        with _leaving_as_found(store):
+            travel(store, name=f"trip-{secrets.token_hex(8)}", say=say)
+    except ConfigError as error:
+        say({"fault": "CONFIG", "errno": None, "message": str(error)})
+    except StorageError as error:
+        say({"fault": fault_of(error).name, "errno": facts_of(error).errno, "message": str(error)})
+    else:
+        say({"end": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""One host carries out the orders of the first one."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from elastictrain.preflight.links.board import Board
+from elastictrain.preflight.links.measured import Contact, Findings, Flow, Roster
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.orders import MakeContact, Measure
+from elastictrain.preflight.links.probes import PeerProbe
+
+_TURN_S = 0.5
+"""After this long it is worth a look whether a partner is still there."""
+
+_AT_A_TIME = 16
+"""Peers that one host looks at side by side: dead ones only cost time."""
+
+
+class Actor:
+    """The host at `place` of the roster."""
+
+    def __init__(
+        self,
+        place: int,
+        *,
+        roster: Roster,
+        board: Board,
+        options: LinkOptions,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._place = place
+        self._roster = roster
+        self._board = board
+        self._options = options
+        self._clock = clock
+        self._wall = wall
+        self._probes: dict[int, PeerProbe] = {}
+        self._contacts: dict[int, Contact] = {}
+
+    def carry_out(self, number: int, order: MakeContact | Measure) -> None:
+        """Do what concerns this host in order `number`, and leave word of what was found. Raises: TransportError."""
+        if not order.concerns(self._place):
+            return
+        found = self._make_contact(order) if isinstance(order, MakeContact) else self._measure(number, order)
+        self._board.put_findings(number, self._place, found)
+
+    def has_fallen_silent(self, place: int) -> bool:
+        """Whether a host that answered this one before does not any more. Of others nothing is known."""
+        before = self._contacts.get(place)
+        return before is not None and before.latency_s is not None and self._probe(place).contact().latency_s is None
+
+    def _make_contact(self, order: MakeContact) -> Findings:
+        targets = [target for source, target in order.links if source == self._place]
+        return Findings(contacts=self._look_at(targets))
+
+    def _look_at(self, targets: Sequence[int]) -> tuple[Contact, ...]:
+        probes = [self._probe(target) for target in targets]
+        with ThreadPoolExecutor(min(_AT_A_TIME, len(probes)), thread_name_prefix="link-contact") as threads:
+            found = tuple(threads.map(PeerProbe.contact, probes))
+        self._contacts.update(zip(targets, found, strict=True))
+        return found
+
+    def _measure(self, number: int, order: Measure) -> Findings:
+        contacts: list[Contact] = []
+        flows: list[Flow] = []
+        began, round_s = self._clock(), order.round_s(self._options)
+        for round_number, pairs in enumerate(order.rounds):
+            pair = next((pair for pair in pairs if self._place in pair), None)
+            if pair is None:
+                continue
+            partner = pair[0] + pair[1] - self._place
+            if partner not in self._contacts:
+                contacts += self._look_at([partner])
+            # All go by the same time table: who waited in vain for a dead partner is in time for the next one.
+            until = began + (round_number + 1) * round_s
+            flows += self._stream(number, round_number, partner, until=until)
+        return Findings(tuple(contacts), tuple(flows))
+
+    def _stream(self, number: int, round_number: int, partner: int, *, until: float) -> tuple[Flow, ...]:
+        contact = self._contacts[partner]
+        probe = self._probe(partner)
+        willing = contact.latency_s is not None and not contact.loses_large
+        self._board.say_ready(number, round_number, self._place, willing=willing)
+        latest_s = until - self._options.stream_round_s() - self._clock()
+        ready = self._board.is_ready(number, round_number, partner, limit_s=min(latest_s, _TURN_S))
+        if ready is None and not self.has_fallen_silent(partner):
+            latest_s = until - self._options.stream_round_s() - self._clock()
+            ready = self._board.is_ready(number, round_number, partner, limit_s=latest_s)
+        if not ready or not willing:
+            return ()
+        if self._place > partner:
+            self._board.wait_done(number, round_number, partner, limit_s=until - self._clock())
+            return ()
+        found = probe.flows()
+        self._board.say_done(number, round_number, self._place)
+        return found
+
+    def _probe(self, target: int) -> PeerProbe:
+        if target not in self._probes:
+            hosts = self._roster.hosts
+            self._probes[target] = PeerProbe(
+                hosts[self._place],
+                hosts[target],
+                places=(self._place, target),
+                token=bytes.fromhex(self._roster.token),
+                options=self._options,
+                wall=self._wall,
+            )
+        return self._probes[target]

@@ -1,0 +1,85 @@
+"""All verdicts about links and hosts, and what the next baseline is. Pure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from elastictrain.preflight.links.baseline import Baseline, fold
+from elastictrain.preflight.links.judge_contacts import (
+    judge_clocks,
+    judge_latency,
+    judge_mtu,
+    judge_reach,
+    typical_latency_s,
+)
+from elastictrain.preflight.links.judge_flows import judge_bandwidth, typical_gbps
+from elastictrain.preflight.links.judge_roster import Silence, judge_roster
+from elastictrain.preflight.links.measured import Contact, Flow, GarbledError, Link, Roster
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """All that the first host has gathered. `flows_again`: of suspects; `full`: whether bandwidth was to be measured."""
+
+    roster: Roster
+    contacts: Mapping[Link, Contact]
+    flows: tuple[Flow, ...] = ()
+    flows_again: tuple[Flow, ...] = ()
+    silences: tuple[Silence, ...] = ()
+    full: bool = False
+
+
+def judge(
+    evidence: Evidence, *, options: LinkOptions, baseline: Baseline | None = None, names: Mapping[int, str] | None = None
+) -> list[Verdict]:
+    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and, if it is full, `bandwidth`: a pass each, or what is wrong.
+
+    Nothing that was asked of a host that fell silent is held against anybody else.
+    """
+    roster = evidence.roster
+    silent = {silence.place for silence in evidence.silences}
+    contacts = {link: contact for link, contact in evidence.contacts.items() if not silent & set(link)}
+    verdicts = judge_roster(roster, silences=evidence.silences, names=names or {})
+    verdicts += judge_reach(contacts, roster=roster)
+    if len(roster.hosts) < 2:
+        return verdicts
+    verdicts += judge_mtu(contacts, roster=roster)
+    verdicts += judge_latency(contacts, roster=roster, options=options, baseline=baseline)
+    verdicts += judge_clocks(contacts, roster=roster, options=options)
+    if evidence.full:
+        verdicts += judge_bandwidth(
+            [flow for flow in evidence.flows if not silent & set(flow.link)],
+            [flow for flow in evidence.flows_again if not silent & set(flow.link)],
+            roster=roster,
+            options=options,
+            baseline=baseline,
+        )
+    return verdicts
+
+
+def next_baseline(evidence: Evidence, verdicts: Sequence[Verdict], *, before: Baseline | None) -> Baseline | None:
+    """With this preflight, if latency and bandwidth have nothing to complain of; else as it was."""
+    if any(verdict.status in (Status.FAIL, Status.WARN) for verdict in verdicts if verdict.check in ("latency", "bandwidth")):
+        return before
+    latency_s = typical_latency_s(evidence.contacts)
+    one_way, both_ways = (typical_gbps(evidence.flows, both=both) for both in (False, True))
+    if latency_s is None and one_way is None:
+        return before
+    return fold(before, one_way_gbps=one_way, both_ways_gbps=both_ways, latency_s=latency_s)
+
+
+def encode_verdicts(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+    """As JSON values."""
+    return [asdict(verdict) for verdict in verdicts]
+
+
+def decode_verdicts(rows: object) -> list[Verdict]:
+    """Raises: GarbledError."""
+    try:
+        if not isinstance(rows, list):
+            raise TypeError("verdicts must be a list")
+        return [Verdict(**{**row, "scope": Scope(row["scope"]), "status": Status(row["status"])}) for row in rows]
+    except (KeyError, TypeError, ValueError) as error:
+        raise GarbledError(f"verdicts are garbled: {error!r}: {json.dumps(rows)[:200]}") from error

@@ -1,0 +1,97 @@
+"""Verdicts about who is there. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastictrain.preflight.links import remedies
+from elastictrain.preflight.links.measured import Introduction, Roster
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+_CHECK = "roster"
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A host that is in the roster, and was not heard any more. `doing`: what it was to do."""
+
+    place: int
+    doing: str
+    waited_s: float
+
+
+def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Mapping[int, str]) -> list[Verdict]:
+    """Who never came, and who fell silent. `names`: of hosts by node rank, as far as the cluster told them beforehand."""
+    verdicts = [_absent(rank, roster, names=names) for rank in roster.absent]
+    labels = roster.labels()
+    for silence in silences:
+        label = labels[silence.place]
+        verdicts.append(
+            Verdict(
+                check=_CHECK,
+                scope=Scope.HOST,
+                subject=label,
+                status=Status.FAIL,
+                measured=f"silent while {silence.doing}",
+                expected=f"word within {silence.waited_s:.3g} s",
+                remedy=f"look whether {label} ({roster.hosts[silence.place].address}) is up and its launcher runs (`ping`, "
+                f"`ssh {roster.hosts[silence.place].address}`); restart it there, or run without this host",
+            )
+        )
+    everybody = f"{len(roster.hosts)} hosts"
+    return verdicts or [
+        Verdict(check=_CHECK, scope=Scope.GROUP, subject="all", status=Status.PASS, measured=everybody, expected=everybody)
+    ]
+
+
+def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
+    """By a host that hears nothing of the first one."""
+    return Verdict(
+        check=_CHECK,
+        scope=Scope.HOST,
+        subject=leader,
+        status=Status.FAIL,
+        measured=f"{label} heard nothing of it for {waited_s:.3g} s",
+        expected="its word",
+        remedy=f"look whether the launcher runs on the host of node rank 0 ({leader}), and start it there",
+    )
+
+
+def claimed_twice(ours: Introduction, theirs: Introduction) -> Verdict:
+    """Two launchers say that they are the same node."""
+    return Verdict(
+        check=_CHECK,
+        scope=Scope.GROUP,
+        subject=f"{ours.name}, {theirs.name}",
+        status=Status.FAIL,
+        measured=f"both say that they are node rank {ours.node_rank} ({ours.address}, {theirs.address})",
+        expected="a node rank each",
+        remedy=f"give one of them another `--node-rank` than {ours.node_rank}, or end what is left of an earlier start",
+    )
+
+
+def unheard(host: str, *, why: str) -> Verdict:
+    """By a host that cannot leave word for the others."""
+    return Verdict(
+        check=_CHECK,
+        scope=Scope.HOST,
+        subject=host,
+        status=Status.FAIL,
+        measured=why,
+        expected="word from and to all hosts",
+        remedy=f"look whether {host} reaches the rendezvous endpoint (MASTER_ADDR and MASTER_PORT), and whether it is up",
+    )
+
+
+def _absent(rank: int, roster: Roster, *, names: Mapping[int, str]) -> Verdict:
+    label = f"{names[rank]} (node rank {rank})" if rank in names else f"node rank {rank}"
+    present = remedies.names(roster.labels())
+    return Verdict(
+        check=_CHECK,
+        scope=Scope.HOST,
+        subject=label,
+        status=Status.FAIL,
+        measured=f"no word in {roster.waited_s:.3g} s",
+        expected=f"{len(roster.hosts) + len(roster.absent)} hosts",
+        remedy=f"start the launcher on the host of {label}, or look there why it did not start (present: {present}); or go on "
+        f"without it: `launch.min_hosts={len(roster.hosts)}`",
+    )

@@ -1,0 +1,194 @@
+"""What one host asks of another: does it answer on its ports, how large may frames be, how far, what time, how fast."""
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from elastictrain.preflight.links.clocks import exchange_offset
+from elastictrain.preflight.links.measured import Contact, Flow, Introduction
+from elastictrain.preflight.links.mtu import LARGEST, PathProbe
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.processor import Waiting
+from elastictrain.preflight.links.rates import Meter, drain
+from elastictrain.preflight.links.responder import send_for
+from elastictrain.preflight.links.wire import (
+    CHUNK_BYTES,
+    ECHO,
+    GIVE,
+    PING,
+    PONG,
+    RECEIPT,
+    REQUEST,
+    SINK,
+    TRAILER,
+    Line,
+    LineError,
+    Secret,
+    connect,
+    introduce,
+)
+
+_NUM_PINGS = 9
+_LATE_S = 0.2
+_DEFAULT_MTU = 1500
+"""Of Ethernet, where neither interface is known."""
+
+
+class PeerProbe:
+    """Asks `target` on behalf of `source`; `places` are theirs in the roster. For one thread at a time; make contact first."""
+
+    def __init__(
+        self,
+        source: Introduction,
+        target: Introduction,
+        *,
+        places: tuple[int, int],
+        token: bytes,
+        options: LinkOptions,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._source = source
+        self._target = target
+        self._places = places
+        self._secret = Secret(token, bytes.fromhex(target.nonce))
+        self._options = options
+        self._wall = wall
+        # The first that is not known to be blocked: what is blocked is told of, and streams take another one.
+        self._port = target.tcp_ports[0]
+
+    def contact(self) -> Contact:
+        """Reach, latency, clock and MTU of the way there. Never raises for what the network does."""
+        blocked, timed = self._reach()
+        answering = len(blocked) < len(self._target.tcp_ports)
+        latency_s, offset_s = timed or (None, None)
+        intended = self._intended()
+        return Contact(
+            source=self._places[0],
+            target=self._places[1],
+            blocked=tuple(sorted(blocked.items())),
+            largest=self._largest(intended) if answering else None,
+            intended=intended,
+            latency_s=latency_s,
+            offset_s=offset_s,
+        )
+
+    def flows(self) -> tuple[Flow, ...]:
+        """Bandwidth there, back, and both at once. Where nothing comes through it is 0."""
+        source, target = self._places
+        there, back = self._there(), self._back()
+        both: dict[bool, _Rate] = {}
+        asking = threading.Thread(target=lambda: both.update({True: self._there()}), name="link-there", daemon=True)
+        asking.start()
+        both[False] = self._back()
+        asking.join(self._options.stream_s + self._options.connect_s + 3 * self._options.answer_s)
+        return (
+            there.flow(source, target, both=False),
+            back.flow(target, source, both=False),
+            both.get(True, _Rate(0.0, 1.0)).flow(source, target, both=True),
+            both[False].flow(target, source, both=True),
+        )
+
+    def _intended(self) -> int:
+        known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
+        return min([*known, LARGEST]) if known else _DEFAULT_MTU
+
+    def _reach(self) -> tuple[dict[int, str], tuple[float, float] | None]:
+        """Ports with the reason why they cannot be used, and round trip and clock by the first one that can. All are tried at
+        the same time: each that is blocked in silence takes the whole limit."""
+        blocked: dict[int, str] = {}
+        timed: dict[int, tuple[float, float]] = {}
+
+        def attempt(port: int) -> None:
+            try:
+                with self._connected(port) as line:
+                    timed[port] = self._time(line)
+            except LineError as error:
+                blocked[port] = str(error)
+
+        threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in self._target.tcp_ports[1:]]
+        for thread in threads:
+            thread.start()
+        attempt(self._target.tcp_ports[0])
+        for thread in threads:
+            thread.join()
+        self._port = next((port for port in self._target.tcp_ports if port in timed), self._port)
+        return blocked, min(timed.values(), default=None)
+
+    def _time(self, line: Line) -> tuple[float, float]:
+        """Median round trip in seconds, and their clock minus ours by the fastest one."""
+        line.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self._options.answer_s)
+        found = []
+        deadline = time.monotonic() + self._options.answer_s
+        for _ in range(_NUM_PINGS):
+            began, asked = time.perf_counter(), self._wall()
+            line.send(PING.pack(asked), limit_s=self._options.answer_s)
+            received, answered = PONG.unpack(line.receive(PONG.size, limit_s=self._options.answer_s))
+            took_s, heard = time.perf_counter() - began, self._wall()
+            found.append((took_s, exchange_offset(asked, received, answered, heard)))
+            if time.monotonic() > deadline:
+                break
+        return statistics.median(took_s for took_s, _ in found), min(found)[1]
+
+    def _largest(self, intended: int) -> int | None:
+        probe = PathProbe(
+            self._target.address,
+            self._target.udp_port,
+            source=self._source.address,
+            secret=self._secret,
+            wait_s=self._options.mtu_wait_s,
+        )
+        try:
+            return probe.largest(intended)
+        except OSError:
+            return 0
+
+    def _there(self) -> "_Rate":
+        seconds, waited = self._options.stream_s, 0.0
+        try:
+            with self._connected(self._port) as line:
+                line.send(REQUEST.pack(SINK, seconds, 0), limit_s=self._options.answer_s)
+                # It gives a receipt by its own clock, whether or not all has come by then.
+                with suppress(LineError):
+                    waited = send_for(line, seconds=seconds)
+                _, best, theirs = RECEIPT.unpack(line.receive(RECEIPT.size, limit_s=self._options.answer_s))
+        except LineError:
+            return _Rate(0.0, waited)
+        return _Rate(8e-9 * best, _either(waited, theirs))
+
+    def _back(self) -> "_Rate":
+        seconds, meter, waiting = self._options.stream_s, Meter(), Waiting()
+        try:
+            with self._connected(self._port) as line:
+                line.send(REQUEST.pack(GIVE, seconds, 0), limit_s=self._options.answer_s)
+                buffer = memoryview(bytearray(CHUNK_BYTES))
+                meter = drain(line, buffer, clock=time.monotonic, limit_s=seconds + _LATE_S, idle_s=self._options.answer_s)
+        except LineError:
+            return _Rate(0.0, waiting.part())
+        theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
+        return _Rate(8e-9 * meter.best_bytes_per_s(), _either(waiting.part(), theirs))
+
+    @contextmanager
+    def _connected(self, port: int) -> Iterator[Line]:
+        with connect(self._target.address, port, source=self._source.address, limit_s=self._options.connect_s) as connection:
+            line = Line(connection)
+            introduce(line, self._secret, limit_s=self._options.answer_s)
+            yield line
+
+
+def _either(ours: float, theirs: float) -> float:
+    """The part of the time in which not both had a processor. A stream that was cut off ends with anything."""
+    return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """One stream; `waited` as in `Flow`."""
+
+    gbps: float
+    waited: float
+
+    def flow(self, source: int, target: int, *, both: bool) -> Flow:
+        return Flow(source=source, target=target, gbps=self.gbps, both=both, waited=round(self.waited, 3))

@@ -1,0 +1,101 @@
+"""Which hosts are paired in which round. In a round no host is in two pairs, so that nobody's bandwidth is shared."""
+
+import math
+import random
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+Pair = tuple[int, int]
+"""Two hosts, the lower one first; it is the one that asks."""
+
+Round = tuple[Pair, ...]
+
+
+def num_first_rounds(num_hosts: int) -> int:
+    """How many rounds everybody takes part in: every pair up to 4 hosts, then about log2 of the number of hosts."""
+    if num_hosts < 2:
+        return 0
+    every_pair = num_hosts - 1 + num_hosts % 2
+    return min(every_pair, max(3, math.ceil(math.log2(num_hosts)) - 1))
+
+
+def num_second_rounds(num_hosts: int) -> int:
+    """How many more there may be for suspects. With the first ones: at most log2 of the number of hosts (rounded up) + 2, and 3
+    more than that where so few hosts are that every pair is measured."""
+    if num_hosts < 2:
+        return 0
+    return max(2, math.ceil(math.log2(num_hosts)) + 2 - num_first_rounds(num_hosts))
+
+
+def first_rounds(num_hosts: int, *, seed: int) -> tuple[Round, ...]:
+    """Rounds in which all hosts (all but one of an odd number) are paired, each time with another host.
+
+    A tournament by the circle method, of which `seed` shuffles the places: restarts with other seeds measure other links.
+    """
+    places: list[int | None] = list(range(num_hosts))
+    random.Random(seed).shuffle(places)
+    if num_hosts % 2:
+        places.append(None)
+    found = []
+    for _ in range(num_first_rounds(num_hosts)):
+        half = len(places) // 2
+        facing = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append(tuple(sorted(_pair(a, b) for a, b in facing if a is not None and b is not None)))
+        places[1:] = [places[-1], *places[1:-1]]
+    return tuple(found)
+
+
+def second_rounds(
+    *, hosts: Collection[int], links: Collection[Pair], good: Sequence[int], met: Collection[Pair], num: int
+) -> tuple[Round, ...]:
+    """Rounds in which suspects are measured again: `hosts` with `good` ones (new to them, by `met`, where possible), and
+    suspicious `links` as they are; both twice, where there is room. Hosts go first. Without good hosts, hosts are
+    paired with whom they met."""
+    rounds: list[dict[int, int]] = [{} for _ in range(num)]
+    seen = Counter({_pair(*pair) for pair in met})
+    # All suspects once, before any a second time: a busy processor makes figures worse, and the best one counts.
+    for _ in range(2):
+        for host in sorted(hosts):
+            _place_host(rounds, host, good=good, seen=seen)
+        for pair in sorted({_pair(*link) for link in links}):
+            _place(rounds, pair)
+    found = [tuple(sorted({_pair(a, b) for a, b in paired.items()})) for paired in rounds]
+    return tuple(pairs for pairs in found if pairs)
+
+
+def contacts(num_hosts: int, *, all_pairs: bool, num_distances: int | None = None) -> tuple[Pair, ...]:
+    """Which links are looked at before any bytes flow, as (source, target), both directions of each: all of them, or those over
+    distances of 1, 2, 4, 8 and so on along the ring of hosts (the first `num_distances` of them)."""
+    distances = range(1, num_hosts) if all_pairs else [1 << power for power in range(max(1, num_hosts).bit_length())]
+    used = list(distances)[:num_distances]
+    pairs = {(host, (host + distance) % num_hosts) for distance in used for host in range(num_hosts)}
+    return tuple(sorted({link for a, b in pairs if a != b for link in ((a, b), (b, a))}))
+
+
+def _place_host(rounds: list[dict[int, int]], host: int, *, good: Sequence[int], seen: Counter[Pair]) -> None:
+    for paired in rounds:
+        if host in paired:
+            continue
+        free = [other for other in good if other != host and other not in paired]
+        # The places beside a suspect come first, so that not all suspects want the same ones.
+        free.sort(key=lambda other: (seen[_pair(host, other)], (other - host) % (len(good) + 1), other))
+        if free:
+            paired[host], paired[free[0]] = free[0], host
+            seen[_pair(host, free[0])] += 1
+            return
+    if not good:
+        known = next((pair for pair in sorted(seen) if host in pair), None)
+        if known is not None:
+            _place(rounds, known)
+
+
+def _place(rounds: list[dict[int, int]], pair: Pair) -> None:
+    a, b = pair
+    for paired in rounds:
+        if a not in paired and b not in paired:
+            paired[a], paired[b] = b, a
+            return
+
+
+def _pair(a: int, b: int) -> Pair:
+    return (a, b) if a < b else (b, a)

@@ -1,0 +1,159 @@
+"""The classic speed test between two hosts: one listens, the other one sends it so many bytes, and gets as many back.
+
+Whoever knows the token may use it; both sides are given the same one.
+"""
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from elastictrain.errors import TransportError
+from elastictrain.preflight.links.rates import drain
+from elastictrain.preflight.links.responder import Responder, send_for
+from elastictrain.preflight.links.wire import (
+    CHUNK_BYTES,
+    GIVE,
+    RECEIPT,
+    REQUEST,
+    SINK,
+    TRAILER,
+    Line,
+    LineError,
+    Secret,
+    connect,
+    introduce,
+)
+
+PORT = 29477
+"""Where it listens, if nothing else is said."""
+
+LIMIT_S = 600.0
+"""One transfer takes no longer; 10G at 1 Gbit/s take 86 s."""
+
+_CONNECT_S = 5.0
+_ANSWER_S = 5.0
+_STALL_S = 10.0
+_MOST_CONNECTIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One direction. The rate is over all of it, in 10^9 bits of payload per second."""
+
+    num_bytes: int
+    seconds: float
+
+    @property
+    def gbps(self) -> float:
+        return 8e-9 * self.num_bytes / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """One way there, one way back, and both at the same time."""
+
+    there: Transfer
+    back: Transfer
+    both_there: Transfer
+    both_back: Transfer
+
+
+class Listener:
+    """The side that waits, until it is closed."""
+
+    def __init__(self, address: str, *, port: int = PORT, token: str) -> None:
+        self._responder = Responder(
+            address, ports=(port,), connections=_MOST_CONNECTIONS, most_seconds=LIMIT_S, nonce=_nonce(token)
+        )
+        self._token = token
+
+    def start(self) -> int:
+        """Begin to listen; returns the port. Raises: HostUnfitError naming address and port."""
+        self._responder.start()
+        self._responder.set_token(self._token.encode())
+        return self._responder.tcp_ports[0]
+
+    def close(self) -> None:
+        """End, also what is on its way."""
+        self._responder.close()
+
+
+def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int, limit_s: float = LIMIT_S) -> Speeds:
+    """Send `size_bytes` to a listener, get as many back, and then both at once. Memory does not depend on the size.
+
+    Raises: TransportError naming the address, also if not all bytes came within `limit_s`.
+    """
+    place = _Place(address, port, Secret(token.encode(), _nonce(token)), size_bytes, limit_s)
+    there, back = place.send(), place.receive()
+    sent: list[Transfer | TransportError] = []
+
+    def send() -> None:
+        try:
+            sent.append(place.send())
+        except TransportError as error:
+            sent.append(error)
+
+    sending = threading.Thread(target=send, name="speed-there", daemon=True)
+    sending.start()
+    both_back = place.receive()
+    sending.join()
+    if isinstance(sent[0], TransportError):
+        raise sent[0]
+    return Speeds(there, back, sent[0], both_back)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    address: str
+    port: int
+    secret: Secret
+    size_bytes: int
+    limit_s: float
+
+    def send(self) -> Transfer:
+        """Raises: TransportError."""
+        with self._connected() as line:
+            line.send(REQUEST.pack(SINK, self.limit_s, 0), limit_s=_ANSWER_S)
+            began = time.monotonic()
+            send_for(line, seconds=self.limit_s, most_bytes=self.size_bytes)
+            left_s = self.limit_s - (time.monotonic() - began)
+            num_bytes, _, _ = RECEIPT.unpack(line.receive(RECEIPT.size, limit_s=max(left_s, _ANSWER_S)))
+            return self._whole(num_bytes, time.monotonic() - began)
+
+    def receive(self) -> Transfer:
+        """Raises: TransportError."""
+        with self._connected() as line:
+            began = time.monotonic()
+            line.send(REQUEST.pack(GIVE, self.limit_s, self.size_bytes), limit_s=_ANSWER_S)
+            buffer = memoryview(bytearray(CHUNK_BYTES))
+            meter = drain(line, buffer, clock=time.monotonic, limit_s=self.limit_s, idle_s=_STALL_S)
+            return self._whole(max(0, meter.num_bytes - TRAILER.size), time.monotonic() - began)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Line]:
+        try:
+            with connect(self.address, self.port, source="", limit_s=_CONNECT_S) as connection:
+                line = Line(connection)
+                introduce(line, self.secret, limit_s=_ANSWER_S)
+                yield line
+        except LineError as error:
+            raise TransportError(
+                f"no speed test with {self.address}, port {self.port}: {error}; start the listening side there with the same "
+                f"token, and let TCP port {self.port} through"
+            ) from error
+
+    def _whole(self, num_bytes: int, seconds: float) -> Transfer:
+        if num_bytes != self.size_bytes:
+            raise TransportError(
+                f"only {num_bytes} of {self.size_bytes} bytes came between here and {self.address} in {seconds:.1f} s: choose "
+                f"a smaller size, or run the link checks to see what is wrong"
+            )
+        return Transfer(num_bytes, seconds)
+
+
+def _nonce(token: str) -> bytes:
+    """The listener cannot tell its nonce to anybody beforehand."""
+    return hashlib.sha256(b"speed test " + token.encode()).digest()[:16]

@@ -1,0 +1,223 @@
+"""The preflight of all hosts of a group, before any process group: what each rank does in it.
+
+The first rank of each host checks the host, meets the others on real links, decides and applies the transport plan, and sends
+its word to the first host, which judges them together. The other ranks take over plan and result. All ranks come back with the
+same verdicts. Every wait has a limit.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from elastictrain.errors import PreflightError
+from elastictrain.preflight.alone import OwnChecks, check_host
+from elastictrain.preflight.exchange import Exchange
+from elastictrain.preflight.host.alike import describe
+from elastictrain.preflight.links.baseline import Baseline
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
+from elastictrain.preflight.outcome import Outcome, decide
+from elastictrain.preflight.place import Place
+from elastictrain.preflight.policy import Level, apply_modes
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.table import from_json, to_json
+from elastictrain.preflight.transport.apply import apply
+from elastictrain.preflight.transport.facts import Facts, read_facts
+from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
+from elastictrain.preflight.transport.judge_interface import judge_interface
+from elastictrain.preflight.transport.plan import TransportPlan, Wishes
+from elastictrain.preflight.transport.plan import decide as decide_transport
+from elastictrain.preflight.transport.rdma import Rdma, common, kinds_here
+from elastictrain.preflight.transport.route import ask_kernel, find_route
+from elastictrain.preflight.transport.settings import OWN_VARIABLES
+from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.words import Word, judge_words, word_from_bytes
+
+_ANYWHERE = "192.0.2.1"
+"""An address that nobody has (RFC 5737): the way to it is the way to the rest of the world."""
+
+_FOLLOW_S = 5.0
+"""How much longer than its own limit the first host may take to bring everything together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is asked of every host alike."""
+
+    own: OwnChecks
+    wait_s: float
+    limit_s: float
+    ports: tuple[int, ...] = ()
+    """TCP ports on which hosts must reach each other, besides one that the kernel picks."""
+
+    packages: tuple[str, ...] = ("elastictrain",)
+    """Whose code all hosts must have alike."""
+
+    config: str = ""
+    """Digest of what all hosts must have in common."""
+
+    after_failure: bool = False
+    """Whether NCCL should say more than usual."""
+
+    baseline: Baseline | None = None
+    """What the links could do earlier; the first host's counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What all ranks go by. `plan`: of this host, on the rank that acts for it. `baseline`: on the first rank."""
+
+    verdicts: tuple[Verdict, ...]
+    outcome: Outcome
+    seconds: float
+    alone: bool
+    """Whether there is one host only."""
+
+    plan: TransportPlan | None = None
+    baseline: Baseline | None = None
+
+
+@dataclass(slots=True)
+class Seat:
+    """One rank's part. `environment` is what process groups will read."""
+
+    place: Place
+    asked: Asked
+    exchange: Exchange
+    environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    links: LinkOptions = field(default_factory=LinkOptions)
+    clock: Callable[[], float] = time.monotonic
+
+    def check(self) -> Report:
+        """Collective: yes, through the exchange.
+
+        Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
+        """
+        began = self.clock()
+        plan, baseline = (None, None)
+        if self.place.acts:
+            plan, baseline = self._act(began)
+        else:
+            self._follow()
+        data = self.exchange.get("result", limit_s=self.asked.limit_s + _FOLLOW_S - (self.clock() - began))
+        if data is None:
+            raise self._silence("what the preflight found")
+        verdicts = from_json(data.decode())
+        return Report(
+            verdicts=tuple(verdicts),
+            outcome=decide(verdicts, host=self.place.host, hosts=self.place.hosts),
+            seconds=self.clock() - began,
+            alone=len(self.place.hosts) == 1,
+            plan=plan,
+            baseline=baseline,
+        )
+
+    def _act(self, began: float) -> tuple[TransportPlan, Baseline | None]:
+        surroundings = replace(self.surroundings, host=self.place.host)
+        own: list[Verdict] = []
+        thread = threading.Thread(
+            target=lambda: own.extend(check_host(surroundings, self.asked.own)), name="own-checks", daemon=True
+        )
+        thread.start()
+        alone = len(self.place.hosts) == 1
+        facts = read_facts(surroundings, rendezvous=self.place.rendezvous, peers={}, alone=alone)
+        links = LinkReport(verdicts=()) if alone else self._check_links(facts)
+        peers = {}
+        if links.roster is not None:
+            labels = zip(links.roster.labels(), links.roster.hosts, strict=True)
+            peers = {label: host.address for label, host in labels if host.node_rank != self.place.node_rank}
+        facts = read_facts(surroundings, rendezvous=self.place.rendezvous, peers=peers, alone=alone)
+        kinds = kinds_here(facts.devices, settings=facts.settings)
+        # Who never came is named as absent, and not waited for again.
+        there = [node for node in range(len(self.place.hosts)) if links.roster is None or node not in links.roster.absent]
+        agreed = self._agree_on_rdma(kinds, there, began)
+        plan = decide_transport(facts, Wishes(after_failure=self.asked.after_failure, rdma=agreed))
+        done = apply(plan, self.environment)
+        self.exchange.put(f"environment/{self.place.node_rank}", json.dumps(done).encode())
+        thread.join(max(0.0, self._left_s(began)))
+        word = Word(
+            verdicts=(*own, *self._own_links(links), *judge_interface(facts), *judge_infiniband(facts)),
+            likeness=describe(self.asked.packages, config=self.asked.config),
+            kinds=kinds,
+            hcas=plan.hcas,
+        )
+        if not thread.is_alive():
+            # One whose checks do not end says nothing, and is named for it.
+            self.exchange.put(f"word/{self.place.node_rank}", word.to_bytes())
+        if self.place.leads:
+            verdicts = [*links.verdicts, *judge_words(self._words(there, began), agreed=agreed, waited_s=self.asked.limit_s)]
+            self.exchange.put("result", to_json(apply_modes(verdicts, self.asked.own.modes)).encode())
+        return plan, links.baseline
+
+    def _own_links(self, links: LinkReport) -> tuple[Verdict, ...]:
+        """What a host that could not take part in the link checks says of it; else the first host speaks for all."""
+        return links.verdicts if links.roster is None and not self.place.leads else ()
+
+    def _follow(self) -> None:
+        """Take over what the rank that acts for this host has decided."""
+        data = self.exchange.get(f"environment/{self.place.node_rank}", limit_s=self.asked.limit_s)
+        if data is None:
+            message = f"the first rank of {self.place.host} did not decide on its interfaces within {self.asked.limit_s:g} s"
+            raise PreflightError(message)
+        done: dict[str, str] = json.loads(data)
+        for name, value in done.items():
+            self.environment[name] = value
+        self.environment[OWN_VARIABLES] = json.dumps(done)
+
+    def _check_links(self, facts: Facts) -> LinkReport:
+        route = facts.rendezvous
+        interface = facts.interface(route.interface) if route is not None else None
+        if route is None or route.local is None or interface is None or interface.name == "lo":
+            # The first host may meet the others at a name that means loopback to itself.
+            route = find_route(_ANYWHERE, interfaces=facts.interfaces, probe=ask_kernel)
+            interface = facts.interface(route.interface)
+        member = Member(
+            name=self.place.host,
+            node_rank=self.place.node_rank,
+            num_hosts=len(self.place.hosts),
+            address=route.local or "127.0.0.1",
+            interface=interface.name if interface is not None else "",
+            mtu=interface.mtu_bytes if interface is not None else None,
+            ports=(0, *self.asked.ports),
+        )
+        session = LinkSession(
+            member=member,
+            exchange=self.exchange,
+            full=self.asked.own.level is Level.FULL,
+            options=replace(self.links, roster_s=self.asked.wait_s),
+            baseline=self.asked.baseline,
+            names=dict(enumerate(self.place.hosts)),
+        )
+        return session.run()
+
+    def _agree_on_rdma(self, kinds: frozenset[Rdma], there: Sequence[int], began: float) -> Rdma:
+        """What all hosts can do; those that do not say are named later."""
+        self.exchange.put(f"kinds/{self.place.node_rank}", json.dumps(sorted(kinds)).encode())
+        if self.place.leads:
+            told: dict[str, frozenset[Rdma]] = {}
+            for node in there:
+                data = self.exchange.get(f"kinds/{node}", limit_s=self._left_s(began) / 2)
+                if data is not None:
+                    told[self.place.hosts[node]] = frozenset(Rdma(kind) for kind in json.loads(data))
+            self.exchange.put("rdma", common(told).value.encode())
+        data = self.exchange.get("rdma", limit_s=self._left_s(began))
+        if data is None:
+            raise self._silence("what all hosts can use")
+        return Rdma(data.decode())
+
+    def _words(self, there: Sequence[int], began: float) -> dict[str, Word | None]:
+        words: dict[str, Word | None] = {}
+        for node in there:
+            data = self.exchange.get(f"word/{node}", limit_s=self._left_s(began))
+            words[self.place.hosts[node]] = None if data is None else word_from_bytes(data)
+        return words
+
+    def _silence(self, what: str) -> PreflightError:
+        return PreflightError(f"{self.place.hosts[0]}, the first host, did not say {what} within {self.asked.limit_s:g} s")
+
+    def _left_s(self, began: float) -> float:
+        return max(0.0, self.asked.limit_s - (self.clock() - began))

@@ -1,0 +1,186 @@
+"""Facts about the network interfaces of this host, from sysfs and the kernel's list of addresses."""
+
+import ipaddress
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import psutil
+
+from elastictrain.preflight.surroundings import Surroundings
+
+Addresses = Callable[[], Mapping[str, Sequence[str]]]
+"""The addresses of each interface by its name, IPv4 before IPv6, otherwise in the kernel's order."""
+
+_FOLDER = "/sys/class/net"
+_CONTAINER_NAME = re.compile(
+    r"(docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxcbr|lxdbr|incusbr|kube-bridge|veth|cali|lxc)"
+)
+"""The host's ends of containers and virtual machines: the peer behind the same address is another one on every host."""
+_OVERLAY_TYPES = {"vxlan", "wireguard", "geneve", "bareudp", "ppp"}
+_LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32
+_TUNNEL_TYPES = {65534, 768, 769, 776, 778, 823}
+"""No link layer, IP in IP, IPv6 in IP, SIT, GRE, IPv6 GRE. Source: linux/if_arp.h."""
+
+_UP = 0x1
+_FASTEST_MBPS = 10_000_000
+"""More is no speed but a sentinel: 65535 and 2**32 - 1 are older kernels' words for unknown, like -1."""
+
+
+class Kind(StrEnum):
+    """What an interface is."""
+
+    LOOPBACK = "loopback"
+    CONTAINER = "container bridge"
+    """A bridge to containers or virtual machines, or the host's end of one of their cables."""
+
+    BRIDGE = "bridge"
+    BOND = "bond"
+    VLAN = "vlan"
+    OVERLAY = "overlay"
+    """A tunnel: Tailscale, WireGuard, VXLAN."""
+
+    IPOIB = "IP over InfiniBand"
+    PHYSICAL = "physical"
+    VIRTUAL = "virtual"
+    """Anything else without a device: inside a container its own cable is such a one."""
+
+    UNKNOWN = "unknown"
+
+
+_SPEED_IS_REAL = {Kind.PHYSICAL, Kind.BOND, Kind.VLAN, Kind.IPOIB}
+"""A tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is below them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one."""
+
+    name: str
+    kind: Kind = Kind.UNKNOWN
+    index: int | None = None
+    running: bool | None = None
+    """Up, and something is at the other end."""
+    operstate: str | None = None
+    carrier: bool | None = None
+    mtu_bytes: int | None = None
+    speed_mbps: int | None = None
+    driver: str | None = None
+    vendor: str | None = None
+    """PCI vendor, as in "0x15b3"."""
+    addresses: tuple[str, ...] = ()
+
+    @property
+    def leads_nowhere(self) -> bool:
+        """Whether other hosts can never be behind it."""
+        return self.kind in (Kind.LOOPBACK, Kind.CONTAINER)
+
+    @property
+    def speed_gbps(self) -> float | None:
+        return None if self.speed_mbps is None else self.speed_mbps / 1000
+
+
+def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tuple[Interface, ...]:
+    """All of this host, in the kernel's order. Never raises: what cannot be read is unknown."""
+    by_name = addresses()
+    names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
+    folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
+    found = [_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in folders]
+    return tuple(sorted(found, key=lambda interface: (interface.index is None, interface.index or 0, interface.name)))
+
+
+def system_addresses() -> dict[str, tuple[str, ...]]:
+    """Those of this host; nothing if the kernel does not tell."""
+    try:
+        found = psutil.net_if_addrs()
+    except OSError:
+        return {}
+    return {
+        name: tuple(
+            entry.address.partition("%")[0]
+            for family in (socket.AF_INET, socket.AF_INET6)
+            for entry in entries
+            if entry.family == family
+        )
+        for name, entries in found.items()
+    }
+
+
+def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> Interface:
+    folder = f"{_FOLDER}/{name}"
+    kind = _kind(surroundings, name, addresses)
+    operstate = surroundings.read(f"{folder}/operstate") or None
+    flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
+    carrier = {"0": False, "1": True}.get(surroundings.read(f"{folder}/carrier") or "")
+    speed = _at_least(1, surroundings.read(f"{folder}/speed"))
+    believed = speed is not None and speed <= _FASTEST_MBPS and speed != 65535 and kind in _SPEED_IS_REAL
+    driver = re.search(r"^DRIVER=(\S+)$", surroundings.read(f"{folder}/device/uevent") or "", re.MULTILINE)
+    return Interface(
+        name=name,
+        kind=kind,
+        index=_at_least(1, surroundings.read(f"{folder}/ifindex")),
+        running=_running(flags, operstate),
+        operstate=operstate,
+        carrier=carrier,
+        mtu_bytes=_at_least(1, surroundings.read(f"{folder}/mtu")),
+        speed_mbps=speed if believed else None,
+        driver=driver.group(1) if driver else None,
+        vendor=surroundings.read(f"{folder}/device/vendor") or None,
+        addresses=addresses,
+    )
+
+
+def _kind(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> Kind:
+    folder = f"{_FOLDER}/{name}"
+    entries = set(surroundings.names(folder))
+    hardware = _integer(surroundings.read(f"{folder}/type"))
+    device_type = re.search(r"^DEVTYPE=(\S+)$", surroundings.read(f"{folder}/uevent") or "", re.MULTILINE)
+    word = device_type.group(1) if device_type else ""
+    if hardware == _LOOPBACK_TYPE or name == "lo" or (addresses and all(map(is_loopback, addresses))):
+        return Kind.LOOPBACK
+    if "device" not in entries and _CONTAINER_NAME.match(name):
+        return Kind.CONTAINER
+    if word == "bridge" or "bridge" in entries:
+        return Kind.BRIDGE
+    if word == "bond" or "bonding" in entries:
+        return Kind.BOND
+    if word == "vlan":
+        return Kind.VLAN
+    if word in _OVERLAY_TYPES or "tun_flags" in entries or hardware in _TUNNEL_TYPES:
+        return Kind.OVERLAY
+    if hardware == _IPOIB_TYPE:
+        return Kind.IPOIB
+    if "device" in entries:
+        return Kind.PHYSICAL
+    return Kind.VIRTUAL if entries else Kind.UNKNOWN
+
+
+def _running(flags: int | None, operstate: str | None) -> bool | None:
+    """What the kernel calls IFF_RUNNING, which sysfs does not show; NCCL looks at no interface without it."""
+    if flags is not None and not flags & _UP:
+        return False
+    if operstate == "up" or (operstate == "unknown" and flags is not None):  # loopback and tunnels do not tell
+        return True
+    return False if operstate in ("down", "lowerlayerdown", "notpresent", "testing", "dormant") else None
+
+
+def is_loopback(address: str) -> bool:
+    """False also for what is no address."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _integer(text: str | None, *, base: int = 10) -> int | None:
+    try:
+        return int(text or "", base)
+    except ValueError:
+        return None
+
+
+def _at_least(least: int, text: str | None) -> int | None:
+    number = _integer(text)
+    return number if number is not None and number >= least else None

@@ -1,0 +1,273 @@
+"""The preflight of a run: what is asked of the hosts, what is recorded and shown of the findings, and who has to leave."""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import group_digest
+from elastictrain.distributed.environment import Backend
+from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.group import Group
+from elastictrain.distributed.incarnation import Incarnation
+from elastictrain.errors import EXIT_OK, PreflightError, StorageError
+from elastictrain.events import Event, Preflight, TransportPlanned
+from elastictrain.identity import Identity
+from elastictrain.preflight.alone import OwnChecks
+from elastictrain.preflight.group.baseline import decode_bus, encode_bus
+from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, Planned, debug_variables, log_path
+from elastictrain.preflight.group.members import Known
+from elastictrain.preflight.history import Findings, Repeated, find_repeated
+from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.links.baseline import decode_baseline, encode_baseline
+from elastictrain.preflight.outcome import decide
+from elastictrain.preflight.outcome import describe as describe_verdict
+from elastictrain.preflight.place import Place, find_place
+from elastictrain.preflight.policy import Level, apply_modes, choose_level
+from elastictrain.preflight.table import count, render, summary
+from elastictrain.preflight.together import Asked, Report, Seat
+from elastictrain.preflight.transport.plan import TransportPlan, describe
+from elastictrain.preflight.transport.rdma import Rdma
+from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.storage.store import Store
+from elastictrain.train.past_starts import PastStarts
+
+logger = logging.getLogger(__name__)
+
+LINKS_KEY = "preflight/links.json"
+BUS_KEY = "preflight/collectives.json"
+_WIDTH = 120
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """How much is checked, and why."""
+
+    level: Level
+    reason: str
+
+
+class RunPreflight:
+    """One rank's preflights of one bring-up."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        identity: Identity,
+        incarnation: Incarnation,
+        exchange: StoreExchange,
+        *,
+        store: Store,
+        record: Callable[[Event], None],
+        data_digest: str,
+    ) -> None:
+        self._config = config
+        self._identity = identity
+        self._incarnation = incarnation
+        self._exchange = exchange
+        self._store = store
+        self._record = record
+        self._data_digest = data_digest
+        self._past = PastStarts(store, incarnation=incarnation.name)
+        self._plan: TransportPlan | None = None
+        self._nccl_log = f"{tempfile.gettempdir()}/elastictrain-{os.getuid()}-nccl-%h-%p.txt"
+        self.chosen = self._choose()
+
+    def check_hosts(self) -> None:
+        """Each host, and the links between them; then the variables of NCCL and gloo are set. Collective: yes.
+
+        Raises: HostUnfitError on a host that failed; ConfigError where all failed alike; PreflightError on the others.
+        """
+        level, reason = self.chosen.level, self.chosen.reason
+        if level is Level.OFF:
+            return
+        place = self._place()
+        report = Seat(place=place, asked=self._asked(level, place), exchange=self._exchange).check()
+        self._plan = report.plan
+        if report.plan is not None:
+            self._record(_planned(report.plan))
+        if self._identity.speaks:
+            self._record(_event("hosts", report.verdicts, level=level, reason=reason, seconds=report.seconds))
+            _say(report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report)))
+            if report.baseline is not None:
+                self._write(LINKS_KEY, encode_baseline(report.baseline))
+        if (error := report.outcome.error()) is not None:
+            raise error
+
+    def listen_to_nccl(self, backend: Backend) -> None:
+        """Before the group is made: have NCCL write down which transport it takes, where that will be looked at."""
+        if self.chosen.level is Level.FULL and backend == "nccl":
+            os.environ.update(debug_variables(self._nccl_log, present=os.environ))
+
+    def check_group(self, group: Group, *, on_part: Callable[[str], None]) -> None:
+        """The collectives of a group that was just made. `on_part` hears what this rank enters. Collective: yes.
+
+        Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be under way.
+        """
+        level, reason = self.chosen.level, self.chosen.reason
+        if level is Level.OFF or self._identity.world_size == 1:
+            return
+        began = time.monotonic()
+        modes = asdict(self._config.preflight.checks)
+        request = Request(
+            full=level is Level.FULL,
+            off=frozenset(name for name, mode in modes.items() if mode == "off"),
+            known=known_of(self._plan),
+            baseline=self._read(BUS_KEY, decode_bus) if self._identity.speaks else None,
+        )
+        hosts = self._incarnation.hosts
+        found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
+        self._forget_nccl_log()
+        verdicts, seconds = apply_modes(found.verdicts, modes), time.monotonic() - began
+        place = self._place()
+        outcome = decide(verdicts, host=place.host, hosts=place.hosts)
+        if self._identity.speaks:
+            self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
+            _say_verdicts("collectives", verdicts, seconds=seconds)
+            if outcome.exit_code == EXIT_OK:
+                self._write(BUS_KEY, encode_bus(found.baseline(request.baseline)))
+        if (error := outcome.error()) is not None:
+            raise error
+        if not found.usable:
+            # Its check only warns, but the group is of no use any more.
+            raise PreflightError("a collective hangs: " + "; ".join(describe_verdict(one) for one in verdicts))
+
+    def _place(self) -> Place:
+        return find_place(
+            [(one.host, one.local_world_size) for one in self._incarnation.ranks],
+            rank=self._identity.rank,
+            local_rank=self._identity.local_rank,
+            rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
+        )
+
+    def _asked(self, level: Level, place: Place) -> Asked:
+        config = self._config
+        threads = config.run.num_threads * place.local_world_size
+        options = HostOptions(
+            run_dir=config.run.dir,
+            several_hosts=len(place.hosts) > 1,
+            towards=place.rendezvous,
+            memory_dir=config.checkpoint.memory_dir,
+            cpus=float(threads),
+        )
+        own = OwnChecks(
+            level=level,
+            modes=asdict(config.preflight.checks),
+            options=options,
+            local_world_size=place.local_world_size,
+        )
+        return Asked(
+            own=own,
+            wait_s=config.preflight.wait_s,
+            ports=config.preflight.ports,
+            limit_s=config.preflight.limit_s,
+            packages=("elastictrain", config.task.target),
+            config=group_digest(config, data_digest=self._data_digest),
+            after_failure="transport failure" in self.chosen.reason,
+            baseline=self._read(LINKS_KEY, decode_baseline) if self._identity.speaks else None,
+        )
+
+    def _choose(self) -> Chosen:
+        """As the first rank chose for all."""
+        wanted = self._config.preflight.level
+        if wanted != "auto":
+            return Chosen(Level(wanted), f"preflight={wanted}")
+        if self._identity.speaks:
+            first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            ended, world_size = ([], 1) if first_start else self._past.ended()
+            level, reason = choose_level(wanted, first_start=first_start, ended=ended, world_size=world_size)
+            self._exchange.put("level", json.dumps([level, reason]).encode())
+            return Chosen(level, reason)
+        data = self._exchange.get("level", limit_s=self._config.preflight.limit_s)
+        level_name, reason = json.loads(data) if data is not None else (Level.QUICK, "rank 0 did not say how much to check")
+        return Chosen(Level(level_name), reason)
+
+    def _past_findings(self, report: Report) -> list[Findings]:
+        """Nothing is read where there is nothing to compare."""
+        wrong = any(one.status in (Status.WARN, Status.FAIL) for one in report.verdicts)
+        return self._past.findings() if wrong else []
+
+    def _read(self, key: str, decode: Callable[[bytes], T | None]) -> T | None:
+        """What earlier starts have kept."""
+        try:
+            return decode(self._store.read(key))
+        except StorageError:
+            return None
+
+    def _write(self, key: str, data: bytes) -> None:
+        """Keep it for the next start."""
+        try:
+            self._store.write(key, data)
+        except StorageError as error:
+            logger.warning("figures could not be kept for the next preflight: %s", error)
+
+    def _forget_nccl_log(self) -> None:
+        """Take back what `listen_to_nccl` has set."""
+        if os.environ.get(FILE) != self._nccl_log:
+            return
+        path = log_path(os.environ, host=self._identity.host, pid=os.getpid())
+        for name in (DEBUG, SUBSYSTEMS, FILE):
+            del os.environ[name]
+        if path is not None:
+            with suppress(OSError):
+                Path(path).unlink()
+
+
+def known_of(plan: TransportPlan | None) -> Known:
+    """What the collectives are judged by, as far as this rank knows it."""
+    if plan is None:
+        return Known()
+    kinds: dict[Rdma, Planned] = {Rdma.INFINIBAND: "rdma", Rdma.ROCE: "rdma", Rdma.EFA: "rdma", Rdma.NONE: "socket"}
+    return Known(network_gbps=plan.link_gbps, planned=kinds.get(plan.rdma))
+
+
+def _planned(plan: TransportPlan) -> TransportPlanned:
+    return TransportPlanned(
+        host=plan.host,
+        interface=plan.interface,
+        rdma=plan.rdma.value,
+        variables={one.name: one.value for one in plan.variables},
+        reasons={one.name: one.reason for one in plan.variables},
+        kept={one.name: one.value for one in plan.kept},
+    )
+
+
+def _event(stage: str, verdicts: Sequence[Verdict], *, level: Level, reason: str, seconds: float) -> Preflight:
+    findings: list[Mapping[str, object]] = [asdict(one) for one in verdicts if one.status in (Status.WARN, Status.FAIL)]
+    return Preflight(
+        stage=stage,
+        level=level.value,
+        reason=reason,
+        counts=count(verdicts),
+        findings=tuple(findings),
+        seconds=round(seconds, 4),
+    )
+
+
+def _say(report: Report, *, level: Level, reason: str, repeated: Sequence[Repeated]) -> None:
+    """As the rank that speaks: one line if all is well, else what is not."""
+    _say_verdicts(f"{level}, {reason}", report.verdicts, seconds=report.seconds)
+    sys.stderr.write("".join(f"  again: {one}\n" for one in repeated))
+    if report.plan is not None and (not report.alone or report.plan.kept):
+        sys.stderr.write("".join(f"  {line}\n" for line in describe(report.plan)))
+    sys.stderr.flush()
+
+
+def _say_verdicts(what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
+    sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
+    if any(one.status in (Status.WARN, Status.FAIL) for one in verdicts):
+        colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        table = render(verdicts, colour=colour, width=_WIDTH, everything=False)
+        sys.stderr.write(f"{table}\n")
+    sys.stderr.flush()

@@ -1,0 +1,174 @@
+"""The link checks find what is wrong with a network of three hosts, say it alike on all of them, and find nothing otherwise."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from faults import (
+    BLOCKED_PORT,
+    Checked,
+    block,
+    check_links,
+    delay,
+    jumbo,
+    jumbo_bridge,
+    limit_rate,
+)
+from hosts import Host, Network
+
+from elastictrain.preflight.links.baseline import Baseline, encode_baseline
+
+LIMIT_S = 10.0
+"""From a complete roster to verdicts on every host."""
+
+HEALTHY_RUNS = 3
+FULL = ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
+
+
+@pytest.fixture
+def hosts(network: Network) -> list[Host]:
+    return [network.add(name) for name in ("h1", "h2", "h3")]
+
+
+def assert_only(found: Checked, *failed: tuple[str, str, str]) -> None:
+    """Nothing else failed, in time."""
+    assert found.failed() == list(failed), found.verdicts
+    assert found.seconds < LIMIT_S
+
+
+def test_healthy_hosts_pass(hosts: list[Host], tmp_path: Path) -> None:
+    for number in range(HEALTHY_RUNS):
+        found = check_links(hosts, tmp_path / f"full{number}")
+        assert_only(found)
+        assert [row["check"] for row in found.verdicts if row["status"] == "pass"] == FULL, found.verdicts
+        assert found.baseline is not None
+
+
+def test_a_quick_check_is_quick(hosts: list[Host], tmp_path: Path) -> None:
+    seconds = []
+    for number in range(HEALTHY_RUNS):
+        found = check_links(hosts, tmp_path / f"quick{number}", full=False)
+        assert_only(found)
+        assert [row["check"] for row in found.verdicts] == FULL[:-1]
+        seconds.append(found.seconds)
+    assert min(seconds) < 0.5
+    assert max(seconds) < 1.5
+
+
+def test_large_frames_that_vanish_at_the_switch(hosts: list[Host], tmp_path: Path) -> None:
+    for host in hosts:
+        jumbo(host, switch_too=False)
+    found = check_links(hosts, tmp_path / "words")
+    assert_only(found, ("mtu", "group", "all"))
+    verdict = found.verdict("mtu", "all")
+    assert (verdict["measured"], verdict["expected"]) == ("large frames vanish above 1500 bytes", "9000 bytes")
+    assert verdict["remedy"] == (
+        "set the interface's MTU to 1500 (`ip link set dev eth0 mtu 1500` on h1, h2, h3), or that of the switch or bridge "
+        "between them to 9000"
+    )
+    for host in hosts:
+        host.popen(["ip", "link", "set", "dev", "eth0", "mtu", "1500"], log=tmp_path / "remedy.txt").wait(10)
+    assert_only(check_links(hosts, tmp_path / "remedied", full=False))
+
+
+def test_large_frames_that_vanish_at_one_port(hosts: list[Host], tmp_path: Path) -> None:
+    for host in hosts:
+        jumbo(host, switch_too=host is not hosts[2])
+    jumbo_bridge(hosts[0])
+    found = check_links(hosts, tmp_path / "words")
+    assert_only(found, ("mtu", "host", "h3"))
+    assert "`ip link set dev eth0 mtu 1500` on h3" in found.verdict("mtu", "h3")["remedy"]
+
+
+def test_hosts_with_unequal_interfaces_are_well(hosts: list[Host], tmp_path: Path) -> None:
+    """TCP agrees on the smaller one."""
+    jumbo(hosts[2], switch_too=False)
+    assert_only(check_links(hosts, tmp_path / "words", full=False))
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "unit", "look"),
+    [
+        (True, True, "Gbit/s", "ethtool eth0"),
+        (True, False, "Gbit/s sent", "tc -s qdisc show dev eth0"),
+        (False, True, "Gbit/s received", "ethtool eth0"),
+    ],
+    ids=["both", "sent", "received"],
+)
+def test_a_host_at_100_mbit_per_s(hosts: list[Host], tmp_path: Path, sent: bool, received: bool, unit: str, look: str) -> None:
+    limit_rate(hosts[2], sent=sent, received=received)
+    found = check_links(hosts, tmp_path / "words")
+    assert_only(found, ("bandwidth", "host", "h3"))
+    verdict = found.verdict("bandwidth", "h3")
+    assert verdict["unit"] == unit
+    assert 0.03 < verdict["measured"] < 0.2
+    assert look in verdict["remedy"].partition(", then at")[0]
+    assert found.baseline is None
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["quick", "full"])
+def test_a_host_20_ms_away(hosts: list[Host], tmp_path: Path, full: bool) -> None:
+    delay(hosts[2], hosts[:2], seconds=0.02, log=tmp_path / "relay.txt")
+    found = check_links(hosts, tmp_path / "words", full=full)
+    # The relay is no fast one, either.
+    assert [row for row in found.failed() if row[0] != "bandwidth"] == [("latency", "host", "h3")]
+    assert {subject for _, _, subject in found.failed()} == {"h3"}
+    assert found.seconds < LIMIT_S
+    verdict = found.verdict("latency", "h3")
+    assert 35 < verdict["measured"] < 120
+    assert verdict["unit"] == "ms"
+
+
+def test_a_port_that_is_blocked_one_way(hosts: list[Host], tmp_path: Path) -> None:
+    block(hosts[2], hosts[0], port=BLOCKED_PORT)
+    found = check_links(hosts, tmp_path / "words", full=False)
+    assert_only(found, ("reachable", "link", "h3 -> h1"))
+    verdict = found.verdict("reachable", "h3 -> h1")
+    assert verdict["measured"] == f"port {BLOCKED_PORT}: no answer"
+    assert f"on h1 `iptables -I INPUT -p tcp -s {hosts[2].address}" in verdict["remedy"]
+
+
+def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
+    found = check_links(hosts, tmp_path / "words", absent=("h3",), roster_s=2.0)
+    assert_only(found, ("roster", "host", "node rank 2"))
+    assert found.verdict("roster", "node rank 2")["measured"] == "no word in 2 s"
+    assert found.num_rounds == 1
+
+
+@pytest.mark.parametrize(("stop_at", "doing"), [("order/0", "contacts were made"), ("order/1", "bandwidth was measured")])
+def test_a_host_that_falls_silent_midway(hosts: list[Host], tmp_path: Path, stop_at: str, doing: str) -> None:
+    found = check_links(hosts, tmp_path / "words", changed={"h3": {"stop_at": stop_at}})
+    assert_only(found, ("roster", "host", "h3"))
+    assert found.verdict("roster", "h3")["measured"] == f"silent while {doing}"
+
+
+def test_a_clock_that_is_off(hosts: list[Host], tmp_path: Path) -> None:
+    found = check_links(hosts, tmp_path / "words", changed={"h1": {"skew_s": 20.0}}, full=False)
+    assert_only(found, ("clock", "host", "h1"))
+
+
+def slow_link(hosts: list[Host]) -> None:
+    limit_rate(hosts[1], received=False)
+
+
+@pytest.mark.parametrize(
+    ("ill", "failed"),
+    [
+        (lambda hosts: None, []),
+        (slow_link, [("bandwidth", "link", "h2 -> h1")]),
+        (lambda hosts: limit_rate(hosts[0]), [("bandwidth", "link", "h1 -> h2"), ("bandwidth", "link", "h2 -> h1")]),
+    ],
+    ids=["healthy", "one way", "both ways"],
+)
+def test_two_hosts_with_a_baseline(
+    network: Network, tmp_path: Path, ill: Callable[[list[Host]], None], failed: list[tuple[str, str, str]]
+) -> None:
+    pair = [network.add(name) for name in ("h1", "h2")]
+    ill(pair)
+    words = tmp_path / "words"
+    words.mkdir()
+    # Far below what healthy links here do, for that depends on the machine.
+    (words / "baseline").write_bytes(encode_baseline(Baseline(one_way_gbps=(2.0,), both_ways_gbps=(1.0,))))
+    found = check_links(pair, words)
+    assert [row for row in found.failed() if row[1] == "link"] == failed, found.verdicts
+    assert found.seconds < LIMIT_S

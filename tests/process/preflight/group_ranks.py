@@ -1,0 +1,162 @@
+"""One rank of a test of the group checks: runs scenarios one after the other, and writes down what each found.
+
+Usage: group_ranks.py FOLDER SCENARIO...
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.group import Group, connect, make_group
+from elastictrain.identity import Identity, read_identity
+from elastictrain.preflight.group.backend import BackendCollectives
+from elastictrain.preflight.group.checks import Devices, Findings, GroupChecks, Request
+from elastictrain.preflight.group.matrix import matmul_tflops
+from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.p2p import measure_pairs
+from elastictrain.preflight.group.parity import measure_parity
+
+HASTY = GroupOptions(present_s=1.0, collective_s=1.0, grace_s=0.5)
+
+
+class Wrongly(BackendCollectives):
+    """Gathers wrong elements on rank 1, broadcasts wrong ones from rank 2, and adds nothing of rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        super().all_gather(output, own)
+        if self.rank == 1:
+            output[0] += 1
+            output[-1] += 1
+
+    def broadcast(self, buffer: Tensor, *, root: int) -> None:
+        if self.rank == root == 2:
+            buffer[3] = 100
+        super().broadcast(buffer, root=root)
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        if self.rank == 0 and buffer.dtype == torch.bfloat16:
+            buffer.zero_()
+        super().all_reduce(buffer)
+
+
+class Freezing(BackendCollectives):
+    """Stops its whole process in an exchange of all with all."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().all_to_all(output, buffer)
+
+
+class Rank:
+    """This rank and its group."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.identity: Identity = read_identity(os.environ)
+        self.store = connect(self.identity, timeout_s=30)
+        shared = dist.PrefixStore("test", self.store)
+        self.group: Group = make_group(shared, self.identity, backend="gloo", init_timeout_s=60, save_timeout_s=60)
+
+    def check(
+        self, name: str, request: Request, *, devices: Devices | None = None, on_part: Callable[[str], None] = lambda _: None
+    ) -> Findings:
+        dist.barrier()
+        exchange = StoreExchange(dist.PrefixStore(name, self.store))
+        hosts = [f"h{rank + 1}" for rank in range(self.identity.world_size)]
+        began = time.monotonic()
+        checks = GroupChecks(self.group, exchange, self.identity, request, hosts=hosts, devices=devices, on_part=on_part)
+        findings = checks.run()
+        seconds = time.monotonic() - began
+        verdicts = [asdict(verdict) for verdict in findings.verdicts]
+        self.write(name, {"verdicts": verdicts, "usable": findings.usable, "seconds": seconds})
+        return findings
+
+    def write(self, name: str, found: dict[str, Any]) -> None:
+        file = self.folder / f"{name}-{self.identity.rank}.json"
+        temporary = file.with_suffix(".part")
+        temporary.write_text(json.dumps(found))
+        temporary.rename(file)
+
+
+def healthy(rank: Rank) -> None:
+    before = torch.get_rng_state()
+    rank.check("quick", Request(full=False))
+    rank.check("quick_again", Request(full=False))
+    findings = rank.check("full", Request(full=True))
+    assert torch.equal(before, torch.get_rng_state()), "the run's random numbers were used"
+    # On rank 0 alone, and all must come to the same verdict.
+    best = findings.baseline(None)
+    better = replace(best, figures={name: (1000 * known[0],) for name, known in best.figures.items()})
+    rank.check("slower", Request(full=False, baseline=better if rank.identity.rank == 0 else None))
+    rank.check("less", Request(full=True, off=frozenset(("collectives", "bus_bandwidth", "matmul", "present"))))
+
+
+def wrong(rank: Rank) -> None:
+    rank.check("wrong", Request(full=False), devices=Devices(Wrongly(rank.identity.rank)))
+
+
+def slow(rank: Rank) -> None:
+    def matmul(device: torch.device, *, budget_s: float) -> float:
+        return 0.5 if rank.identity.rank == 1 else 1.0
+
+    rank.check("slow", Request(full=False), devices=Devices(matmul=matmul))
+
+
+def pieces(rank: Rank) -> None:
+    """What under gloo only a test calls, and what cannot be broken from outside."""
+    own, world = rank.identity.rank, rank.identity.world_size
+    reached = measure_pairs(
+        BackendCollectives(), rank=own, neighbours=list(range(world)), device=torch.device("cpu"), num_bytes=1 << 16
+    )
+    # A rank with other data is one whose gradients are wrong.
+    parity = measure_parity(rank=own, world_size=world, device=torch.device("cpu"), seed=1 if own == 1 else 0)
+    rate = matmul_tflops(torch.device("cpu"), budget_s=0.01)
+    rank.write("pieces", {"reached": [asdict(one) for one in reached], "parity": parity, "rate": rate})
+
+
+def absent(rank: Rank) -> None:
+    if rank.identity.rank == 2:
+        dist.barrier()
+        time.sleep(2)
+    else:
+        rank.check("absent", Request(full=False, options=HASTY))
+    dist.barrier()
+
+
+def late(rank: Rank) -> None:
+    def pause(part: str) -> None:
+        if part == "reduce_scatter" and rank.identity.rank == 2:
+            time.sleep(3600)
+
+    rank.check("late", Request(full=False, options=HASTY), on_part=pause)
+
+
+def frozen(rank: Rank) -> None:
+    rank.check("frozen", Request(full=False, options=HASTY), devices=Devices(Freezing(rank.identity.rank)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    one = Rank(Path(sys.argv[1]))
+    for scenario in sys.argv[2:]:
+        globals()[scenario](one)
+    # Whoever is done must not end the others, which may still be read.
+    time.sleep(3600)

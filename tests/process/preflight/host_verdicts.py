@@ -1,0 +1,27 @@
+"""Runs the checks of a host in a process of its own, and prints their verdicts; arguments as JSON: options, limits."""
+
+import json
+import resource
+import sys
+import time
+from dataclasses import asdict
+
+began = time.monotonic()
+
+from elastictrain.preflight.check import run_checks  # noqa: E402
+from elastictrain.preflight.host.checks import HostOptions, host_checks  # noqa: E402
+from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
+
+order = json.loads(sys.argv[1])
+for name, value in order["limits"].items():
+    resource.setrlimit(getattr(resource, name), (value, value))
+surroundings = Surroundings()
+loaded = time.monotonic()
+verdicts = run_checks(host_checks(surroundings, HostOptions(**order["options"])), subject=surroundings.host)
+said = {
+    "verdicts": [asdict(verdict) for verdict in verdicts],
+    "loading_s": loaded - began,
+    "checks_s": time.monotonic() - loaded,
+    "modules": sorted(sys.modules),
+}
+sys.stdout.write(json.dumps(said))

@@ -1,0 +1,82 @@
+"""`python -m elastictrain.preflight` as a person types it, on one host."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+
+def preflight(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elastictrain.preflight", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_host_alone_is_told_something_useful_soon(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = preflight("--run-dir", str(tmp_path / "run"))
+    # Three seconds are promised; this machine may be busy.
+    assert time.monotonic() - began < 15
+    assert (done.returncode, done.stderr) == (0, "")
+    for check in ("storage", "disk", "memory", "name", "gpus", "interface"):
+        assert re.search(rf"^(pass|skip|warn)  {check} ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"\d+ passed", done.stdout.splitlines()[-1])
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_fails_ends_with_69_and_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = preflight("--run-dir", str(tmp_path / "file"))
+    assert done.returncode == 69
+    lines = done.stdout.splitlines()[1:]
+    assert lines[0].startswith("fail  storage")
+    assert next(line for line in lines[1:] if not line.startswith(" " * 9)).startswith("      -> ")
+    assert preflight("--run-dir", str(tmp_path / "file"), "--check", "storage=warn").returncode == 0
+    assert "storage" not in preflight("--run-dir", str(tmp_path / "file"), "--check", "storage=off").stdout
+
+
+def test_json_is_for_scripts(tmp_path: Path) -> None:
+    rows = json.loads(preflight("--json", "--level", "quick").stdout)
+    assert {"check", "scope", "subject", "status", "measured", "expected", "unit", "seconds", "remedy"} == set(rows[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--check", "dsk=warn"], "'dsk' is no check; there are name, "),
+        (["--check", "disk=maybe"], "the mode must be one of fail, warn, off, but is 'maybe'"),
+        (["--port", "70000"], "must be a port from 1 to 65535, but is '70000'"),
+        (["--level", "some"], "invalid choice"),
+        (["speed"], "--listen --to"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_64(arguments: list[str], words: str) -> None:
+    done = preflight(*arguments)
+    assert done.returncode == 64
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_classic_speed_test_between_two_processes() -> None:
+    command = [sys.executable, "-m", "elastictrain.preflight", "speed", "--listen", "127.0.0.1", "--port", "0", "--size", "4M"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as listener:
+        try:
+            assert listener.stdout is not None
+            line = ""
+            while "--to" not in line:
+                line = listener.stdout.readline()
+                assert line, listener.stderr
+            told = line.split()
+            done = preflight(*told[told.index("speed") :])
+            assert (done.returncode, done.stderr) == (0, "")
+            assert len(re.findall(r"\d+\.\d\d Gbit/s  \(4 MiB in ", done.stdout)) == 4
+            wrong = preflight("speed", "--to", "127.0.0.1", "--port", told[told.index("--port") + 1], "--token", "no")
+            assert wrong.returncode == 71
+            assert wrong.stderr.startswith("elastictrain: ")
+        finally:
+            listener.kill()
+    bad = preflight("speed", "--to", "127.0.0.1", "--size", "much")
+    assert (bad.returncode, "a size must be a number" in bad.stderr) == (64, True)

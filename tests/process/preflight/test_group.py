@@ -1,0 +1,144 @@
+"""The group checks on three ranks under gloo: all well, and broken for real in every way that has a name."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchruns import torchrun, wait_until
+
+SCRIPT = Path(__file__).with_name("group_ranks.py")
+RANKS = 3
+
+
+class Answers:
+    """What each rank wrote down."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def all(self, name: str) -> list[dict[str, Any]]:
+        files = sorted(self.folder.glob(f"{name}-*.json"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def verdicts(self, name: str) -> list[Mapping[str, Any]]:
+        """The same on all ranks."""
+        answers = self.all(name)
+        assert answers
+        for answer in answers:
+            assert _without_times(answer["verdicts"]) == _without_times(answers[0]["verdicts"])
+        verdicts: list[Mapping[str, Any]] = answers[0]["verdicts"]
+        return verdicts
+
+    def bad(self, name: str) -> list[tuple[str, str, str]]:
+        return [
+            (verdict["check"], verdict["subject"], str(verdict["measured"]))
+            for verdict in self.verdicts(name)
+            if verdict["status"] != "pass"
+        ]
+
+    def seconds(self, name: str) -> float:
+        return max(float(answer["seconds"]) for answer in self.all(name))
+
+
+def _without_times(verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in verdict.items() if name != "seconds"} for verdict in verdicts]
+
+
+def run(folder: Path, *scenarios: str, last: str, num_answers: int) -> Answers:
+    answers = Answers(folder / "answers")
+    answers.folder.mkdir(parents=True)
+    module = ("-W", "error::UserWarning", str(SCRIPT), str(answers.folder), *scenarios)
+    with torchrun([], world_size=RANKS, folder=folder, module=("--no-python", "python", *module)) as started:
+
+        def written() -> bool:
+            assert started.process.poll() is None, started.output()[-4000:]
+            return len(answers.all(last)) == num_answers
+
+        wait_until(written, timeout_s=60, what=f"{num_answers} answers of {last}")
+    return answers
+
+
+@pytest.fixture(scope="module")
+def well(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """Scenarios after which the group still works, and one after which it does not."""
+    names = ("healthy", "wrong", "slow", "pieces", "absent", "late")
+    return run(tmp_path_factory.mktemp("well"), *names, last="late", num_answers=2)
+
+
+def test_healthy_ranks_pass_everything(well: Answers) -> None:
+    # Three ranks on two processors are not equally fast all the time.
+    assert [bad for bad in well.bad("quick") if bad[0] != "matmul"] == []
+    assert [bad for bad in well.bad("full") if bad[0] != "matmul"] == []
+    checks = {verdict["check"] for verdict in well.verdicts("full")}
+    assert checks == {"present", "collectives", "bus_bandwidth", "matmul", "parity"}
+    assert {verdict["unit"] for verdict in well.verdicts("quick") if verdict["check"] == "collectives"} == {
+        "all_reduce",
+        "all_gather",
+        "reduce_scatter",
+        "broadcast",
+        "all_to_all",
+        "send_recv",
+    }
+    assert all(answer["usable"] for answer in well.all("full"))
+
+
+def test_cost(well: Answers) -> None:
+    """Several times what is promised on an idle machine: other tests may be running beside this one."""
+    assert well.seconds("quick_again") < 2.0
+    assert well.seconds("full") < 20.0
+
+
+def test_what_is_off_is_not_run(well: Answers) -> None:
+    assert {verdict["check"] for verdict in well.verdicts("less")} == {"parity"}
+
+
+def test_less_than_the_baseline_of_rank_0_is_a_warning_on_all(well: Answers) -> None:
+    found = [verdict for verdict in well.verdicts("slower") if verdict["check"] == "bus_bandwidth"]
+    assert [verdict["status"] for verdict in found] == ["warn"]
+    assert found[0]["measured"] < found[0]["expected"] / 100
+
+
+def test_wrong_values_name_the_rank(well: Answers) -> None:
+    found = [verdict for verdict in well.verdicts("wrong") if verdict["status"] == "fail"]
+    assert [(verdict["unit"], verdict["subject"]) for verdict in found] == [
+        ("all_reduce", "all"),
+        ("all_gather", "rank 1 on h2"),
+        ("broadcast", "rank 2 on h3"),
+    ]
+    assert "bfloat16" in found[0]["measured"]
+    assert all(answer["usable"] for answer in well.all("wrong"))
+
+
+def test_a_straggler_is_named(well: Answers) -> None:
+    found = [verdict for verdict in well.verdicts("slow") if verdict["check"] == "matmul"]
+    assert [(verdict["subject"], verdict["status"], verdict["measured"]) for verdict in found] == [
+        ("rank 1 on h2", "warn", 0.5)
+    ]
+
+
+def test_pieces(well: Answers) -> None:
+    answers = well.all("pieces")
+    for rank, answer in enumerate(answers):
+        assert {one["source"] for one in answer["reached"]} == {0, 1, 2} - {rank}
+        assert all(one["gbs"] > 0 for one in answer["reached"])
+        assert answer["parity"]["DDP"] > 0.01
+        assert answer["parity"]["FSDP"] > 0.01
+
+
+def test_a_rank_that_never_comes_is_named(well: Answers) -> None:
+    assert well.bad("absent") == [("present", "rank 2 on h3", "did not enter present within 1 s")]
+    assert well.seconds("absent") < 3.5
+
+
+def test_a_rank_that_does_not_enter_a_collective_is_named(well: Answers) -> None:
+    assert well.bad("late") == [("collectives", "rank 2 on h3", "did not enter reduce_scatter within 1 s")]
+    assert well.seconds("late") < 4.0
+    assert not any(answer["usable"] for answer in well.all("late"))
+    assert "py-spy dump --pid" in well.verdicts("late")[-1]["remedy"]
+
+
+def test_a_frozen_rank_is_named(tmp_path: Path) -> None:
+    found = run(tmp_path, "frozen", last="frozen", num_answers=2)
+    assert found.bad("frozen") == [("collectives", "rank 1 on h2", "entered all_to_all and gave no word within 1 s")]

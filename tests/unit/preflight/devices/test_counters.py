@@ -1,0 +1,132 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.preflight.devices.counters import Counters, Growth, growth, judge_counters, load, read_counters, store
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Status
+
+PORT = "/sys/class/infiniband/mlx5_0/ports/1"
+
+
+def reading(hours: float = 0.0, *, boot: str = "a", uptime_h: float = 100.0, **ports: dict[str, int]) -> Counters:
+    return Counters(boot, 3600 * hours, 3600 * uptime_h, ports)
+
+
+def test_what_is_read(host: Callable[..., Surroundings]) -> None:
+    files = {
+        f"{PORT}/counters/link_downed": "3\n",
+        f"{PORT}/counters/symbol_error": "65535",
+        f"{PORT}/counters/port_rcv_errors": "N/A (no PMA)",
+        f"{PORT}/hw_counters/local_ack_timeout_err": "12",
+        "/sys/class/net/eth0/device/vendor": "0x15b3",
+        "/sys/class/net/eth0/carrier_changes": "2",
+        "/sys/class/net/eth0/statistics/rx_errors": "0",
+        "/sys/class/net/wlan0/device/vendor": "0x8086",
+        "/sys/class/net/wlan0/wireless/x": "",
+        "/sys/class/net/wlan0/carrier_changes": "44",
+        "/sys/class/net/veth1/carrier_changes": "9",
+        "/proc/sys/kernel/random/boot_id": "b-1\n",
+        "/proc/uptime": "7200.5 100.0\n",
+    }
+    found = read_counters(host(files), now=5.0)
+    assert found == Counters(
+        "b-1",
+        5.0,
+        7200.5,
+        {
+            "mlx5_0/1": {"link_downed": 3, "symbol_error": 65535, "local_ack_timeout_err": 12},
+            "eth0": {"carrier_changes": 2, "rx_errors": 0},
+        },
+    )
+    assert "veth1" in read_counters(host(files), now=5.0, interfaces=["veth1"]).ports
+
+
+def test_growth_is_what_came_since() -> None:
+    grown = growth(
+        reading(eth0={"rx_errors": 5, "carrier_changes": 2}), reading(2.0, eth0={"rx_errors": 9, "carrier_changes": 2})
+    )
+    assert grown == Growth(2.0, {"eth0": {"rx_errors": 4, "carrier_changes": 0}})
+    assert growth(None, reading()) is None
+
+
+def test_a_counter_that_was_reset_counts_from_zero() -> None:
+    grown = growth(reading(eth0={"rx_errors": 500}), reading(1.0, eth0={"rx_errors": 7}))
+    assert grown is not None
+    assert grown.ports == {"eth0": {"rx_errors": 7}}
+
+
+def test_after_a_boot_the_time_since_boot_counts() -> None:
+    before = reading(eth0={"rx_errors": 5, "carrier_changes": 8})
+    grown = growth(before, reading(50.0, boot="b", uptime_h=3.0, eth0={"rx_errors": 9, "carrier_changes": 2}))
+    # The first coming up of a port is no outage.
+    assert grown == Growth(3.0, {"eth0": {"rx_errors": 9, "carrier_changes": 0}})
+
+
+def test_ports_that_are_new_or_gone() -> None:
+    grown = growth(
+        reading(eth0={"rx_errors": 0}, eth1={"rx_errors": 0}), reading(1.0, eth0={"rx_errors": 0}, eth2={"rx_errors": 9})
+    )
+    assert grown is not None
+    assert (set(grown.ports), grown.gone) == ({"eth0"}, ("eth1",))
+    (found,) = judge_counters(grown, host="h1", num_ports=2)
+    assert (found.status, found.subject) == (Status.WARN, "eth1 on h1")
+
+
+@pytest.mark.parametrize(
+    ("counters", "hours", "status", "measured"),
+    [
+        ({"carrier_changes": 0, "rx_errors": 0}, 1.0, Status.PASS, "1 ports without trouble in 1 h"),
+        ({"carrier_changes": 2}, 24.0, Status.WARN, "link lost 1 times in 24 h"),
+        ({"carrier_changes": 1}, 24.0, Status.WARN, "link lost 1 times in 24 h"),
+        ({"link_downed": 5}, 0.5, Status.FAIL, "link lost 5 times in 0.5 h"),
+        ({"link_downed": 5}, 24.0, Status.WARN, "link lost 5 times in 24 h"),
+        ({"symbol_error": 130}, 1.0, Status.WARN, "symbol_error +130 in 1 h"),
+        ({"symbol_error": 130}, 2.0, Status.PASS, "1 ports without trouble in 2 h"),
+        ({"rx_errors": 9}, 0.01, Status.PASS, "1 ports without trouble in 0.01 h"),
+        ({"rx_errors": 11}, 0.01, Status.WARN, "rx_errors +11 in 0.01 h"),
+    ],
+)
+def test_verdicts(counters: dict[str, int], hours: float, status: Status, measured: str) -> None:
+    (found,) = judge_counters(Growth(hours, {"mlx5_0/1": counters}), host="h1", num_ports=1)
+    assert (found.status, found.measured) == (status, measured)
+
+
+def test_a_first_reading_and_no_ports() -> None:
+    assert [found.status for found in judge_counters(None, host="h1", num_ports=2)] == [Status.SKIP]
+    assert judge_counters(None, host="h1", num_ports=0) == []
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "counters.json"
+    assert load(path) is None
+    wanted = reading(1.0, eth0={"rx_errors": 3})
+    store(path, wanted)
+    assert load(path) == wanted
+    assert [entry.name for entry in path.parent.iterdir()] == ["counters.json"]
+
+
+@given(
+    text=st.one_of(
+        st.text(), st.sampled_from(["[]", '{"format": 1}', '{"format": 1, "ports": {}}', '{"format": 2, "ports": {}}'])
+    )
+)
+def test_a_file_that_is_not_ours_is_no_reading(text: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "garbled.json"
+    path.write_text(text)
+    assert load(path) is None
+
+
+numbers = st.dictionaries(st.sampled_from(["carrier_changes", "rx_errors", "link_downed"]), st.integers(0, 2**40))
+
+
+@given(before=numbers, after=numbers, boot=st.sampled_from(["a", "b"]), hours=st.floats(-5, 1e4))
+def test_growth_is_never_negative(before: dict[str, int], after: dict[str, int], boot: str, hours: float) -> None:
+    grown = growth(reading(eth0=before), reading(hours, boot=boot, eth0=after))
+    assert grown is not None
+    assert grown.hours >= 0
+    assert all(value >= 0 for value in grown.ports["eth0"].values())
+    assert judge_counters(grown, host="h1", num_ports=1)

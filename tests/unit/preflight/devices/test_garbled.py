@@ -1,0 +1,62 @@
+"""Every recording cut anywhere and with noise in it: parsed or unknown, judged, and never a crash."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.preflight.devices.checks import Devices, device_checks
+from elastictrain.preflight.devices.kernel_log import judge_xids, parse_kernel_log
+from elastictrain.preflight.devices.nvidia import parse_nvidia
+from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+
+RECORDED = Path(__file__).parent / "recorded"
+NAMES = sorted(path.name for path in RECORDED.iterdir())
+NOWHERE = Path(__file__).parent / "there-is-no-such-root"
+
+noise = st.lists(st.tuples(st.integers(0, 2**20), st.binary(min_size=1, max_size=4)), max_size=12)
+
+
+class OneAnswer:
+    """Every tool answers with the same text, whatever it was asked."""
+
+    def __init__(self, answer: ToolOutput) -> None:
+        self.answer = answer
+
+    def run(self, arguments: object, *, limit_s: float) -> ToolOutput:
+        return self.answer
+
+
+def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
+    data = bytearray((RECORDED / name).read_bytes())
+    data = data[: int(len(data) * cut)]
+    for at, wrong in bytes_:
+        if data:
+            start = at % len(data)
+            data[start : start + len(wrong)] = wrong
+    return data.decode(errors="replace")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=25, deadline=None)
+@given(cut=st.floats(0, 1), wrong=noise, code=st.sampled_from([0, 1, 15]))
+def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, bytes]], code: int) -> None:
+    text = damaged(name, cut, wrong)
+    answer = ToolOutput(code, text, text[:200])
+    devices = Devices(
+        Surroundings(host="h1", root=NOWHERE, environment={"CUDA_VISIBLE_DEVICES": "0,x"}, tools=OneAnswer(answer))
+    )
+    for check in device_checks(devices, local_world_size=2, last_counters=NOWHERE / "counters.json"):
+        for verdict in check.run():
+            assert verdict.check == check.name
+    judge_xids(parse_kernel_log(text), None, host="h1")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".xml")])
+@settings(max_examples=40, deadline=None)
+@given(cut=st.floats(0, 1))
+def test_a_gpu_that_is_read_is_read_right(name: str, cut: float) -> None:
+    whole = parse_nvidia(ToolOutput(0, damaged(name, 1, []), ""))
+    part = parse_nvidia(ToolOutput(0, damaged(name, cut, []), ""))
+    assert part.gpus == whole.gpus[: len(part.gpus)]

@@ -1,0 +1,61 @@
+from collections.abc import Callable
+
+import pytest
+
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor
+from elastictrain.preflight.devices.health import judge_ecc, judge_row_remap, judge_throttle
+from elastictrain.preflight.devices.nvidia import parse_nvidia
+from elastictrain.preflight.surroundings import ToolOutput
+from elastictrain.preflight.verdict import Status, Verdict
+
+Judge = Callable[..., list[Verdict]]
+
+
+def report(*gpus: Gpu, vendor: Vendor = Vendor.NVIDIA) -> GpuReport:
+    return GpuReport(vendor=vendor, tool="nvidia-smi", gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("judge", "good", "bad", "status"),
+    [
+        (judge_ecc, Gpu(index=0, uncorrected=0), Gpu(index=0, uncorrected=2, bus="0000:3b:00.0"), Status.FAIL),
+        (judge_ecc, Gpu(index=0, uncorrected=0, worn_out=False), Gpu(index=0, uncorrected=0, worn_out=True), Status.FAIL),
+        (judge_row_remap, Gpu(index=0, remap_pending=False), Gpu(index=0, remap_pending=True), Status.WARN),
+        (judge_row_remap, Gpu(index=0, remap_failed=False), Gpu(index=0, remap_failed=True), Status.FAIL),
+        (judge_throttle, Gpu(index=0, slowed=()), Gpu(index=0, slowed=("thermal (hardware)",), temperature_c=93), Status.WARN),
+    ],
+)
+def test_good_bad_and_unknown(judge: Judge, good: Gpu, bad: Gpu, status: Status) -> None:
+    (passed,) = judge(report(good), host="h1")
+    assert (passed.status, passed.subject) == (Status.PASS, "h1")
+    (found,) = judge(report(bad), host="h1")
+    assert (found.status, found.subject) == (status, "GPU 0 on h1")
+    (skipped,) = judge(report(Gpu(index=0)), host="h1")
+    assert skipped.status is Status.SKIP
+    assert judge(report(), host="h1") == []
+
+
+def test_the_remedy_names_the_gpu_and_the_vendors_tool() -> None:
+    (nvidia,) = judge_ecc(report(Gpu(index=3, uncorrected=1, bus="0000:3b:00.0")), host="h1")
+    assert "nvidia-smi --gpu-reset -i 0000:3b:00.0" in nvidia.remedy
+    (amd,) = judge_ecc(report(Gpu(index=3, uncorrected=1, bus="0000:3b:00.0"), vendor=Vendor.AMD), host="h1")
+    assert "amd-smi reset -G -g 3" in amd.remedy
+
+
+def test_one_gpu_without_ecc_among_others() -> None:
+    (found,) = judge_ecc(report(Gpu(index=0, ecc_on=True, uncorrected=0), Gpu(index=1, ecc_on=False)), host="h1")
+    assert (found.status, found.subject) == (Status.WARN, "GPU 1 on h1")
+    (off,) = judge_ecc(report(Gpu(index=0, ecc_on=False)), host="h1")
+    assert (off.status, off.measured) == (Status.SKIP, "ECC is off")
+
+
+def test_a_power_brake_is_not_a_matter_of_fans() -> None:
+    (found,) = judge_throttle(report(Gpu(index=0, slowed=("power brake", "hardware slowdown"))), host="h1")
+    assert "power supplies" in found.remedy
+
+
+def test_a_recorded_host(answered: Callable[..., ToolOutput]) -> None:
+    facts = parse_nvidia(answered("nvidia_smi_570_h200.xml"))
+    assert [(v.subject, v.status) for v in judge_ecc(facts, host="h1")] == [("GPU 1 on h1", Status.FAIL)]
+    assert [(v.subject, v.status) for v in judge_row_remap(facts, host="h1")] == [("GPU 1 on h1", Status.WARN)]
+    assert [v.status for v in judge_throttle(facts, host="h1")] == [Status.PASS]

@@ -1,0 +1,150 @@
+from collections.abc import Callable
+
+import pytest
+
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor
+from elastictrain.preflight.devices.nvidia import parse_nvidia
+from elastictrain.preflight.devices.pci import AMD, NVIDIA, PciFacts
+from elastictrain.preflight.devices.visible import judge_visible, select
+from elastictrain.preflight.surroundings import ToolOutput
+from elastictrain.preflight.verdict import Status, Verdict
+
+GPUS = tuple(Gpu(index=i, bus=f"0000:{i:02x}:00.0", uuid=f"GPU-{i}abc", name="NVIDIA H200") for i in range(4))
+WHOLE = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=GPUS)
+NOTHING = PciFacts()
+ONE_ON_BUS = PciFacts(gpus=((NVIDIA, "0000:3b:00.0"),))
+
+
+def judge(
+    report: GpuReport | None,
+    *,
+    pci: PciFacts = NOTHING,
+    bound: tuple[str, ...] = (),
+    needed: int | None = None,
+    **environment: str,
+) -> list[Verdict]:
+    return judge_visible(report, pci=pci, bound=bound, environment=environment, local_world_size=needed, host="h1")
+
+
+@pytest.mark.parametrize(
+    ("value", "indices", "unknown"),
+    [
+        ("0,1", [0, 1], ""),
+        ("3, 2", [3, 2], ""),
+        ("GPU-2abc,GPU-0", [2, 0], ""),
+        ("", [], ""),
+        ("-1", [], ""),
+        ("NoDevFiles", [], ""),
+        ("0,9,1", [0], "9"),
+        ("0,-1,1", [0], "-1"),
+        ("GPU-", [], "GPU-"),
+        ("1,1", [1], "1"),
+        ("0,", [0], "(empty)"),
+    ],
+)
+def test_which_gpus_a_variable_leaves(value: str, indices: list[int], unknown: str) -> None:
+    selection = select(GPUS, {"CUDA_VISIBLE_DEVICES": value}, Vendor.NVIDIA)
+    assert ([gpu.index for gpu in selection.gpus], selection.unknown) == (indices, unknown)
+
+
+def test_on_amd_one_variable_selects_from_what_another_left() -> None:
+    selection = select(
+        GPUS, {"ROCR_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "0"}, Vendor.AMD
+    )
+    assert [gpu.index for gpu in selection.gpus] == [3]
+    assert select(GPUS, {"ROCR_VISIBLE_DEVICES": "2", "CUDA_VISIBLE_DEVICES": "0"}, Vendor.AMD).gpus == (GPUS[2],)
+    assert select(GPUS, {"HIP_VISIBLE_DEVICES": "2"}, Vendor.NVIDIA).gpus == GPUS
+
+
+def test_as_many_as_ranks_or_more() -> None:
+    (found,) = judge(WHOLE, needed=4)
+    assert (found.status, found.measured, found.expected) == (Status.PASS, "4 x NVIDIA H200", 4)
+    assert judge(WHOLE, needed=None)[0].status is Status.PASS
+    assert judge(WHOLE, needed=2, CUDA_VISIBLE_DEVICES="0,3")[0].status is Status.PASS
+
+
+def test_fewer_than_ranks() -> None:
+    (found,) = judge(WHOLE, needed=8)
+    assert (found.status, found.measured) == (Status.FAIL, "4 GPUs")
+    assert "--nproc-per-node=4" in found.remedy
+    (hidden,) = judge(WHOLE, needed=4, CUDA_VISIBLE_DEVICES="0,1")
+    assert hidden.status is Status.FAIL
+    assert "unset CUDA_VISIBLE_DEVICES" in hidden.remedy
+
+
+def test_hidden_on_purpose_is_a_run_on_cpus() -> None:
+    (found,) = judge(WHOLE, needed=4, CUDA_VISIBLE_DEVICES="")
+    assert found.status is Status.SKIP
+
+
+def test_an_entry_that_names_no_gpu() -> None:
+    (found,) = judge(WHOLE, needed=3, CUDA_VISIBLE_DEVICES="0,1,7")
+    assert found.status is Status.FAIL
+    assert "'7'" in str(found.measured)
+    assert judge(WHOLE, needed=2, CUDA_VISIBLE_DEVICES="0,1,7")[0].status is Status.WARN
+
+
+def test_a_host_without_gpus_is_no_trouble() -> None:
+    for report in (None, GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", trouble=Trouble.NO_DRIVER, whole=False)):
+        (found,) = judge(report, needed=2)
+        assert (found.status, found.measured) == (Status.SKIP, "no GPU")
+
+
+def test_gpus_without_a_driver() -> None:
+    (found,) = judge(None, pci=ONE_ON_BUS)
+    assert found.status is Status.WARN
+    broken = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", trouble=Trouble.NO_DRIVER, detail="failed", whole=False)
+    (found,) = judge(broken, pci=ONE_ON_BUS)
+    assert (found.status, found.expected) == (Status.FAIL, "1 GPUs")
+    assert "modprobe nvidia" in found.remedy
+    amd = GpuReport(vendor=Vendor.AMD, tool="rocm-smi", trouble=Trouble.NO_DRIVER, whole=False)
+    (found,) = judge(amd, pci=PciFacts(gpus=((AMD, "0000:83:00.0"),)))
+    assert "modprobe amdgpu" in found.remedy
+
+
+def test_a_container_that_was_given_none() -> None:
+    (found,) = judge(None, pci=ONE_ON_BUS, NVIDIA_VISIBLE_DEVICES="void")
+    assert found.status is Status.SKIP
+    assert "--gpus all" in found.remedy
+
+
+@pytest.mark.parametrize("trouble", [Trouble.NO_ANSWER, Trouble.MISMATCH, Trouble.GARBLED])
+def test_a_tool_in_trouble(trouble: Trouble) -> None:
+    (found,) = judge(GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", trouble=trouble, detail="said so", whole=False))
+    assert found.status is (Status.WARN if trouble is Trouble.GARBLED else Status.FAIL)
+
+
+def test_a_lost_gpu(answered: Callable[..., ToolOutput]) -> None:
+    (found,) = judge(parse_nvidia(answered("nvidia_smi_lost.txt")), needed=8)
+    assert (found.status, found.subject) == (Status.FAIL, "GPU 0000:3b:00.0 on h1")
+    assert "power-cycle" in found.remedy
+
+
+def test_a_gpu_that_the_driver_has_and_the_tool_does_not_list() -> None:
+    (found,) = judge(WHOLE, bound=("0000:00:00.0", "0000:3b:00.0"), needed=4)
+    assert (found.status, found.measured) == (Status.WARN, "not listed: 0000:3b:00.0")
+
+
+def test_what_the_driver_asks_for(answered: Callable[..., ToolOutput]) -> None:
+    (reset,) = judge(parse_nvidia(answered("nvidia_smi_525_a100.xml")), needed=2)
+    assert (reset.status, reset.subject) == (Status.FAIL, "GPU 1 on h1")
+    assert "nvidia-smi --gpu-reset -i 0000:0f:00.0" in reset.remedy
+    (drain,) = judge(parse_nvidia(answered("nvidia_smi_570_h200.xml")), needed=2)
+    assert drain.status is Status.WARN
+    reboot = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=(Gpu(index=0, recovery="Reboot"),))
+    assert judge(reboot)[0].remedy == "reboot the host"
+
+
+def test_mig_with_more_than_one_rank(answered: Callable[..., ToolOutput]) -> None:
+    report = parse_nvidia(answered("nvidia_smi_535_a100_mig.xml"))
+    assert judge(report, needed=1)[0].status is Status.PASS
+    two = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=(Gpu(index=0, mig=True), Gpu(index=1, mig=True)))
+    (found,) = judge(two, needed=2)
+    assert (found.status, found.measured) == (Status.WARN, "MIG is on")
+
+
+def test_gpus_of_two_kinds_and_an_answer_cut_short() -> None:
+    mixed = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=(GPUS[0], Gpu(index=1, name="NVIDIA L4")))
+    assert [verdict.status for verdict in judge(mixed)] == [Status.WARN]
+    short = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=GPUS, whole=False)
+    assert [verdict.measured for verdict in judge(short)] == ["nvidia-smi was cut short"]

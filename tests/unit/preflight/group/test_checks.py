@@ -1,0 +1,157 @@
+"""The whole in a world of one, with collectives that need no process group."""
+
+import threading
+import time
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from elastictrain.distributed.group import Group
+from elastictrain.identity import Identity
+from elastictrain.preflight.group.checks import CHECKS, Devices, Findings, GroupChecks, Request
+from elastictrain.preflight.group.collectives import Collective
+from elastictrain.preflight.group.matrix import matmul_tflops
+from elastictrain.preflight.group.members import neighbours
+from elastictrain.preflight.group.options import MB, GroupOptions
+from elastictrain.preflight.group.p2p import pair_rounds
+from elastictrain.preflight.group.sweep import Sweep, free_memory
+from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.group.ranks import members
+from tests.unit.preflight.group.test_entries import Table
+
+CPU = torch.device("cpu")
+
+
+class Alone:
+    """Collectives of one rank."""
+
+    def all_reduce(self, buffer: Tensor) -> None: ...
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        output.copy_(own)
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
+        output.copy_(buffer)
+
+    def broadcast(self, buffer: Tensor, *, root: int) -> None: ...
+
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        output.copy_(buffer)
+
+    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
+        raise AssertionError("there is nobody else")
+
+
+class Other(Alone):
+    """Somebody else is there, who does nothing."""
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        assert len(output) == 2 * len(own)
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
+        assert len(buffer) == 2 * len(output)
+
+    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
+        assert (source, target) == (1, 1)
+
+
+def run(collectives: Alone, request: Request) -> Findings:
+    group = Group(dist.HashStore(), cast(dist.ProcessGroup, None), "gloo", CPU)
+    identity = Identity(0, 1, 0, 1, "h1", launched=False)
+    devices = Devices(collectives, lambda device, *, budget_s: 1.0)
+    return GroupChecks(group, Table(), identity, request, hosts=["h1"], devices=devices).run()
+
+
+def test_a_world_of_one() -> None:
+    findings = run(Alone(), Request(full=True))
+    assert findings.usable
+    assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul"}
+    assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
+    assert findings.baseline(None).figures == {}
+
+
+@pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
+def test_each_can_be_left_out(check: str) -> None:
+    assert check in CHECKS
+    findings = run(Alone(), Request(full=True, off=frozenset((check,))))
+    assert check not in {verdict.check for verdict in findings.verdicts}
+    assert len({verdict.check for verdict in findings.verdicts}) == 2
+
+
+def test_a_collective_that_does_nothing_is_wrong() -> None:
+    class Lazy(Alone):
+        def all_gather(self, output: Tensor, own: Tensor) -> None: ...
+
+    [bad] = [one for one in run(Lazy(), Request(full=False)).verdicts if one.status is not Status.PASS]
+    assert (bad.status, bad.subject, bad.unit) == (Status.FAIL, "rank 0 on h1", "all_gather")
+    assert "nan instead of" in str(bad.measured)
+
+
+def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
+    gate = threading.Event()
+
+    class Hanging(Alone):
+        def broadcast(self, buffer: Tensor, *, root: int) -> None:
+            if buffer.dtype == torch.bfloat16:
+                gate.wait(30)
+
+    began = time.monotonic()
+    findings = run(Hanging(), Request(full=False, options=GroupOptions(collective_s=1.0, grace_s=0.1)))
+    gate.set()
+    assert time.monotonic() - began < 5
+    assert not findings.usable
+    last = findings.verdicts[-1]
+    assert (last.check, last.subject) == ("collectives", "rank 0 on h1")
+    assert last.measured == "no answer from broadcast at known bfloat16, small within 1 s"
+
+
+def test_a_sweep_measures_all_collectives_at_growing_sizes() -> None:
+    sweep = Sweep(Other(), rank=0, world_size=2, device=CPU, options=GroupOptions())
+    points = sweep.run(full=True, free_bytes=1 << 30, at=lambda _: None)
+    assert {point.collective for point in points} == set(Collective)
+    assert [point.num_bytes for point in points if point.collective is Collective.ALL_REDUCE] == [MB, 4 * MB, 16 * MB]
+    quick = sweep.run(full=False, free_bytes=1 << 30, at=lambda _: None)
+    assert [(point.collective, point.num_bytes) for point in quick] == [(Collective.ALL_REDUCE, MB)]
+
+
+def test_a_sweep_over_a_slow_link_ends_early() -> None:
+    clock = iter(range(10_000))
+    options = GroupOptions(sweep_budget_s=20.0)
+    slow = Sweep(Other(), rank=0, world_size=2, device=CPU, options=options, clock=lambda: float(next(clock)))
+    points = slow.run(full=True, free_bytes=1 << 30, at=lambda _: None)
+    assert [point.num_bytes for point in points if point.collective is Collective.BROADCAST] == [MB]
+
+
+def test_large_messages_are_few_where_memory_is() -> None:
+    sweep = Sweep(Alone(), rank=0, world_size=1, device=CPU, options=replace(GroupOptions(), point_budget_s=0.001))
+    quick = sweep.run(full=False, free_bytes=10, at=lambda _: None)
+    assert [point.num_bytes for point in quick] == [MB]
+    assert free_memory(CPU, local_world_size=2) * 2 == pytest.approx(free_memory(CPU, local_world_size=1), rel=0.2)
+
+
+def test_products_have_a_rate() -> None:
+    ticks = iter(range(10_000))
+    # One second each: 2 * 256^3 operations.
+    assert matmul_tflops(CPU, budget_s=3, clock=lambda: float(next(ticks))) == pytest.approx(3.3554e-5, rel=1e-3)
+    assert matmul_tflops(CPU, budget_s=0.001) > 0
+
+
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8])
+def test_every_pair_meets_once_in_disjoint_rounds(num: int) -> None:
+    rounds = pair_rounds(num)
+    met = [pair for one in rounds for pair in one]
+    assert sorted(met) == [(low, high) for low in range(num) for high in range(low + 1, num)]
+    assert len(rounds) == (num - 1 if num % 2 == 0 else num)
+    for one in rounds:
+        assert len({place for pair in one for place in pair}) == 2 * len(one)
+
+
+def test_neighbours_are_in_the_order_of_their_devices() -> None:
+    group = members("h1", "h2", "h1", "h2")
+    turned = tuple(replace(one, local_rank=1 - one.local_rank) for one in group)
+    assert neighbours(group, host="h2") == [1, 3]
+    assert neighbours(turned, host="h2") == [3, 1]

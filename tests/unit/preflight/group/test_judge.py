@@ -1,0 +1,174 @@
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.preflight.group.bandwidth import Point
+from elastictrain.preflight.group.baseline import fold_bus
+from elastictrain.preflight.group.collectives import Collective
+from elastictrain.preflight.group.correct import Fault
+from elastictrain.preflight.group.judge import (
+    judge_bandwidth,
+    judge_pairs,
+    judge_parity,
+    judge_present,
+    judge_rates,
+    judge_results,
+    stragglers,
+)
+from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.p2p import Reach
+from elastictrain.preflight.verdict import Status, Verdict
+from tests.unit.preflight.group.ranks import H200, members
+
+OPTIONS = GroupOptions()
+THREE = members("h1", "h2", "h3")
+GB = 1 << 30
+
+
+def results(faults: dict[int, list[Fault]]) -> list[Verdict]:
+    return judge_results(Collective.ALL_GATHER, faults, THREE, seconds=0.1)
+
+
+def subjects(verdicts: list[Verdict], status: Status) -> list[str]:
+    return [verdict.subject for verdict in verdicts if verdict.status is status]
+
+
+def test_all_there() -> None:
+    verdict = judge_present(THREE, seconds=0.1)
+    assert (verdict.check, verdict.status, verdict.measured) == ("present", Status.PASS, 3)
+
+
+def test_right_results_pass() -> None:
+    assert subjects(results({0: [], 1: [], 2: []}), Status.PASS) == ["all"]
+
+
+def test_the_one_rank_that_all_got_wrong_values_from_is_named() -> None:
+    found = results({0: [Fault("bad", 2)], 1: [Fault("bad", 2), Fault("worse", 2)], 2: []})
+    assert subjects(found, Status.FAIL) == ["rank 2 on h3"]
+    assert "on h3" in found[0].remedy
+
+
+def test_else_those_that_got_something_wrong() -> None:
+    assert subjects(results({0: [], 1: [Fault("bad", 2)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
+    assert subjects(results({0: [], 1: [Fault("bad", 2), Fault("bad", 0)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
+    found = results({0: [Fault("bad", None)], 1: [], 2: [Fault("bad", None)]})
+    assert subjects(found, Status.FAIL) == ["rank 0 on h1", "rank 2 on h3"]
+
+
+def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
+    assert subjects(results({rank: [Fault("bad", None)] for rank in range(3)}), Status.FAIL) == ["all"]
+
+
+def bandwidth(seconds: float, *, device: str = H200, before_s: float | None = None, nccl: bool = True) -> Verdict:
+    point = Point(Collective.ALL_REDUCE, GB, seconds, 2)
+    small = Point(Collective.ALL_REDUCE, 1 << 20, 1.0, 2)
+    baseline = None
+    if before_s is not None:
+        before = Point(Collective.ALL_REDUCE, GB, before_s, 2)
+        baseline = fold_bus(None, [before], device=device, num_hosts=1)
+    [verdict] = judge_bandwidth(
+        [small, point],
+        members("h1", "h1", device=device),
+        nccl=nccl,
+        options=OPTIONS,
+        baseline=baseline,
+        seconds=1.0,
+    )
+    return verdict
+
+
+def test_bus_bandwidth_against_the_link() -> None:
+    good = bandwidth(0.00325)
+    assert (good.status, good.measured, good.expected, good.unit) == (Status.PASS, 330.4, 370.8, "GB/s all_reduce 1 GB")
+    bad = bandwidth(0.005)
+    assert (bad.status, bad.expected) == (Status.WARN, 370.8)
+    assert "18 NVLinks of H200" in bad.remedy
+
+
+def test_bus_bandwidth_against_the_baseline() -> None:
+    assert bandwidth(0.0033, before_s=0.00325).status is Status.PASS
+    worse = bandwidth(0.0035, before_s=0.00325)
+    assert (worse.status, worse.expected) == (Status.WARN, 330.4)
+    assert "330.4" in worse.remedy
+
+
+def test_an_unknown_link_is_judged_by_the_baseline_alone() -> None:
+    unknown = bandwidth(9.0, device="something new")
+    assert (unknown.status, unknown.expected) == (Status.PASS, None)
+    assert bandwidth(9.0, device="something new", before_s=8.0).status is Status.WARN
+
+
+def test_gloo_is_judged_leniently() -> None:
+    assert bandwidth(1.9, device="cpu", before_s=1.0, nccl=False).status is Status.PASS
+    assert bandwidth(2.1, device="cpu", before_s=1.0, nccl=False).status is Status.WARN
+
+
+def test_only_all_reduce_is_held_against_the_link() -> None:
+    points = [Point(collective, GB, 1.0, 2) for collective in Collective]
+    verdicts = judge_bandwidth(points, members("h1", "h1", device=H200), nccl=True, options=OPTIONS, baseline=None, seconds=1.0)
+    assert [verdict.unit.split()[1] for verdict in verdicts if verdict.status is Status.WARN] == ["all_reduce"]
+    assert len(verdicts) == 6
+
+
+def test_stragglers() -> None:
+    assert stragglers({0: 100.0, 1: 86.0, 2: 100.0}, ratio=0.85) == {}
+    assert stragglers({0: 100.0, 1: 84.0, 2: 100.0}, ratio=0.85) == {1: 0.84}
+    assert stragglers({0: 100.0, 1: 70.0}, ratio=0.85) == {1: pytest.approx(70 / 85)}
+
+
+@pytest.mark.parametrize(("device", "status"), [("cpu", Status.WARN), (H200, Status.FAIL)])
+def test_slow_twice_is_a_straggler(device: str, status: Status) -> None:
+    group = members("h1", "h2", "h3", device=device)
+    first = {0: 700.0, 1: 400.0, 2: 710.0}
+    again = judge_rates(first, {0: 700.0, 1: 420.0, 2: 700.0}, group, options=OPTIONS, seconds=0.1)
+    assert [(one.subject, one.status, one.measured, one.expected) for one in again] == [("rank 1 on h2", status, 420, 700)]
+    assert "h2" in again[0].remedy
+
+
+def test_mixed_gpus_and_busy_processors_are_not_failures() -> None:
+    first = {0: 700.0, 1: 510.0, 2: 710.0}
+    mixed = (*members("h1", "h2", device=H200), replace(THREE[2], device="NVIDIA L40S"))
+    assert subjects(judge_rates(first, first, mixed, options=OPTIONS, seconds=0.1), Status.WARN) == ["rank 1 on h2"]
+    assert subjects(judge_rates(first, first, THREE, options=OPTIONS, seconds=0.1), Status.PASS) == ["all"]
+
+
+def test_slow_once_is_not() -> None:
+    first = {0: 700.0, 1: 500.0, 2: 710.0}
+    found = judge_rates(first, {0: 700.0, 1: 690.0, 2: 700.0}, THREE, options=OPTIONS, seconds=0.1)
+    assert subjects(found, Status.PASS) == ["all"]
+    assert subjects(judge_rates({0: 1.0}, None, members("h1"), options=OPTIONS, seconds=0.1), Status.PASS) == ["all"]
+
+
+def pairs(*, slow: float = 370.0, access: bool | None = True) -> list[Verdict]:
+    reached = {
+        0: [Reach(1, 370.0, True), Reach(2, 365.0, True)],
+        1: [Reach(0, 371.0, True), Reach(2, slow, access)],
+        2: [Reach(0, 370.0, None), Reach(1, 370.0, True)],
+    }
+    return judge_pairs(reached, members("h1", "h1", "h1", device=H200), options=OPTIONS, seconds=0.1)
+
+
+def test_pairs_of_gpus() -> None:
+    assert subjects(pairs(), Status.PASS) == ["h1"]
+    assert subjects(pairs(slow=20.0), Status.WARN) == ["GPU 2 -> GPU 1 on h1"]
+    [blind] = pairs(access=False)
+    assert (blind.status, blind.measured) == (Status.WARN, "370, without direct access")
+    assert "topo -p2p" in blind.remedy
+
+
+def test_hosts_are_judged_apart_and_single_gpus_skipped() -> None:
+    reached = {0: [Reach(1, 300.0, True)], 1: [Reach(0, 300.0, True)], 2: [Reach(3, 20.0, True)], 3: [Reach(2, 20.0, True)]}
+    found = judge_pairs(reached, members("h1", "h1", "h2", "h2", device=H200), options=OPTIONS, seconds=0.1)
+    assert subjects(found, Status.PASS) == ["h1", "h2"]
+    alone = judge_pairs({0: [], 1: []}, members("h1", "h2", device=H200), options=OPTIONS, seconds=0.1)
+    assert subjects(alone, Status.SKIP) == ["all"]
+
+
+def test_parity() -> None:
+    right = {rank: {"DDP": 1e-15, "FSDP": 3e-16} for rank in range(3)}
+    assert subjects(judge_parity(right, THREE, options=OPTIONS, seconds=0.1), Status.PASS) == ["all", "all"]
+    broken = {**right, 2: {"DDP": 1e-15, "FSDP": float("inf")}}
+    found = judge_parity(broken, THREE, options=OPTIONS, seconds=0.1)
+    assert [(one.subject, one.status) for one in found] == [("all", Status.PASS), ("rank 2 on h3", Status.FAIL)]
+    everywhere = {rank: {"DDP": 0.5, "FSDP": float("nan")} for rank in range(3)}
+    assert subjects(judge_parity(everywhere, THREE, options=OPTIONS, seconds=0.1), Status.FAIL) == ["all", "all"]

@@ -1,0 +1,69 @@
+from collections.abc import Mapping
+
+from elastictrain.preflight.group.entries import Attendance
+from elastictrain.preflight.group.judge_attendance import judge_attendance
+from elastictrain.preflight.group.lane import State, Word
+from elastictrain.preflight.group.members import introduced, strangers
+from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.group.ranks import members
+
+DONE = Word(State.DONE, [])
+STUCK = Word(State.STUCK, detail="known float32, small", num_begun=1)
+
+
+def blamed(words: Mapping[int, Word], *, entered: frozenset[int] = frozenset(range(3))) -> list[tuple[str, str]]:
+    attendance = Attendance("all_reduce", 3, 5.0, words, entered | frozenset(words))
+    verdicts = judge_attendance("collectives", attendance, members("h1", "h2", "h3"))
+    assert all(verdict.status is Status.FAIL and verdict.check == "collectives" for verdict in verdicts)
+    return [(verdict.subject, str(verdict.measured)) for verdict in verdicts]
+
+
+def test_all_through() -> None:
+    assert blamed({0: DONE, 1: DONE, 2: DONE}) == []
+
+
+def test_who_did_not_enter_comes_first() -> None:
+    assert blamed({0: STUCK}, entered=frozenset((0, 1))) == [("rank 2 on h3", "did not enter all_reduce within 5 s")]
+
+
+def test_then_who_gave_no_word() -> None:
+    broken = Word(State.BROKEN, detail="RuntimeError: Connection closed by peer")
+    assert blamed({0: broken, 2: STUCK}) == [("rank 1 on h2", "entered all_reduce and gave no word within 5 s")]
+
+
+def test_then_who_raised() -> None:
+    assert blamed({0: STUCK, 1: Word(State.BROKEN, detail="no room"), 2: STUCK}) == [
+        ("rank 1 on h2", "broke in all_reduce: no room")
+    ]
+
+
+def test_then_who_came_least_far() -> None:
+    far = Word(State.STUCK, detail="random float32, large", num_begun=4)
+    expected = "no answer from all_reduce at known float32, small within 5 s"
+    assert blamed({0: far, 1: STUCK, 2: far}) == [("rank 1 on h2", expected)]
+    assert [subject for subject, _ in blamed({0: DONE, 1: far, 2: DONE})] == ["rank 1 on h2"]
+
+
+def test_the_remedy_knows_the_process_if_it_has_introduced_itself() -> None:
+    known, unknown = members("h1", "h2"), strangers(["h1", "h2"])
+    attendance = Attendance("present", 2, 5.0, {0: DONE}, frozenset((0,)))
+    assert "py-spy dump --pid 1001" in judge_attendance("present", attendance, known)[0].remedy
+    remedy = judge_attendance("present", attendance, unknown)[0].remedy
+    assert "py-spy" not in remedy
+    assert "on h2" in remedy
+
+
+def test_many_culprits_stay_readable() -> None:
+    attendance = Attendance("present", 100, 5.0, {0: DONE}, frozenset((0,)))
+    verdicts = judge_attendance("present", attendance, strangers([f"h{rank}" for rank in range(100)]))
+    assert len(verdicts) == 9
+    assert verdicts[-1].measured == "91 more ranks likewise"
+
+
+def test_introductions() -> None:
+    before = strangers(["h1", "h1", "h2"])
+    assert [(one.local_rank, one.pid) for one in before] == [(0, None), (1, None), (0, None)]
+    row = {"rank": 2, "host": "h2", "local_rank": 0, "pid": 5, "device": "x", "new": 1}
+    after = introduced(before, {2: row, 1: None, 0: "?"})
+    assert after[:2] == before[:2]
+    assert (after[2].pid, after[2].device) == (5, "x")

@@ -1,0 +1,126 @@
+from elastictrain.preflight.host.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling, read_allowance
+from tests.unit.preflight.host.conftest import HostMaker
+
+GIB = 1 << 30
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+STAT = "usage_usec 900\nuser_usec 600\nnr_periods 400\nnr_throttled 100\nthrottled_usec 2500000\n"
+
+
+def test_version_2_tightest_level_counts(make_host: HostMaker) -> None:
+    slice_, scope = "sys/fs/cgroup/job.slice", "sys/fs/cgroup/job.slice/run.scope"
+    host = make_host(
+        {
+            "proc/self/mountinfo": V2_MOUNT,
+            "proc/self/cgroup": "0::/job.slice/run.scope\n",
+            "sys/fs/cgroup/cgroup.controllers": "cpu memory pids\n",
+            f"{slice_}/cpu.max": "250000 100000\n",
+            f"{slice_}/memory.max": str(8 * GIB),
+            f"{slice_}/memory.current": str(7 * GIB),
+            f"{slice_}/memory.stat": f"anon 5\ninactive_file {3 * GIB}\n",
+            f"{slice_}/pids.max": "max\n",
+            f"{slice_}/pids.current": "90\n",
+            f"{scope}/cpu.max": "max 100000\n",
+            f"{scope}/cpu.stat": STAT,
+            f"{scope}/memory.max": str(16 * GIB),
+            f"{scope}/memory.current": str(2 * GIB),
+            f"{scope}/pids.max": "200\n",
+            f"{scope}/pids.current": "50\n",
+        }
+    )
+    assert read_allowance(host) == Allowance(
+        cpus=2.5,
+        throttling=Throttling(400, 100, 2.5),
+        memory=MemoryGroup(8 * GIB, 4 * GIB),
+        processes=ProcessGroup(200, 50),
+    )
+
+
+def test_version_2_in_a_container_sees_itself_as_the_root(make_host: HostMaker) -> None:
+    for path in ("/", "/kubepods.slice/pod-7/cri-1", "/../../cri-1"):
+        host = make_host(
+            {
+                "proc/self/mountinfo": V2_MOUNT,
+                "proc/self/cgroup": f"0::{path}\n",
+                "sys/fs/cgroup/cpu.max": "50000 100000\n",
+                "sys/fs/cgroup/memory.max": "1000\n",
+                "sys/fs/cgroup/memory.current": "400\n",
+            }
+        )
+        assert read_allowance(host) == Allowance(cpus=0.5, memory=MemoryGroup(1000, 400))
+
+
+def test_path_that_leads_out_of_the_mount_is_not_followed(make_host: HostMaker) -> None:
+    host = make_host(
+        {
+            "proc/self/mountinfo": V2_MOUNT,
+            "proc/self/cgroup": "0::/../../other\n",
+            "sys/fs/cgroup/cpu.max": "200000 100000\n",
+            "sys/other/cpu.max": "100000 100000\n",
+        }
+    )
+    assert read_allowance(host).cpus == 2.0
+
+
+def test_version_1_with_controllers_together_and_a_container_below_the_mount(make_host: HostMaker) -> None:
+    point = "sys/fs/cgroup/cpu,cpuacct"
+    host = make_host(
+        {
+            "proc/self/mountinfo": (
+                "33 32 0:29 /docker/abc /sys/fs/cgroup/cpu,cpuacct ro master:11 - cgroup cgroup rw,cpu,cpuacct\n"
+                "34 32 0:30 /docker/abc /sys/fs/cgroup/memory ro master:12 - cgroup cgroup rw,memory\n"
+            ),
+            "proc/self/cgroup": "4:memory:/docker/abc/child\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/\n",
+            f"{point}/cpu.cfs_quota_us": "150000\n",
+            f"{point}/cpu.cfs_period_us": "100000\n",
+            f"{point}/cpu.stat": "nr_periods 10\nnr_throttled 4\nthrottled_time 3000000000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(4 * GIB),
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": str(3 * GIB),
+            "sys/fs/cgroup/memory/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB}\n",
+            "sys/fs/cgroup/memory/child/memory.limit_in_bytes": "9223372036854771712\n",
+            "sys/fs/cgroup/memory/child/memory.usage_in_bytes": "5\n",
+        }
+    )
+    assert read_allowance(host) == Allowance(cpus=1.5, throttling=Throttling(10, 4, 3.0), memory=MemoryGroup(4 * GIB, 2 * GIB))
+
+
+def test_hybrid_takes_each_controller_from_where_it_is(make_host: HostMaker) -> None:
+    host = make_host(
+        {
+            "proc/self/mountinfo": (
+                "40 31 0:40 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+                "41 31 0:41 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
+            ),
+            "proc/self/cgroup": "1:cpu:/\n0::/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/unified/cpu.max": "1 100000\n",
+            "sys/fs/cgroup/unified/pids.max": "70\n",
+            "sys/fs/cgroup/unified/pids.current": "7\n",
+        }
+    )
+    assert read_allowance(host) == Allowance(processes=ProcessGroup(70, 7))
+
+
+def test_without_mountinfo_the_usual_place_is_taken(make_host: HostMaker) -> None:
+    host = make_host({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"})
+    assert read_allowance(host) == Allowance(cpus=2.0)
+
+
+def test_nothing_known(make_host: HostMaker) -> None:
+    assert read_allowance(make_host({})) == Allowance()
+
+
+def test_garbled(make_host: HostMaker) -> None:
+    host = make_host(
+        {
+            "proc/self/mountinfo": V2_MOUNT,
+            "proc/self/cgroup": "what\n0:/\n0::relative\n",
+            "sys/fs/cgroup/cpu.max": "fast 100000\n",
+            "sys/fs/cgroup/cpu.stat": "nr_periods many\nnr_throttled\n",
+            "sys/fs/cgroup/memory.max": "-1\n",
+            "sys/fs/cgroup/memory.current": "9" * 400,
+            "sys/fs/cgroup/pids.max": "\u0663\n",
+            "sys/fs/cgroup/pids.current": "3\n",
+        }
+    )
+    assert read_allowance(host) == Allowance()

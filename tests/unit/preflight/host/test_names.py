@@ -1,0 +1,163 @@
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from elastictrain.preflight.host.lookups import LookUp, SystemResolver, address_towards, look_up
+from elastictrain.preflight.host.names import (
+    MAPPED_LOOPBACK,
+    LookupFacts,
+    NameFacts,
+    is_loopback,
+    judge_lookups,
+    judge_name,
+    parse_hosts,
+    read_lookups,
+    read_name,
+)
+from elastictrain.preflight.verdict import Status
+from tests.unit.preflight.host.conftest import HostMaker
+
+HOSTS = "127.0.0.1 localhost\n# 127.0.1.1 h1 in a comment\n\n127.0.1.1\th1.example.org h1 # by the installer\n"
+
+
+@dataclass
+class FakeResolver:
+    """Answers from tables; some questions take their time."""
+
+    forward: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    reverse: Mapping[str, str] = field(default_factory=dict)
+    delays: Mapping[str, float] = field(default_factory=dict)
+
+    def addresses(self, name: str) -> Sequence[str]:
+        time.sleep(self.delays.get(name, 0))
+        if name not in self.forward:
+            raise OSError(-2, "Name or service not known")
+        return self.forward[name]
+
+    def name(self, address: str) -> str:
+        time.sleep(self.delays.get(address, 0))
+        return self.reverse.get(address, address)
+
+
+def facts(*answers: str, hosts: str = HOSTS, address: str | None = "10.0.0.3") -> NameFacts:
+    return NameFacts("h1", LookUp("h1", answers, 0.001), tuple(parse_hosts(hosts)), address)
+
+
+def test_loopback_is_wrong_among_several_hosts() -> None:
+    verdict = judge_name(facts("127.0.1.1"), several_hosts=True)
+    assert verdict.status is Status.FAIL
+    assert (verdict.subject, verdict.measured) == ("h1", "127.0.1.1")
+    assert verdict.remedy == (
+        "in /etc/hosts on h1, change line 4 from `127.0.1.1 h1.example.org h1` to `10.0.0.3 h1.example.org h1`"
+    )
+
+
+def test_other_names_of_the_line_stay_where_they_are() -> None:
+    verdict = judge_name(facts("127.0.0.1", hosts="127.0.0.1 localhost h1\n"), several_hosts=True)
+    assert verdict.remedy.endswith("change line 1 from `127.0.0.1 localhost h1` to `10.0.0.3 h1` and `127.0.0.1 localhost`")
+
+
+def test_loopback_from_elsewhere_than_the_hosts_file() -> None:
+    verdict = judge_name(facts("127.0.0.2", hosts="127.0.0.1 localhost\n"), several_hosts=True)
+    assert verdict.status is Status.FAIL
+    assert verdict.remedy == "add the line `10.0.0.3 h1` to /etc/hosts on h1"
+
+
+def test_unknown_own_address_is_a_blank_to_fill_in() -> None:
+    verdict = judge_name(facts("127.0.1.1", address=None), several_hosts=True)
+    assert "to `ADDRESS h1.example.org h1` (ADDRESS: the one that `ip -brief address` shows" in verdict.remedy
+
+
+def test_loopback_after_an_address_is_a_warning() -> None:
+    assert judge_name(facts("10.0.0.3", "127.0.1.1"), several_hosts=True).status is Status.WARN
+
+
+def test_right_address() -> None:
+    assert judge_name(facts("10.0.0.3"), several_hosts=True).status is Status.PASS
+
+
+def test_a_host_alone_may_be_loopback() -> None:
+    assert judge_name(facts("127.0.1.1"), several_hosts=False).status is Status.PASS
+
+
+@pytest.mark.parametrize(("several", "status"), [(True, Status.WARN), (False, Status.SKIP)])
+def test_name_that_nobody_knows(several: bool, status: Status) -> None:
+    unknown = NameFacts("h1", LookUp("h1", None, 0.01, "Name or service not known"), (), "10.0.0.3")
+    verdict = judge_name(unknown, several_hosts=several)
+    assert (verdict.status, verdict.measured) == (status, "Name or service not known")
+    assert "add the line `10.0.0.3 h1` to /etc/hosts on h1" in verdict.remedy
+
+
+def test_name_that_is_not_answered() -> None:
+    verdict = judge_name(NameFacts("h1", LookUp("h1", None, 2.0), (), None), several_hosts=True)
+    assert (verdict.status, verdict.measured) == (Status.WARN, "no answer in 2.0 s")
+
+
+def test_reading(make_host: HostMaker) -> None:
+    host = make_host({"etc/hosts": HOSTS})
+    found = read_name(host, resolver=FakeResolver({"h1": ["127.0.1.1"]}), address="10.0.0.3", towards=None)
+    assert judge_name(found, several_hosts=True).status is Status.FAIL
+    assert found.lines[1].number == 4
+    towards = read_name(host, resolver=FakeResolver(), address=None, towards="127.0.0.1")
+    assert towards.address is None
+    assert towards.own.error == "Name or service not known"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
+def test_loopback(address: str) -> None:
+    assert is_loopback(address)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "fe80::1%eth0", "", "localhost", "::ffff:10.0.0.1"])
+def test_not_loopback(address: str) -> None:
+    assert not is_loopback(address)
+
+
+def test_quick_lookups() -> None:
+    quick = LookupFacts((LookUp("h1", None, 0.002, "unknown"),), (LookUp(MAPPED_LOOPBACK, ("localhost",), 0.1),), ())
+    verdict = judge_lookups(quick, host="h1")
+    assert (verdict.status, verdict.measured, verdict.unit) == (Status.PASS, 0.1, "s")
+
+
+def test_slow_reverse_lookup() -> None:
+    slow = LookupFacts((LookUp("h1", ("10.0.0.3",), 0.01),), (LookUp(MAPPED_LOOPBACK, ("localhost",), 5.01),), ("10.0.0.53",))
+    verdict = judge_lookups(slow, host="h1")
+    assert verdict.status is Status.WARN
+    assert verdict.measured == "::ffff:127.0.0.1: 5.0 s"
+    assert (
+        'export RES_OPTIONS="timeout:1 attempts:1", and add `::ffff:127.0.0.1 localhost` to /etc/hosts on h1' in verdict.remedy
+    )
+    assert "10.0.0.53 in /etc/resolv.conf" in verdict.remedy
+
+
+def test_nothing_was_looked_up() -> None:
+    assert judge_lookups(LookupFacts((), (), ()), host="h1").status is Status.SKIP
+
+
+def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastictrain.preflight.host.names.LIMIT_S", 0.1)
+    monkeypatch.setattr("elastictrain.preflight.host.names.SLOW_S", 0.05)
+    host = make_host({"etc/resolv.conf": "nameserver 10.0.0.53\nsearch x\n"})
+    resolver = FakeResolver({"h1": ["10.0.0.3"]}, delays={MAPPED_LOOPBACK: 0.5})
+    began = time.monotonic()
+    found = read_lookups(host, resolver=resolver, address="10.0.0.3")
+    assert time.monotonic() - began < 0.4
+    assert [one.stalled for one in found.reverse] == [True, False]
+    assert found.servers == ("10.0.0.53",)
+    assert judge_lookups(found, host="h1").measured == "::ffff:127.0.0.1: no answer in 0.1 s"
+
+
+def test_system_resolver() -> None:
+    ((local, wrong), (back,)) = look_up(["localhost", "a" * 70], ["127.0.0.1"], resolver=SystemResolver(), limit_s=20)
+    assert local.answers is not None
+    assert all(map(is_loopback, local.answers))
+    assert wrong.answers is None
+    assert wrong.error
+    assert back.answers is not None
+
+
+def test_own_address() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("no address") is None

@@ -1,0 +1,177 @@
+import errno
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import ObjectExistsError, PermanentStorageError, StorageFullError
+from elastictrain.preflight.host.mounts import Mount
+from elastictrain.preflight.host.storage_trip import Failure, TripFacts, judge_trip, parse_words
+from elastictrain.preflight.host.trip import FOLDER, travel
+from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.retry import RetryOptions
+from elastictrain.storage.store import Bytes
+
+STEPS = ["create", "create again", "replace", "read", "list", "delete"]
+
+
+@dataclass
+class Words:
+    said: list[Mapping[str, object]] = field(default_factory=list)
+
+    def __call__(self, word: Mapping[str, object]) -> None:
+        self.said.append(word)
+
+
+def local(path: Path) -> LocalStore:
+    store = open_store(str(path), retry=RetryOptions(attempts=1))
+    assert isinstance(store, LocalStore)
+    return store
+
+
+def remains(path: Path) -> list[str]:
+    return sorted(str(one.relative_to(path)) for one in path.rglob("*"))
+
+
+def test_every_step_is_said_and_nothing_remains(tmp_path: Path) -> None:
+    words = Words()
+    travel(local(tmp_path), name="a", say=words)
+    assert [word["done"] for word in words.said if "done" in word] == STEPS
+    assert [word["begun"] for word in words.said if "begun" in word] == STEPS
+    assert remains(tmp_path) == []
+
+
+def test_memory_store() -> None:
+    store = open_store("memory://trips/run")
+    travel(store, name="a", say=Words())
+    assert list(store.list()) == []
+
+
+def test_leftovers_of_killed_trips_go_in_time(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir(parents=True)
+    for name, age_s in (("old", 4000.0), ("of-another-host", 10.0)):
+        (folder / name).write_text("x")
+        os.utime(folder / name, (time.time() - age_s,) * 2)
+    travel(local(tmp_path), name="a", say=Words())
+    assert [one.name for one in folder.iterdir()] == ["of-another-host"]
+
+
+def test_nothing_remains_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: Bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StorageFullError):
+        travel(local(tmp_path), name="a", say=Words())
+    monkeypatch.undo()
+    assert remains(tmp_path) == []
+
+
+def test_store_that_replaces_what_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "create", LocalStore.write)
+    with pytest.raises(PermanentStorageError, match="must fail, but succeeded"):
+        travel(local(tmp_path), name="a", say=Words())
+    assert remains(tmp_path) == []
+
+
+def test_store_that_forgets_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "write", lambda self, key, data: None)
+    with pytest.raises(PermanentStorageError, match="must be read back as it was written"):
+        travel(local(tmp_path), name="a", say=Words())
+
+
+def test_store_that_does_not_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalStore, "list", lambda self, prefix="": iter(()))
+    with pytest.raises(PermanentStorageError, match="must be listed"):
+        travel(local(tmp_path), name="a", say=Words())
+    assert remains(tmp_path) == []
+
+
+def test_failed_create_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(self: LocalStore, key: str, data: Bytes) -> None:
+        raise ObjectExistsError("somebody else's")
+
+    monkeypatch.setattr(LocalStore, "create", exists)
+    words = Words()
+    with pytest.raises(ObjectExistsError):
+        travel(local(tmp_path), name="a", say=words)
+    assert words.said == [{"begun": "create"}]
+
+
+def test_words_of_a_whole_trip() -> None:
+    text = '{"begun": "open"}\n{"begun": "create"}\n{"done": "create", "ms": 1.5}\n{"end": true}\n'
+    facts = parse_words(text, url="/x", mount=None)
+    assert facts == TripFacts("/x", (("create", 1.5),), ended=True)
+    verdict = judge_trip(facts, host="h1", environment={})
+    assert (verdict.status, verdict.measured, verdict.unit) == (Status.PASS, 1.5, "ms")
+
+
+def test_words_of_a_trip_that_was_killed() -> None:
+    facts = parse_words('{"begun": "open"}\n{"begun": "create"}\n{"do', url="/x", mount=None, stalled_s=8.0)
+    verdict = judge_trip(facts, host="h1", environment={})
+    assert (verdict.status, verdict.measured) == (Status.FAIL, "create: no answer in 8 s")
+    assert "timeout 5 stat -f /x" in verdict.remedy
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", "Traceback\n", '"end"\n', '{"ms": "x"}\n'])
+def test_words_that_say_nothing(text: str) -> None:
+    verdict = judge_trip(parse_words(text, url="/x", mount=None), host="h1", environment={})
+    assert verdict.status is Status.FAIL
+    assert "no word at its end" in str(verdict.measured)
+
+
+def test_no_folder() -> None:
+    assert judge_trip(None, host="h1", environment={}).status is Status.SKIP
+
+
+def test_slow_store() -> None:
+    facts = TripFacts("/x", (("create", 1800.0), ("read", 300.0)), ended=True)
+    verdict = judge_trip(facts, host="h1", environment={})
+    assert (verdict.status, verdict.measured) == (Status.WARN, 2100.0)
+    assert "`create` alone took 1800 ms" in verdict.remedy
+
+
+def failed(url: str, fault: str, number: int | None = None, environment: Mapping[str, str] | None = None) -> Verdict:
+    mount = Mount("/", "/mnt/runs", "nfs4", frozenset()) if url.startswith("/") else None
+    facts = TripFacts(url, (), False, "create", Failure(fault, number, "the message"), mount=mount)
+    return judge_trip(facts, host="h1", environment=environment or {})
+
+
+@pytest.mark.parametrize(
+    ("url", "fault", "number", "remedy"),
+    [
+        ("/mnt/runs/a", "DENIED", errno.EROFS, "mount -o remount,rw /mnt/runs"),
+        ("/mnt/runs/a", "DENIED", errno.EACCES, "chown -R"),
+        ("s3://bucket/a", "DENIED", None, "AWS_ACCESS_KEY_ID"),
+        ("gs://bucket/a", "DENIED", None, "gcloud auth application-default login"),
+        ("az://bucket/a", "DENIED", None, "credentials for az://"),
+        ("/mnt/runs/a", "FULL", errno.ENOSPC, "python -m elastictrain.checkpoint prune /mnt/runs/a"),
+        ("s3://bucket/a", "FULL", None, "raise the quota of s3://bucket/a"),
+        ("s3://bucket/a", "NO_BUCKET", None, "aws s3 mb s3://bucket`"),
+        ("gs://bucket/a", "NO_BUCKET", None, "gcloud storage buckets create gs://bucket`"),
+        ("az://bucket/a", "NO_BUCKET", None, "create bucket"),
+        ("s3://bucket/a", "TRANSIENT", None, "curl -m 5 -sS -o /dev/null https://s3.amazonaws.com"),
+        ("/mnt/runs/a", "TRANSIENT", errno.EIO, "its nfs4 at /mnt/runs must answer"),
+        ("x://a", "CONFIG", None, "correct run.dir"),
+        ("/mnt/runs/a", "PERMANENT", errno.ENOTDIR, "ls -ld /mnt/runs/a"),
+        ("s3://bucket/a", "PERMANENT", None, "another store than s3://bucket/a"),
+        ("s3://bucket/a", "of a later release", None, "another store than s3://bucket/a"),
+    ],
+)
+def test_each_failure_has_its_remedy(url: str, fault: str, number: int | None, remedy: str) -> None:
+    verdict = failed(url, fault, number)
+    assert (verdict.status, verdict.measured) == (Status.FAIL, "create: the message")
+    assert remedy in verdict.remedy
+
+
+def test_own_endpoint_is_named() -> None:
+    environment = {"AWS_ENDPOINT_URL": "http://minio:9000"}
+    assert "curl -m 5 -sS -o /dev/null http://minio:9000 must" in failed(
+        "s3://b/a", "TRANSIENT", None, environment
+    ).remedy.replace("`", "")

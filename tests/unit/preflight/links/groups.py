@@ -1,0 +1,70 @@
+"""A group of hosts in one process: threads on loopback, and a shared table in memory."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
+
+QUICK = LinkOptions(roster_s=5.0, stream_s=0.05)
+"""Short streams: on loopback, bytes flow at once."""
+
+
+class Table:
+    """An exchange in memory."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self.rows[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self.rows, timeout=limit_s)
+            return self.rows.get(key)
+
+
+def member(rank: int, num_hosts: int, **changed: Any) -> Member:
+    """Host `h1` of node rank 0, `h2` of 1 and so on: with addresses of their own on loopback."""
+    facts: dict[str, Any] = {
+        "name": f"h{rank + 1}",
+        "node_rank": rank,
+        "num_hosts": num_hosts,
+        "address": f"127.0.0.{rank + 1}",
+        "interface": "lo",
+        "mtu": 65536,
+    }
+    return Member(**{**facts, **changed})
+
+
+def run_group(
+    num_hosts: int,
+    *,
+    options: LinkOptions = QUICK,
+    started: tuple[int, ...] | None = None,
+    members: Mapping[int, Member] = {},
+    session: Callable[[LinkSession], None] = lambda session: None,
+    **changed: Any,
+) -> list[LinkReport]:
+    """The reports of the hosts `started` (all, if not given). `session` may change each before it runs."""
+    table = Table()
+    ranks = tuple(range(num_hosts)) if started is None else started
+    reports: dict[int, LinkReport] = {}
+
+    def run(rank: int) -> None:
+        one = LinkSession(member=members.get(rank, member(rank, num_hosts)), exchange=table, options=options, **changed)
+        session(one)
+        reports[rank] = one.run()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "a session does not end"
+    return [reports[rank] for rank in ranks]

@@ -1,0 +1,52 @@
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.preflight.links.judge import Evidence, decode_verdicts, encode_verdicts, judge, next_baseline
+from elastictrain.preflight.links.judge_roster import Silence
+from elastictrain.preflight.links.measured import GarbledError
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.verdict import Status, failures
+from tests.unit.preflight.links.made import all_links, contacts, flows, roster
+
+OPTIONS = LinkOptions()
+HEALTHY = Evidence(roster=roster(3), contacts=contacts(3), flows=tuple(flows(all_links(3), lambda link: 10.0)), full=True)
+
+
+def test_each_check_says_something() -> None:
+    verdicts = judge(HEALTHY, options=OPTIONS)
+    assert [verdict.check for verdict in verdicts] == ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
+    assert {verdict.status for verdict in verdicts} == {Status.PASS}
+    assert decode_verdicts(encode_verdicts(verdicts)) == verdicts
+
+
+def test_what_silence_explains_is_not_held_against_links() -> None:
+    found = contacts(3, lambda link: {"blocked": ((1, "no answer"),), "largest": 0} if 2 in link else {})
+    slow = tuple(flows(all_links(3), lambda link: 0.0 if 2 in link else 10.0))
+    evidence = replace(HEALTHY, contacts=found, flows=slow, flows_again=slow, silences=(Silence(2, "contacts were made", 5.0),))
+    bad = [verdict for verdict in judge(evidence, options=OPTIONS) if verdict.status is not Status.PASS]
+    assert [(verdict.check, verdict.subject) for verdict in bad] == [("roster", "h3")]
+    (verdict,) = bad
+    assert (verdict.measured, verdict.expected) == ("silent while contacts were made", "word within 5 s")
+
+
+def test_absent_hosts_are_named_as_far_as_they_are_known() -> None:
+    evidence = replace(HEALTHY, roster=roster(3, absent=(3, 4)))
+    bad = failures(judge(evidence, options=OPTIONS, names={4: "h5"}))
+    assert [verdict.subject for verdict in bad] == ["node rank 3", "h5 (node rank 4)"]
+    assert {verdict.expected for verdict in bad} == {"5 hosts"}
+
+
+def test_only_healthy_links_become_the_baseline() -> None:
+    baseline = next_baseline(HEALTHY, judge(HEALTHY, options=OPTIONS), before=None)
+    assert baseline is not None
+    assert (baseline.one_way_gbps, baseline.both_ways_gbps, baseline.latency_s) == ((10.0,), (10.0,), (2e-4,))
+    slow = tuple(flows(all_links(3), lambda link: 0.1 if 2 in link else 10.0))
+    ill = replace(HEALTHY, flows=slow, flows_again=slow)
+    assert next_baseline(ill, judge(ill, options=OPTIONS), before=baseline) is baseline
+
+
+@pytest.mark.parametrize("rows", [None, {}, [1], [{}], [{"scope": "host", "status": "fine"}]])
+def test_garbled_verdicts_are_an_error(rows: object) -> None:
+    with pytest.raises(GarbledError):
+        decode_verdicts(rows)

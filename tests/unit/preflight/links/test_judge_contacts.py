@@ -1,0 +1,166 @@
+from typing import Any
+
+import pytest
+
+from elastictrain.preflight.links.baseline import Baseline
+from elastictrain.preflight.links.judge_contacts import (
+    judge_clocks,
+    judge_latency,
+    judge_mtu,
+    judge_reach,
+    suspicious_contacts,
+)
+from elastictrain.preflight.links.measured import Link
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+from tests.unit.preflight.links.made import contacts, roster
+
+OPTIONS = LinkOptions()
+
+
+def subjects(verdicts: list[Verdict]) -> list[tuple[Status, Scope, str]]:
+    return [(verdict.status, verdict.scope, verdict.subject) for verdict in verdicts]
+
+
+def mtu(bad: set[Link], *, largest: int | None = 1500) -> list[Verdict]:
+    return judge_mtu(contacts(3, lambda link: {"largest": largest} if link in bad else {}), roster=roster(3))
+
+
+EVERY = {(a, b) for a in range(3) for b in range(3) if a != b}
+OF_H3 = {link for link in EVERY if 2 in link}
+
+
+def test_healthy_links_pass_everything() -> None:
+    found = contacts(3)
+    verdicts = judge_reach(found, roster=roster(3)) + judge_mtu(found, roster=roster(3))
+    verdicts += judge_latency(found, roster=roster(3), options=OPTIONS, baseline=None)
+    verdicts += judge_clocks(found, roster=roster(3), options=OPTIONS)
+    assert subjects(verdicts) == [(Status.PASS, Scope.GROUP, "all")] * 4
+    assert suspicious_contacts(found, options=OPTIONS, baseline=None) == []
+
+
+def test_nothing_known_is_skipped() -> None:
+    unknown: dict[str, Any] = {"largest": None, "latency_s": None, "offset_s": None}
+    found = contacts(3, lambda link: unknown)
+    verdicts = judge_mtu(found, roster=roster(3)) + judge_reach({}, roster=roster(3))
+    verdicts += judge_latency(found, roster=roster(3), options=OPTIONS, baseline=None)
+    verdicts += judge_clocks(found, roster=roster(3), options=OPTIONS)
+    assert {verdict.status for verdict in verdicts} == {Status.SKIP}
+
+
+def test_large_frames_vanish_everywhere() -> None:
+    (verdict,) = mtu(EVERY)
+    assert subjects([verdict]) == [(Status.FAIL, Scope.GROUP, "all")]
+    assert verdict.measured == "large frames vanish above 1500 bytes"
+    assert verdict.expected == "9000 bytes"
+    assert verdict.remedy == (
+        "set the interface's MTU to 1500 (`ip link set dev eth0 mtu 1500` on h1, h2, h3), or that of the switch or bridge "
+        "between them to 9000"
+    )
+
+
+def test_large_frames_vanish_at_one_host() -> None:
+    (verdict,) = mtu(OF_H3)
+    assert subjects([verdict]) == [(Status.FAIL, Scope.HOST, "h3")]
+    assert "mtu 1500` on h3)" in verdict.remedy
+    (sent,) = mtu({(2, 0), (2, 1)})
+    assert (sent.subject, sent.measured) == ("h3", "large frames that it sends vanish above 1500 bytes")
+
+
+def test_large_frames_vanish_on_one_link() -> None:
+    (verdict,) = mtu({(2, 0)})
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h3 -> h1")]
+
+
+def test_frames_that_nobody_acknowledges_are_a_warning() -> None:
+    assert subjects(mtu(EVERY, largest=0)) == [(Status.WARN, Scope.GROUP, "all")]
+    assert subjects(mtu(OF_H3, largest=0)) == [(Status.WARN, Scope.HOST, "h3")]
+    assert subjects(mtu({(0, 1)}, largest=0)) == [(Status.WARN, Scope.LINK, "h1 -> h2")]
+
+
+def test_a_smaller_interface_on_one_side_is_nothing_to_find() -> None:
+    found = contacts(3, lambda link: {"largest": 1500, "intended": 1500} if 2 in link else {})
+    assert subjects(judge_mtu(found, roster=roster(3))) == [(Status.PASS, Scope.GROUP, "all")]
+
+
+def reach(bad: set[Link], *, reason: str = "no answer") -> list[Verdict]:
+    found = contacts(3, lambda link: {"blocked": ((29502, reason),)} if link in bad else {})
+    return judge_reach(found, roster=roster(3))
+
+
+def test_a_port_blocked_one_way() -> None:
+    (verdict,) = reach({(2, 0)})
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h3 -> h1")]
+    assert verdict.measured == "port 29502: no answer"
+    assert "iptables -I INPUT -p tcp -s 10.0.0.3 -m multiport --dports 29502 -j ACCEPT" in verdict.remedy
+
+
+@pytest.mark.parametrize(
+    ("bad", "subject", "words"),
+    [
+        (OF_H3, "h3", "cannot be reached and reaches no other"),
+        ({(2, 0), (2, 1)}, "h3", "reaches no other host"),
+        ({(0, 2), (1, 2)}, "h3", "cannot be reached"),
+        (EVERY, "all", "no host reaches another"),
+    ],
+)
+def test_who_cannot_be_reached(bad: set[Link], subject: str, words: str) -> None:
+    (verdict,) = reach(bad)
+    assert (verdict.subject, verdict.measured) == (subject, f"{words} (port 29502: no answer)")
+
+
+def test_an_address_that_another_host_answers_at() -> None:
+    for bad in ({(0, 2), (1, 2)}, {(0, 2)}):
+        (verdict,) = reach(bad, reason="another host answers at this address")
+        assert "10.0.0.3 on eth0 is used twice" in verdict.remedy
+
+
+def late(bad: set[Link], *, num_hosts: int = 3, baseline: Baseline | None = None, latency_s: float = 0.04) -> list[Verdict]:
+    found = contacts(num_hosts, lambda link: {"latency_s": latency_s} if link in bad else {})
+    return judge_latency(found, roster=roster(num_hosts), options=OPTIONS, baseline=baseline)
+
+
+def test_a_late_host() -> None:
+    (verdict,) = late(OF_H3)
+    assert subjects([verdict]) == [(Status.FAIL, Scope.HOST, "h3")]
+    assert (verdict.measured, verdict.expected, verdict.unit) == (40.0, 0.2, "ms")
+
+
+def test_a_busy_processor_is_not_late() -> None:
+    assert subjects(late(OF_H3, latency_s=0.004)) == [(Status.PASS, Scope.GROUP, "all")]
+
+
+def test_a_late_link_is_told_once() -> None:
+    assert subjects(late({(0, 1), (1, 0)})) == [(Status.WARN, Scope.LINK, "h1 -> h2")]
+
+
+def test_two_late_hosts_need_a_baseline() -> None:
+    both = {(0, 1), (1, 0)}
+    assert subjects(late(both, num_hosts=2)) == [(Status.PASS, Scope.GROUP, "all")]
+    (verdict,) = late(both, num_hosts=2, baseline=Baseline(latency_s=(0.0002,)))
+    assert subjects([verdict]) == [(Status.FAIL, Scope.LINK, "h1 -> h2")]
+
+
+def clocks(num_hosts: int, ahead: dict[int, float]) -> list[Verdict]:
+    found = contacts(num_hosts, lambda link: {"offset_s": ahead.get(link[1], 0.0) - ahead.get(link[0], 0.0)})
+    return judge_clocks(found, roster=roster(num_hosts), options=OPTIONS)
+
+
+def test_clocks() -> None:
+    (off,) = clocks(3, {0: 20.0})
+    assert (off.status, off.subject, off.measured, off.unit) == (Status.FAIL, "h1", 20.0, "s ahead of the group")
+    assert subjects(clocks(3, {2: -1.5})) == [(Status.WARN, Scope.HOST, "h3")]
+    assert subjects(clocks(3, {2: 0.9})) == [(Status.PASS, Scope.GROUP, "all")]
+    (pair,) = clocks(2, {1: 3.0})
+    assert subjects([pair]) == [(Status.FAIL, Scope.GROUP, "h1, h2")]
+
+
+def test_all_that_looks_bad_is_tried_again() -> None:
+    changes: dict[Link, dict[str, Any]] = {
+        (0, 1): {"blocked": ((1, "refused"),)},
+        (1, 2): {"largest": 1500},
+        (2, 3): {"largest": 0},
+        (3, 0): {"latency_s": 0.5},
+    }
+    found = contacts(4, lambda link: changes.get(link, {}))
+    assert suspicious_contacts(found, options=OPTIONS, baseline=None) == sorted(changes)

@@ -1,0 +1,82 @@
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.preflight.links.mtu import PathProbe, candidates
+from elastictrain.preflight.links.responder import Responder
+from elastictrain.preflight.links.wire import Secret, answer_frame, probe_frame, read_answer
+
+TOKEN = b"a token"
+
+
+@given(passing=st.integers(576, 9000), gap=st.integers(1, 9000))
+def test_candidates_lie_between(passing: int, gap: int) -> None:
+    sizes = candidates(passing, passing + gap)
+    assert all(passing < size < passing + gap for size in sizes)
+    assert bool(sizes) == (gap > 1)
+
+
+def test_common_sizes_are_found_in_one_round() -> None:
+    assert {1500, 1501, 1450, 1451, 8950, 8951} <= set(candidates(576, 9000))
+
+
+@contextmanager
+def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iterator[PathProbe]:
+    """Loopback, on which datagrams are lost by their size."""
+    real = PathProbe._send
+
+    def send(self: PathProbe, datagrams: Any, size: int) -> None:
+        if passes(size):
+            real(self, datagrams, size)
+
+    monkeypatch.setattr(PathProbe, "_send", send)
+    responder = Responder("127.0.0.1")
+    responder.start()
+    responder.set_token(TOKEN)
+    secret = Secret(TOKEN, responder.nonce)
+    try:
+        yield PathProbe("127.0.0.1", responder.udp_port, source="127.0.0.1", secret=secret, wait_s=0.15)
+    finally:
+        responder.close()
+
+
+@pytest.mark.parametrize("limit", [9000, 1500, 8917, 577])
+def test_the_largest_that_passes_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    with path(monkeypatch, lambda size: size <= limit) as probe:
+        assert probe.largest(9000) == limit
+
+
+def test_a_packet_that_is_lost_by_chance_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def passes(size: int) -> bool:
+        tries.append(size)
+        return tries.count(size) > 1
+
+    with path(monkeypatch, passes) as probe:
+        assert probe.largest(9000) == 9000
+
+
+def test_silence_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with path(monkeypatch, lambda size: False) as probe:
+        assert probe.largest(9000) == 0
+
+
+def test_frames_of_strangers_are_not_answered() -> None:
+    secret, other = Secret(TOKEN, b"n"), Secret(b"another", b"n")
+    frame = probe_frame(secret, 1500, size=1472)
+    assert len(frame) == 1472
+    answer = answer_frame(secret, frame)
+    assert answer is not None
+    assert len(answer) <= len(frame)
+    assert (read_answer(secret, answer), read_answer(other, answer), read_answer(secret, frame)) == (1500, None, None)
+    assert answer_frame(other, frame) is answer_frame(secret, frame[:-1]) is answer_frame(secret, answer) is None
+
+
+@given(st.binary(max_size=80))
+def test_garbage_is_not_answered(data: bytes) -> None:
+    assert answer_frame(Secret(TOKEN, b"n"), data) is None

@@ -1,0 +1,32 @@
+import pytest
+
+from elastictrain.preflight.links.rates import Meter
+
+
+def test_the_best_stretch_counts() -> None:
+    meter = Meter()
+    for tick in range(301):
+        # A processor that is busy in the middle.
+        meter.add(1000 if tick < 100 or tick >= 200 else 10, now_s=0.001 * tick)
+    assert meter.best_bytes_per_s() == pytest.approx(1e6, rel=0.02)
+    assert meter.seconds() == pytest.approx(0.3)
+
+
+def test_what_comes_at_once_is_no_rate() -> None:
+    burst = Meter()
+    burst.add(1 << 20, now_s=1.0)
+    assert burst.best_bytes_per_s() == 0.0
+    for tick in range(1, 31):
+        burst.add(1000, now_s=1.0 + 0.01 * tick)
+    assert burst.best_bytes_per_s() == pytest.approx(1e5, rel=0.05)
+
+
+def test_nothing_is_nothing() -> None:
+    assert (Meter().best_bytes_per_s(), Meter().seconds()) == (0.0, 0.0)
+
+
+def test_a_short_stream_counts_as_a_whole() -> None:
+    meter = Meter()
+    for tick in range(5):
+        meter.add(100, now_s=0.01 * tick)
+    assert meter.best_bytes_per_s() == pytest.approx(1e4)

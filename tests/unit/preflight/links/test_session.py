@@ -1,0 +1,137 @@
+"""Groups of hosts on loopback, each in a thread of its own."""
+
+import math
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.errors import TransportError
+from elastictrain.preflight.links.measured import Roster, encode
+from elastictrain.preflight.links.session import LinkReport, LinkSession
+from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
+from tests.unit.preflight.links.groups import QUICK, Table, member, run_group
+from tests.unit.preflight.links.made import introduction
+
+QUICK_CHECKS = ["roster", "reachable", "mtu", "latency", "clock"]
+
+
+def failed(report: LinkReport) -> list[tuple[str, str]]:
+    return [(verdict.check, verdict.subject) for verdict in failures(report.verdicts)]
+
+
+def find(report: LinkReport, check: str) -> Verdict:
+    (found,) = [verdict for verdict in report.verdicts if verdict.check == check]
+    return found
+
+
+def test_a_quick_check_of_three_hosts() -> None:
+    reports = run_group(3)
+    assert [verdict.check for verdict in reports[0].verdicts] == QUICK_CHECKS
+    assert failed(reports[0]) == []
+    assert all(report.verdicts == reports[0].verdicts for report in reports)
+    assert max(report.seconds for report in reports) < 1.5
+    assert reports[0].num_rounds == 0
+    assert reports[0].baseline is not None
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 5])
+def test_a_full_check_measures_bandwidth(num_hosts: int) -> None:
+    reports = run_group(num_hosts, full=True)
+    bandwidth = [verdict for verdict in reports[0].verdicts if verdict.check == "bandwidth"]
+    assert bandwidth
+    assert all(isinstance(verdict.measured, float) and verdict.measured > 0.01 for verdict in bandwidth)
+    assert (1 if num_hosts == 2 else 3) <= reports[0].num_rounds <= math.ceil(math.log2(num_hosts)) + 3
+    assert {verdict.check for verdict in failures(reports[0].verdicts)} <= {"bandwidth"}  # many threads, few processors
+
+
+def test_a_lone_host_has_no_links() -> None:
+    (report,) = run_group(1, full=True)
+    assert [(verdict.check, verdict.status) for verdict in report.verdicts] == [
+        ("roster", Status.PASS),
+        ("reachable", Status.SKIP),
+    ]
+
+
+def test_an_absent_host_is_named_and_the_others_go_on() -> None:
+    reports = run_group(3, started=(0, 2), options=replace(QUICK, roster_s=0.5), names={1: "h2"})
+    assert [failed(report) for report in reports] == [[("roster", "h2 (node rank 1)")]] * 2
+    verdict = find(reports[0], "roster")
+    assert (verdict.measured, verdict.expected) == ("no word in 0.5 s", "3 hosts")
+    assert "launch.min_hosts=2" in verdict.remedy
+    assert find(reports[0], "reachable").measured == "2 links"
+
+
+def test_without_the_first_host_nobody_waits_for_ever() -> None:
+    options = replace(QUICK, roster_s=0.1, grace_s=0.1)
+    reports = run_group(3, started=(1, 2), options=options)
+    assert [failed(report) for report in reports] == [[("roster", "node rank 0")]] * 2
+
+
+def test_a_clock_that_is_off_is_named() -> None:
+    def skew(session: LinkSession) -> None:
+        if session.member.name == "h1":
+            session.wall = lambda: time.time() + 20.0
+
+    reports = run_group(3, session=skew)
+    assert failed(reports[0]) == [("clock", "h1")]
+    assert find(reports[0], "clock").measured == pytest.approx(20.0, abs=0.5)
+
+
+def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
+    table = Table()
+    board = table.rows
+    other = introduction(1, name="other", nonce="ab")
+    session = LinkSession(member=member(1, 2), exchange=table, options=replace(QUICK, roster_s=0.2))
+    board["links/roster"] = encode(Roster(hosts=(introduction(0), other), absent=(), waited_s=0.0, token="00"))
+    report = session.run()
+    assert failed(report) == [("roster", "h2, other")]
+    assert "--node-rank" in report.verdicts[0].remedy
+
+
+def test_an_address_that_is_not_ours() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        report = LinkSession(member=member(0, 1, ports=(port,)), exchange=Table()).run()
+    assert failed(report) == [("reachable", "h1")]
+    assert "already in use" in str(report.verdicts[0].measured)
+
+
+class Broken:
+    """A table that cannot be reached."""
+
+    def put(self, key: str, value: bytes) -> None:
+        raise TransportError("the store is gone")
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        raise TransportError("the store is gone")
+
+
+def test_a_table_that_cannot_be_reached_is_a_verdict() -> None:
+    report = LinkSession(member=member(0, 2), exchange=Broken()).run()
+    assert failed(report) == [("roster", "h1")]
+    assert report.verdicts[0].scope is Scope.HOST
+    assert report.verdicts[0].measured == "the store is gone"
+
+
+class Deaf(Table):
+    """A table on which findings of one host never come."""
+
+    def __init__(self, place: int, number: int) -> None:
+        super().__init__()
+        self._lost = f"links/found/{number}/{place}"
+
+    def put(self, key: str, value: bytes) -> None:
+        if key != self._lost:
+            super().put(key, value)
+
+
+@pytest.mark.parametrize(("number", "doing"), [(0, "contacts were made"), (1, "bandwidth was measured")])
+def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, number: int, doing: str) -> None:
+    monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, number))
+    options = replace(QUICK, contact_s=1.0, round_s=0.7, stream_s=0.02, grace_s=0.1)
+    reports = run_group(3, full=True, options=options)
+    assert ("roster", "h3") in failed(reports[0])
+    assert find(reports[0], "roster").measured == f"silent while {doing}"
+    assert not {verdict.subject for verdict in failures(reports[0].verdicts) if "h3" in verdict.subject} - {"h3"}

@@ -1,0 +1,50 @@
+import socket
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from elastictrain.errors import TransportError
+from elastictrain.preflight.links.sizes import parse_size
+from elastictrain.preflight.links.speedtest import Listener, Transfer, measure_speed
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    listener = Listener("127.0.0.1", port=0, token="a word")
+    yield listener.start()
+    listener.close()
+
+
+def test_all_bytes_come_and_memory_stays_small(port: int) -> None:
+    size_bytes = parse_size("64M")
+    tracemalloc.start()
+    found = measure_speed("127.0.0.1", port=port, token="a word", size_bytes=size_bytes)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert {found.there.num_bytes, found.back.num_bytes, found.both_there.num_bytes, found.both_back.num_bytes} == {size_bytes}
+    assert min(found.there.gbps, found.back.gbps, found.both_there.gbps, found.both_back.gbps) > 0.1
+    assert most < 16 << 20
+
+
+def test_a_size_that_is_no_multiple_of_anything(port: int) -> None:
+    assert measure_speed("127.0.0.1", port=port, token="a word", size_bytes=1_000_003).back.num_bytes == 1_000_003
+
+
+def test_what_takes_too_long_is_an_error(port: int) -> None:
+    with pytest.raises(TransportError, match="choose a smaller size"):
+        measure_speed("127.0.0.1", port=port, token="a word", size_bytes=1 << 45, limit_s=0.05)
+
+
+def test_another_token_or_nobody_there(port: int) -> None:
+    with pytest.raises(TransportError, match=r"127.0.0.1, port \d+: .*same token"):
+        measure_speed("127.0.0.1", port=port, token="another", size_bytes=1)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(TransportError, match="refused; start the listening side"):
+            measure_speed("127.0.0.1", port=free.getsockname()[1], token="a word", size_bytes=1)
+
+
+def test_rates() -> None:
+    assert Transfer(125_000_000, 1.0).gbps == pytest.approx(1.0)
+    assert Transfer(0, 0.0).gbps == 0.0

@@ -1,0 +1,25 @@
+"""Verdicts for tests."""
+
+from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
+
+
+def verdict(
+    status: str = "pass",
+    *,
+    check: str = "mtu",
+    subject: str = "a",
+    scope: str = "host",
+    measured: Figure = None,
+    expected: Figure = None,
+    unit: str = "",
+) -> Verdict:
+    return Verdict(
+        check=check,
+        scope=Scope(scope),
+        subject=subject,
+        status=Status(status),
+        measured=measured,
+        expected=expected,
+        unit=unit,
+        remedy="" if status == "pass" else f"mend {check} of {subject}",
+    )

@@ -1,0 +1,169 @@
+"""All ranks of made-up hosts in threads, over an exchange in memory; links are on loopback."""
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import PreflightError
+from elastictrain.preflight import together
+from elastictrain.preflight.alone import OwnChecks
+from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.place import find_place
+from elastictrain.preflight.policy import Level
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.together import Asked, Report, Seat
+from elastictrain.preflight.verdict import Status, Verdict
+from tests.unit.preflight.made import verdict
+
+ALL: Mapping[str, str] = {}
+LINKS = LinkOptions(grace_s=0.3)
+
+
+class Table:
+    """An exchange in memory."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, max(0.0, limit_s))
+            return self._values.get(key)
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Verdict]]:
+    """What hosts find of themselves, by host."""
+    found: dict[str, list[Verdict]] = {}
+    monkeypatch.setattr(together, "check_host", lambda surroundings, _: found.get(surroundings.host, [verdict(check="disk")]))
+    return found
+
+
+def check(
+    ranks: list[tuple[str, int]],
+    tmp_path: Path,
+    *,
+    absent: tuple[int, ...] = (),
+    limit_s: float = 20.0,
+    modes: Mapping[str, str] = ALL,
+) -> dict[int, Report | Exception]:
+    table, results = Table(), {}
+    environments: list[dict[str, str]] = [{} for _ in ranks]
+    seen: dict[str, int] = {}
+
+    def run(rank: int, local_rank: int) -> None:
+        place = find_place(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
+        asked = Asked(
+            # Hosts on loopback are what this check is against.
+            own=OwnChecks(
+                level=Level.QUICK, modes={"interface": "off", **modes}, options=HostOptions(memory_dir=str(tmp_path))
+            ),
+            wait_s=min(2.0, limit_s / 2),
+            limit_s=limit_s,
+        )
+        seat = Seat(
+            place=place,
+            asked=asked,
+            exchange=table,
+            environment=environments[rank],
+            surroundings=Surroundings(environment={}),
+            links=LINKS,
+        )
+        try:
+            results[rank] = seat.check()
+        except Exception as error:  # noqa: BLE001
+            results[rank] = error
+
+    threads = []
+    for rank, (host, _) in enumerate(ranks):
+        local_rank = seen.get(host, 0)
+        seen[host] = local_rank + 1
+        if rank not in absent:
+            threads.append(threading.Thread(target=run, args=(rank, local_rank)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    check.environments = environments  # type: ignore[attr-defined]
+    return results
+
+
+def test_one_host(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    results = check([("a", 2), ("a", 2)], tmp_path)
+    first, second = results[0], results[1]
+    assert isinstance(first, Report)
+    assert isinstance(second, Report)
+    assert first.verdicts == second.verdicts
+    assert [one.check for one in first.verdicts] == ["infiniband", "disk"]
+    assert (first.outcome.exit_code, second.outcome.exit_code) == (0, 0)
+    assert first.plan is not None
+    assert second.plan is None
+    environments = check.environments  # type: ignore[attr-defined]
+    assert environments[0] == environments[1]
+    assert environments[1]["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_hosts_come_back_with_the_same_verdicts_and_the_unfit_one_leaves(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    own["b"] = [verdict("fail", check="storage", subject="b")]
+    results = check([("a", 1), ("b", 2), ("b", 2)], tmp_path)
+    reports = [one for one in results.values() if isinstance(one, Report)]
+    assert len(reports) == 3, results
+    assert len({one.verdicts for one in reports}) == 1
+    assert {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)} == {0: 71, 1: 69, 2: 69}
+    # What is between them was looked at, too.
+    assert {"roster", "reachable", "clock"} <= {one.check for one in reports[0].verdicts}
+
+
+def test_what_only_warns_stops_nobody(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    own["a"] = [verdict("fail", check="storage", subject="a"), verdict("fail", check="disk", subject="a")]
+    (result,) = check([("a", 1)], tmp_path, modes={"storage": "warn", "disk": "off"}).values()
+    assert isinstance(result, Report)
+    assert result.outcome.exit_code == 0
+    assert [(one.check, one.status) for one in result.verdicts if one.status is Status.WARN] == [("storage", "warn")]
+    assert not [one for one in result.verdicts if one.check == "disk"]
+
+
+def test_a_host_that_never_comes_is_named(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    results = check([("a", 1), ("b", 1), ("c", 1)], tmp_path, absent=(1,), limit_s=6.0)
+    for rank in (0, 2):
+        result = results[rank]
+        assert isinstance(result, Report), result
+        assert result.outcome.exit_code == 71
+        assert {one.subject for one in result.verdicts if one.status is Status.FAIL} == {"b (node rank 1)"}
+
+
+def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    began = time.monotonic()
+    results = check([("a", 1), ("b", 1)], tmp_path, absent=(0,), limit_s=2.0)
+    assert isinstance(results[1], PreflightError)
+    assert "a, the first host, did not say" in str(results[1])
+    assert time.monotonic() - began < 15
+
+
+def test_checks_that_never_end_make_a_host_silent_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]]
+) -> None:
+    released = threading.Event()
+
+    def stuck(surroundings: Surroundings, _: object) -> list[Verdict]:
+        if surroundings.host == "b":
+            released.wait(30)
+        return [verdict(check="disk", subject=surroundings.host)]
+
+    monkeypatch.setattr(together, "check_host", stuck)
+    results = check([("a", 1), ("b", 1)], tmp_path, limit_s=4.0)
+    released.set()
+    for result in results.values():
+        assert isinstance(result, Report), result
+        failed = [one for one in result.verdicts if one.status is Status.FAIL]
+        assert [(one.subject, one.measured) for one in failed] == [("b", "said nothing of its own checks")]

@@ -1,0 +1,133 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.interfaces import Interface, Kind, read_interfaces, system_addresses
+from tests.unit.preflight.transport.made import MadeHost
+
+
+def read(host: MadeHost) -> dict[str, Interface]:
+    found = read_interfaces(host.surroundings(), addresses=lambda: host.addresses)
+    return {one.name: one for one in found}
+
+
+def test_a_card(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("ens1f0np0", ("10.0.0.1", "fd00::1"), speed="100000")
+    assert read(host)["ens1f0np0"] == Interface(
+        name="ens1f0np0",
+        kind=Kind.PHYSICAL,
+        index=2,
+        running=True,
+        operstate="up",
+        carrier=True,
+        mtu_bytes=1500,
+        speed_mbps=100_000,
+        driver="mlx5_core",
+        vendor="0x15b3",
+        addresses=("10.0.0.1", "fd00::1"),
+    )
+    assert read(host)["lo"].kind is Kind.LOOPBACK
+    assert read(host)["lo"].running is True
+
+
+def test_kinds(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.docker()
+    host.interface("br-0123456789ab", devtype="bridge")
+    host.interface("veth3f2a91c", speed="10000")
+    host.interface("cali4b9", speed="10000")
+    host.interface("virbr0", devtype="bridge")
+    host.interface("br0", devtype="bridge")
+    host.interface("bond0", devtype="bond", bonding__mode="802.3ad 4", speed="50000")
+    host.interface("eth0.100", devtype="vlan", speed="25000")
+    host.interface("tailscale0", type="65534", tun_flags="0x1001", operstate="unknown", speed="10", flags="0x11d1")
+    host.interface("wg0", type="65534", devtype="wireguard", operstate="unknown")
+    host.interface("flannel.1", devtype="vxlan")
+    host.interface("ib0", type="32", device__vendor="0x15b3", speed="400000")
+    host.interface("eth0", speed="10000")
+    host.interface("docker_card", device__vendor="0x15b3")
+    host.write("/sys/class/net/bonding_masters", "bond0\n")
+    kinds = {name: one.kind for name, one in read(host).items()}
+    assert kinds == {
+        "lo": Kind.LOOPBACK,
+        "docker0": Kind.CONTAINER,
+        "br-0123456789ab": Kind.CONTAINER,
+        "veth3f2a91c": Kind.CONTAINER,
+        "cali4b9": Kind.CONTAINER,
+        "virbr0": Kind.CONTAINER,
+        "br0": Kind.BRIDGE,
+        "bond0": Kind.BOND,
+        "eth0.100": Kind.VLAN,
+        "tailscale0": Kind.OVERLAY,
+        "wg0": Kind.OVERLAY,
+        "flannel.1": Kind.OVERLAY,
+        "ib0": Kind.IPOIB,
+        "eth0": Kind.VIRTUAL,
+        "docker_card": Kind.PHYSICAL,
+    }
+
+
+def test_speeds_that_mean_nothing_are_unknown(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    for number, speed in enumerate(("-1", "65535", "4294967295", "0", "fast", "")):
+        host.card(f"eth{number}", speed=speed)
+    host.interface("inside", speed="10000")
+    host.interface("tun0", type="65534", tun_flags="0x1", speed="10")
+    host.interface("bond0", devtype="bond", speed="50000")
+    speeds = {name: one.speed_mbps for name, one in read(host).items()}
+    assert speeds.pop("bond0") == 50_000
+    assert set(speeds.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("flags", "operstate", "running"),
+    [
+        ("0x1003", "up", True),
+        ("0x1003", "unknown", True),
+        ("0x1002", "up", False),
+        ("0x1003", "down", False),
+        ("0x1003", "lowerlayerdown", False),
+        ("??", "up", True),
+        ("??", "unknown", None),
+        ("0x1003", "sideways", None),
+        ("", "", None),
+    ],
+)
+def test_running(tmp_path: Path, flags: str, operstate: str, running: bool | None) -> None:
+    host = MadeHost(tmp_path)
+    host.interface("eth0", flags=flags, operstate=operstate)
+    assert read(host)["eth0"].running is running
+
+
+def test_without_sysfs_names_and_addresses_are_what_is_known(tmp_path: Path) -> None:
+    addresses = {"lo": ("127.0.0.1", "10.5.0.1"), "eth0": ("10.0.0.1",), "docker0": ("172.17.0.1",)}
+    found = read_interfaces(Surroundings(root=tmp_path), addresses=lambda: addresses)
+    kinds = {one.name: one.kind for one in found}
+    assert kinds == {"lo": Kind.LOOPBACK, "eth0": Kind.UNKNOWN, "docker0": Kind.CONTAINER}
+    assert all(one.running is None for one in found)
+
+
+def test_order_is_the_kernels(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("b")
+    host.card("a")
+    assert list(read(host)) == ["lo", "b", "a"]
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.sampled_from(["type", "operstate", "flags", "speed", "mtu", "ifindex", "uevent"]), st.binary()))
+def test_garbled_files_are_unknown(tmp_path_factory: pytest.TempPathFactory, garbled: dict[str, bytes]) -> None:
+    host = MadeHost(tmp_path_factory.mktemp("host"))
+    host.card("eth0", ("10.0.0.1",))
+    for file, content in garbled.items():
+        host.write(f"/sys/class/net/eth0/{file}", content)
+    assert read(host)["eth0"].addresses == ("10.0.0.1",)
+
+
+def test_addresses_of_this_host() -> None:
+    assert "127.0.0.1" in {address for addresses in system_addresses().values() for address in addresses}
+    assert not any("%" in address for addresses in system_addresses().values() for address in addresses)

@@ -1,0 +1,161 @@
+from pathlib import Path
+
+import pytest
+
+from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
+from elastictrain.preflight.transport.plan import TransportPlan
+from elastictrain.preflight.transport.rdma import Rdma
+from elastictrain.preflight.verdict import Status, Verdict
+from tests.unit.preflight.transport.made import MadeHost, mapped
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> MadeHost:
+    return MadeHost(tmp_path)
+
+
+def only(host: MadeHost, **environment: str) -> Verdict:
+    host.environment |= environment
+    (verdict,) = judge_infiniband(host.facts())
+    return verdict
+
+
+def test_right(host: MadeHost) -> None:
+    host.device("mlx5_0")
+    host.device("mlx5_1", state="1: DOWN", physical="2: Polling")
+    assert (only(host).status, only(host).measured) == (Status.PASS, "mlx5_0:1")
+    verdict = only(host, NCCL_IB_HCA="=mlx5_0:1", NCCL_IB_DISABLE="0", NCCL_NET="IB", NCCL_IB_GID_INDEX="0")
+    assert verdict.status is Status.PASS
+
+
+def test_roce_is_right(host: MadeHost) -> None:
+    host.roce("mlx5_bond_0", "10.0.0.1")
+    assert only(host).status is Status.PASS
+    assert only(host, NCCL_IB_GID_INDEX="3").status is Status.PASS
+    assert only(host, NCCL_IB_GID_INDEX="-1").status is Status.PASS
+
+
+def test_nothing_and_no_cable_and_efa_are_skipped(host: MadeHost) -> None:
+    assert (only(host).status, only(host).measured) == (Status.SKIP, "no device")
+    host.device("mlx5_0", state="1: DOWN", physical="3: Disabled")
+    assert (only(host).status, only(host).measured) == (Status.SKIP, "devices, but no port with a link")
+    for layer in ("Unknown", "Ethernet"):
+        host.device("rdmap0s6", link_layer=layer, driver="efa")
+        assert (only(host).status, only(host).measured) == (Status.SKIP, "EFA, which NCCL uses through a plugin")
+
+
+@pytest.mark.parametrize(
+    ("state", "physical", "layer", "remedy"),
+    [
+        ("2: INIT", "5: LinkUp", "InfiniBand", "ibstat mlx5_0 1; sminfo"),
+        ("3: ARMED", "5: LinkUp", "InfiniBand", "ibstat"),
+        ("1: DOWN", "6: LinkErrorRecovery", "InfiniBand", "ibstat"),
+        ("1: DOWN", "5: LinkUp", "Ethernet", "ip link set ens1 up; ethtool ens1"),
+    ],
+)
+def test_a_link_without_an_active_port(host: MadeHost, state: str, physical: str, layer: str, remedy: str) -> None:
+    host.device("mlx5_0", state=state, physical=physical, link_layer=layer, netdev="ens1")
+    verdict = only(host)
+    assert (verdict.status, verdict.expected) == (Status.WARN, "ACTIVE")
+    assert verdict.measured == f"mlx5_0:1 is {state[3:]}, its link {physical[3:]}"
+    assert verdict.remedy.startswith(remedy)
+
+
+def test_roce_without_the_right_gid(host: MadeHost) -> None:
+    host.device("mlx5_0", link_layer="Ethernet", gids=[("fe80::1", "RoCE v2")], netdev="ens1")
+    assert only(host).remedy.startswith("ip address add ADDRESS/PREFIX dev ens1")
+    host.device("mlx5_0", link_layer="Ethernet", gids=[(mapped("10.0.0.1"), "IB/RoCE v1")])
+    assert only(host).remedy.startswith("cma_roce_mode -d mlx5_0 -p 1 -m 2")
+    assert only(host).status is Status.WARN
+
+
+@pytest.mark.parametrize(("file", "words"), [("state", "state of"), ("link_layer", "link layer of"), ("gids", "GIDs of")])
+def test_what_cannot_be_read(host: MadeHost, file: str, words: str) -> None:
+    host.roce("mlx5_0", "10.0.0.1")
+    path = host.root / "sys/class/infiniband/mlx5_0/ports/1" / file
+    if file == "gids":
+        path.rename(path.with_name("gone"))
+    else:
+        path.write_bytes(b"\xff\x00")
+    verdict = only(host)
+    assert (verdict.status, verdict.measured) == (Status.WARN, f"{words} mlx5_0:1 cannot be read")
+
+
+def test_a_device_without_ports(host: MadeHost) -> None:
+    host.write("/sys/class/infiniband/mlx5_0/device/uevent", "DRIVER=mlx5_core\n")
+    assert only(host).status is Status.WARN
+
+
+def test_a_container_without_the_device_node(host: MadeHost) -> None:
+    host.device("mlx5_0", opened=False)
+    assert only(host).status is Status.WARN
+    assert only(host).remedy.startswith("docker run --device=/dev/infiniband")
+
+
+def test_software_is_none_of_ours(host: MadeHost) -> None:
+    host.write("/sys/class/infiniband/rxe0/ports/1/state", "??\n")
+    assert only(host).status is Status.SKIP
+
+
+@pytest.mark.parametrize(
+    ("pin", "words"),
+    [("mlx4", "there is no mlx4"), ("=mlx5_0,mlx5_7", "there is no mlx5_7"), ("mlx5_1", "no port of these is ACTIVE")],
+)
+def test_pinned_devices(host: MadeHost, pin: str, words: str) -> None:
+    host.device("mlx5_0")
+    host.device("mlx5_1", state="1: DOWN", physical="2: Polling")
+    verdict = only(host, NCCL_IB_HCA=pin)
+    assert verdict.status is Status.FAIL
+    assert words in str(verdict.measured)
+    assert verdict.remedy == "unset NCCL_IB_HCA  # or set NCCL_IB_HCA==mlx5_0:1"
+
+
+@pytest.mark.parametrize(
+    ("index", "status", "words"),
+    [
+        ("2", Status.WARN, "RoCE v1, 10.0.0.1"),
+        ("1", Status.WARN, "RoCE v2, fe80::e42:a1ff:fe00:1"),
+        ("5", Status.FAIL, "is empty"),
+        ("99", Status.FAIL, "is empty"),
+    ],
+)
+def test_pinned_index(host: MadeHost, index: str, status: Status, words: str) -> None:
+    host.roce("mlx5_0", "10.0.0.1")
+    verdict = only(host, NCCL_IB_GID_INDEX=index)
+    assert (verdict.status, verdict.expected) == (status, "3 (RoCE v2, 10.0.0.1)")
+    assert words in str(verdict.measured)
+    assert verdict.remedy.endswith("set NCCL_IB_GID_INDEX=3")
+
+
+@pytest.mark.parametrize(("name", "value"), [("NCCL_IB_DISABLE", "1"), ("NCCL_NET", "Socket")])
+def test_switched_off_beside_active_ports(host: MadeHost, name: str, value: str) -> None:
+    host.environment[name] = value
+    assert only(host).status is Status.SKIP
+    host.device("mlx5_0")
+    assert (only(host).status, only(host).remedy) == (Status.WARN, f"unset {name}")
+
+
+def test_demanded_without_ports(host: MadeHost) -> None:
+    assert (only(host, NCCL_NET="IB").status, only(host).remedy) == (Status.FAIL, "unset NCCL_NET")
+
+
+def made_plan(host: str, ports: int) -> TransportPlan:
+    hcas = tuple(f"mlx5_{number}:1" for number in range(ports))
+    return TransportPlan(host, (), (), "eth0", None, None, Rdma.INFINIBAND, hcas, None)
+
+
+def test_all_hosts_alike() -> None:
+    ib = frozenset({Rdma.INFINIBAND})
+    kinds = {"h1": ib, "h2": ib}
+    assert judge_alike({"h1": made_plan("h1", 8), "h2": made_plan("h2", 8)}, kinds, agreed=Rdma.INFINIBAND) == []
+    (verdict,) = judge_alike({"h1": made_plan("h1", 8), "h2": made_plan("h2", 7)}, kinds, agreed=Rdma.INFINIBAND)
+    assert (verdict.subject, verdict.status, verdict.measured, verdict.expected) == ("h2", Status.WARN, 7, 8)
+
+
+def test_one_host_without() -> None:
+    kinds = {"h1": frozenset({Rdma.INFINIBAND}), "h2": frozenset[Rdma](), "h3": frozenset({Rdma.INFINIBAND})}
+    plans = {name: made_plan(name, 0) for name in kinds}
+    (verdict,) = judge_alike(plans, kinds, agreed=Rdma.NONE)
+    assert (verdict.subject, verdict.status, verdict.measured) == ("h2", Status.WARN, "no usable infiniband port")
+    assert verdict.remedy.endswith("until then all hosts use sockets")
+    assert judge_alike(plans, {name: frozenset() for name in plans}, agreed=Rdma.NONE) == []

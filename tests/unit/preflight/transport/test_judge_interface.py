@@ -1,0 +1,158 @@
+from pathlib import Path
+
+import pytest
+
+from elastictrain.preflight.transport.facts import Facts
+from elastictrain.preflight.transport.judge_interface import judge_interface
+from elastictrain.preflight.verdict import Scope, Status, Verdict
+from tests.unit.preflight.transport.made import MadeHost, set_by_hand
+
+PEERS = {"h2": "10.0.0.2", "h3": "10.0.0.3"}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> MadeHost:
+    made = MadeHost(tmp_path)
+    made.card("eth0", ("10.0.0.1",))
+    made.docker()
+    made.card("eth1", ("192.168.9.1",))
+    made.card("eth10", ("192.168.10.1",))
+    for address in ("10.0.0.2", "10.0.0.3"):
+        made.way(address, "10.0.0.1")
+    return made
+
+
+def only(host: MadeHost, **environment: str) -> Verdict:
+    host.environment |= environment
+    (verdict,) = judge_interface(host.facts(rendezvous="10.0.0.2", peers=PEERS))
+    return verdict
+
+
+def test_right(host: MadeHost) -> None:
+    verdict = only(host)
+    assert (verdict.status, verdict.scope, verdict.subject) == (Status.PASS, Scope.HOST, "h1")
+    assert verdict.measured == "eth0 (10.0.0.1)"
+
+
+@pytest.mark.parametrize("pin", ["=eth0", "eth0", "=eth0,eth1", "^docker,lo"])
+def test_pins_of_nccl_that_are_right(host: MadeHost, pin: str) -> None:
+    assert only(host, NCCL_SOCKET_IFNAME=pin).status is Status.PASS
+
+
+@pytest.mark.parametrize(
+    ("pin", "status", "words"),
+    [
+        ("docker0", Status.FAIL, "docker0 is a container bridge, behind which no other host is"),
+        ("lo", Status.FAIL, "lo is a loopback"),
+        ("^lo", Status.FAIL, "docker0 is a container bridge"),
+        ("eth7", Status.FAIL, "there is no eth7"),
+        ("=eth0,ib0", Status.FAIL, "there is no ib0"),
+        ("^eth,lo,docker", Status.FAIL, "no interface that is running"),
+        ("=eth1", Status.WARN, "eth1 comes first, but the kernel reaches the others through eth0"),
+        ("eth1", Status.WARN, "eth1 comes first"),
+    ],
+)
+def test_pins_of_nccl_that_contradict(host: MadeHost, pin: str, status: Status, words: str) -> None:
+    verdict = only(host, NCCL_SOCKET_IFNAME=pin)
+    assert verdict.status is status
+    assert words in str(verdict.measured)
+    assert verdict.expected == "eth0"
+    assert verdict.remedy == "unset NCCL_SOCKET_IFNAME  # or set NCCL_SOCKET_IFNAME==eth0"
+
+
+@pytest.mark.parametrize(
+    ("pin", "status", "words"),
+    [
+        ("eth0", Status.PASS, "eth0"),
+        ("eth0,eth1", Status.PASS, "eth0"),
+        ("docker0", Status.FAIL, "docker0 is a container bridge"),
+        ("eth", Status.FAIL, "there is no 'eth'"),
+        ("=eth0", Status.FAIL, "there is no '=eth0'"),
+        ("eth0,,eth1", Status.FAIL, "there is no ''"),
+        ("eth1", Status.WARN, "eth1 comes first"),
+    ],
+)
+def test_pins_of_gloo(host: MadeHost, pin: str, status: Status, words: str) -> None:
+    verdict = only(host, GLOO_SOCKET_IFNAME=pin)
+    assert verdict.status is status
+    assert words in str(verdict.measured)
+    if status is not Status.PASS:
+        assert verdict.remedy == "unset GLOO_SOCKET_IFNAME  # or set GLOO_SOCKET_IFNAME=eth0"
+
+
+def test_pins_of_an_interface_that_is_down_or_has_no_address(host: MadeHost) -> None:
+    host.card("eth2")
+    assert "eth2 has no address" in str(only(host, GLOO_SOCKET_IFNAME="eth2").measured)
+    host.addresses["eth2"] = ("10.7.0.1",)
+    host.write("/sys/class/net/eth2/operstate", "down\n")
+    assert "eth2 is down" in str(only(host).measured)
+
+
+def test_nccl_takes_no_interface_that_is_down(host: MadeHost) -> None:
+    host.write("/sys/class/net/docker0/operstate", "down\n")
+    assert only(host, NCCL_SOCKET_IFNAME="^lo").status is Status.PASS
+    verdict = only(host, NCCL_SOCKET_IFNAME="docker0")
+    assert (verdict.status, verdict.expected) == (Status.FAIL, "eth0")
+    assert "no interface that is running and has an address is among them" in str(verdict.measured)
+
+
+def test_a_pin_in_a_file_is_undone_there(host: MadeHost) -> None:
+    host.write("/etc/nccl.conf", "NCCL_SOCKET_IFNAME=docker0\n")
+    assert only(host).remedy.startswith("remove NCCL_SOCKET_IFNAME from /etc/nccl.conf")
+
+
+def test_a_missing_name_is_a_failure_on_one_host_too(host: MadeHost) -> None:
+    host.environment["GLOO_SOCKET_IFNAME"] = "eth7"
+    (verdict,) = judge_interface(host.facts(alone=True))
+    assert verdict.status is Status.FAIL
+    host.environment["GLOO_SOCKET_IFNAME"] = "docker0"
+    (verdict,) = judge_interface(host.facts(alone=True))
+    assert verdict.status is Status.PASS
+
+
+def test_no_way_to_a_peer(host: MadeHost) -> None:
+    (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "10.9.0.4"}))
+    assert (verdict.status, verdict.scope, verdict.subject) == (Status.FAIL, Scope.LINK, "h1 -> h4")
+    assert verdict.measured == "no way to 10.9.0.4: Network is unreachable"
+    assert verdict.remedy.startswith("ip route get 10.9.0.4")
+    host.routes["node4"] = OSError(-2, "Name or service not known")
+    (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "node4"}))
+    assert verdict.remedy.startswith("getent hosts node4")
+
+
+def test_a_peer_behind_docker0_or_loopback(host: MadeHost) -> None:
+    host.way("h4", "172.17.0.1", remote="172.17.0.1")
+    host.way("h5", "127.0.1.1", remote="127.0.1.1")
+    docker, loopback = judge_interface(host.facts(peers={**PEERS, "h4": "h4", "h5": "h5"}))
+    assert "through docker0, a container bridge: it is this host's own address" in str(docker.measured)
+    assert "h5 is 127.0.1.1, which is loopback" in str(loopback.measured)
+    assert (
+        loopback.remedy == "on h5: torchrun --local-addr ADDRESS, or its address, not 127.0.1.1, beside its name in /etc/hosts"
+    )
+    assert docker.status is loopback.status is Status.FAIL
+    host.way("master", "127.0.1.1", remote="127.0.1.1")
+    (verdict,) = judge_interface(host.facts(rendezvous="master", peers=PEERS))
+    assert verdict.subject == "h1 -> the rendezvous"
+    assert verdict.remedy.startswith("--rdzv-endpoint=ADDRESS:PORT")
+
+
+def test_peers_on_two_networks(host: MadeHost) -> None:
+    host.way("192.168.9.4", "192.168.9.1")
+    (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "192.168.9.4"}))
+    assert (verdict.status, verdict.measured) == (Status.WARN, "peers are reached through eth0 and eth1")
+
+
+def test_another_address_of_the_interface_comes_first(host: MadeHost) -> None:
+    host.addresses["eth0"] = ("169.254.1.1", "10.0.0.1")
+    verdict = only(host)
+    assert verdict.status is Status.WARN
+    assert verdict.measured == "eth0 listens at 169.254.1.1, its first address, but the rendezvous knows it by 10.0.0.1"
+
+
+def test_unknown_things_are_no_failures(host: MadeHost) -> None:
+    host.way("h4", "192.0.2.9", remote="192.0.2.4")
+    (verdict,) = judge_interface(host.facts(peers={**PEERS, "h4": "h4"}))
+    assert (verdict.status, verdict.scope) == (Status.WARN, Scope.LINK)
+    settings = set_by_hand(NCCL_SOCKET_IFNAME="eth0", GLOO_SOCKET_IFNAME="eth0")
+    (verdict,) = judge_interface(Facts("h1", settings=settings))
+    assert verdict.status is Status.SKIP

@@ -1,0 +1,187 @@
+from pathlib import Path
+
+import pytest
+
+from elastictrain.preflight.transport.facts import Facts
+from elastictrain.preflight.transport.plan import TransportPlan, Wishes, decide, describe
+from elastictrain.preflight.transport.rdma import Rdma
+from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost, ethernet, set_by_hand
+
+PEERS = {"h2": "10.0.0.2", "h3": "10.0.0.3"}
+
+
+def plain(root: Path, *, speed: str = "10000", vendor: str = "0x15b3") -> MadeHost:
+    host = MadeHost(root)
+    host.card("eth0", ("10.0.0.1", "fe80::1"), speed=speed, vendor=vendor)
+    for address in ("10.0.0.2", "10.0.0.3"):
+        host.way(address, "10.0.0.1")
+    host.way("10.0.0.1", "10.0.0.1")
+    return host
+
+
+def values(plan: TransportPlan) -> dict[str, str]:
+    return {one.name: one.value for one in plan.variables}
+
+
+def test_a_plain_host(tmp_path: Path) -> None:
+    plan = decide(plain(tmp_path).facts(rendezvous="10.0.0.1", peers=PEERS), Wishes())
+    assert values(plan) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
+    assert plan.variables[0].reason == "the kernel reaches the rendezvous and 2 of 2 peers through eth0 (10.0.0.1)"
+    assert (plan.interface, plan.nccl_address, plan.gloo_address, plan.link_gbps) == ("eth0", "10.0.0.1", "10.0.0.1", 10.0)
+    assert (plan.rdma, plan.hcas, plan.kept, plan.notes) == (Rdma.NONE, (), (), ())
+    assert describe(plan)[2] == "NCCL_IB_DISABLE=1  # no port that is ACTIVE can be used here"
+
+
+def test_docker_on_the_host_changes_nothing(tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    host.docker()
+    host.interface("veth12ab34c")
+    assert decide(host.facts(rendezvous="10.0.0.2", peers=PEERS), Wishes()).interface == "eth0"
+
+
+def test_an_overlay_beside_the_interface_to_the_internet(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("ens3", ("203.0.113.7",))
+    host.interface(
+        "tailscale0", ("100.64.0.1",), type="65534", tun_flags="0x1", operstate="unknown", speed="10", flags="0x10d1"
+    )
+    host.way("100.64.0.2", "100.64.0.1")
+    plan = decide(host.facts(rendezvous="100.64.0.2", peers={"h2": "100.64.0.2"}), Wishes())
+    assert (plan.interface, plan.link_gbps, plan.gloo_address) == ("tailscale0", None, "100.64.0.1")
+
+
+def test_a_bond_over_two_cards(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("ens1")
+    host.card("ens2")
+    host.interface("bond0", ("10.0.0.1",), devtype="bond", bonding__mode="802.3ad 4", speed="50000")
+    host.way("10.0.0.2", "10.0.0.1")
+    plan = decide(host.facts(peers={"h2": "10.0.0.2"}), Wishes())
+    assert (plan.interface, plan.link_gbps) == ("bond0", 50.0)
+
+
+def test_ipv6_only_and_ipv6_beside_ipv4(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("eth0", ("fd00::1", "fe80::1"))
+    host.way("fd00::2", "fd00::1")
+    plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}), Wishes())
+    assert values(plan).keys() == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE"} | socket_names(25)
+    assert plan.nccl_address == "fd00::1"
+    host.addresses["eth0"] = ("192.168.7.1", "fd00::1", "fe80::1")
+    plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}), Wishes())
+    assert values(plan)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
+    assert plan.nccl_address == "fd00::1"
+
+
+def socket_names(gbps: float) -> set[str]:
+    return {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"} if gbps >= 25 else set()
+
+
+def test_two_rails_the_one_that_reaches_most_peers(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.card("mgmt", ("10.0.0.1",), speed="1000")
+    host.card("rail0", ("10.1.0.1",), speed="200000")
+    host.way("10.0.0.2", "10.0.0.1")
+    for address in ("10.1.0.2", "10.1.0.3"):
+        host.way(address, "10.1.0.1")
+    plan = decide(host.facts(rendezvous="10.0.0.2", peers={"h2": "10.1.0.2", "h3": "10.1.0.3"}), Wishes())
+    assert plan.interface == "rail0"
+    # As many peers here as there: the rendezvous decides, and without one the faster.
+    split = {"h2": "10.0.0.2", "h3": "10.1.0.2"}
+    assert decide(host.facts(rendezvous="10.0.0.2", peers=split), Wishes()).interface == "mgmt"
+    assert decide(host.facts(peers=split), Wishes()).interface == "rail0"
+
+
+def test_before_peers_are_known_the_rendezvous_decides(tmp_path: Path) -> None:
+    assert decide(plain(tmp_path).facts(rendezvous="10.0.0.2"), Wishes()).interface == "eth0"
+    # On the host that holds the store the kernel answers with its own address.
+    assert decide(plain(tmp_path).facts(rendezvous="10.0.0.1"), Wishes()).interface == "eth0"
+
+
+@pytest.mark.parametrize("local", ["172.17.0.1", "127.0.0.1", "127.0.1.1", "192.0.2.99"])
+def test_nothing_is_set_where_no_interface_is_fit(tmp_path: Path, local: str) -> None:
+    host = plain(tmp_path)
+    host.docker()
+    host.way("h2", local, remote="172.17.0.2")
+    plan = decide(host.facts(rendezvous="h2", peers={"h2": "h2"}), Wishes())
+    assert plan.interface is None
+    assert values(plan) == {"NCCL_IB_DISABLE": "1"}
+    assert plan.notes[0].startswith("no interface is set")
+
+
+def test_one_host_meets_over_loopback(tmp_path: Path) -> None:
+    host = plain(tmp_path, speed="100000")
+    plan = decide(host.facts(alone=True), Wishes())
+    assert values(plan) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    assert plan.gloo_address == "127.0.0.1"
+    host.addresses["lo"] = ("::1",)
+    assert decide(host.facts(alone=True), Wishes()).interface is None
+
+
+@pytest.mark.parametrize(
+    ("speed", "threads", "sockets"),
+    [
+        ("10000", None, None),
+        ("-1", None, None),
+        ("25000", "4", "1"),
+        ("50000", "4", "1"),
+        ("100000", "4", "4"),
+        ("400000", "4", "4"),
+    ],
+)
+def test_socket_threads_by_speed(tmp_path: Path, speed: str, threads: str | None, sockets: str | None) -> None:
+    found = values(decide(plain(tmp_path, speed=speed).facts(peers=PEERS), Wishes()))
+    assert (found.get("NCCL_SOCKET_NTHREADS"), found.get("NCCL_NSOCKS_PERTHREAD")) == (threads, sockets)
+
+
+@pytest.mark.parametrize("vendor", [AWS, GOOGLE])
+def test_nccl_knows_the_cards_of_some_clouds(tmp_path: Path, vendor: str) -> None:
+    found = values(decide(plain(tmp_path, speed="100000", vendor=vendor).facts(peers=PEERS), Wishes()))
+    assert "NCCL_SOCKET_NTHREADS" not in found
+
+
+def test_debug_only_when_asked_or_after_a_failure(tmp_path: Path) -> None:
+    facts = plain(tmp_path).facts(peers=PEERS)
+    assert "NCCL_DEBUG" not in values(decide(facts, Wishes()))
+    for wishes in (Wishes(debug=True), Wishes(after_failure=True)):
+        assert values(decide(facts, wishes))["NCCL_DEBUG"] == "INFO"
+
+
+def test_infiniband(tmp_path: Path) -> None:
+    host = plain(tmp_path, speed="100000")
+    for number in range(3):
+        host.device(f"mlx5_{number}")
+    host.device("mlx5_3", state="1: DOWN", physical="2: Polling")
+    plan = decide(host.facts(peers=PEERS), Wishes())
+    assert values(plan) == {
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1,mlx5_2:1",
+    }
+    assert (plan.rdma, plan.link_gbps) == (Rdma.INFINIBAND, 1200.0)
+
+
+def test_roce(tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    host.roce("mlx5_bond_0", "10.0.0.1")
+    plan = decide(host.facts(peers=PEERS), Wishes())
+    assert (values(plan)["NCCL_IB_HCA"], values(plan)["NCCL_IB_GID_INDEX"]) == ("=mlx5_bond_0:1", "3")
+    assert (plan.rdma, plan.link_gbps) == (Rdma.ROCE, 100.0)
+
+
+def test_what_a_person_has_set_is_kept(tmp_path: Path) -> None:
+    host = plain(tmp_path)
+    host.card("eth1", ("10.1.0.1",))
+    host.environment |= {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
+    plan = decide(host.facts(peers=PEERS), Wishes(debug=True))
+    assert values(plan).keys() == {"NCCL_IB_DISABLE", "NCCL_DEBUG_SUBSYS"}
+    kept = {one.name: (one.value, one.reason) for one in plan.kept}
+    assert kept["GLOO_SOCKET_IFNAME"] == ("eth0", "set in the environment; as planned")
+    assert kept["NCCL_SOCKET_IFNAME"][1].startswith("set in the environment; =eth0 was planned: the kernel reaches")
+    assert (plan.interface, plan.nccl_address, plan.gloo_address) == ("eth0", "10.1.0.1", "10.0.0.1")
+
+
+def test_a_pin_that_names_nothing_has_no_address() -> None:
+    settings = set_by_hand(NCCL_SOCKET_IFNAME="ib", GLOO_SOCKET_IFNAME="ib0")
+    plan = decide(Facts("h1", interfaces=(ethernet("eth0", "10.0.0.1"),), settings=settings), Wishes())
+    assert (plan.nccl_address, plan.gloo_address) == (None, None)

@@ -1,0 +1,181 @@
+"""What a run makes of its preflight: the level, the records, what is shown, and who leaves."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.incarnation import Incarnation, Introduction
+from elastictrain.errors import HostUnfitError
+from elastictrain.events import Event, Preflight, TransportPlanned
+from elastictrain.identity import Identity
+from elastictrain.preflight.links.baseline import Baseline
+from elastictrain.preflight.outcome import decide
+from elastictrain.preflight.policy import Ended, Level
+from elastictrain.preflight.together import Report, Seat
+from elastictrain.preflight.transport.plan import TransportPlan, Variable
+from elastictrain.preflight.transport.rdma import Rdma
+from elastictrain.preflight.verdict import Verdict
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from elastictrain.train import preflight as module
+from elastictrain.train.past_starts import findings_in, last_word
+from elastictrain.train.preflight import LINKS_KEY, RunPreflight
+from tests.unit.preflight.made import verdict
+from tests.unit.train.test_loop import config
+
+PLAN = TransportPlan(
+    host="a",
+    variables=(Variable("GLOO_SOCKET_IFNAME", "eth0", "the kernel says so"),),
+    kept=(Variable("NCCL_DEBUG", "INFO", "set in the environment"),),
+    interface="eth0",
+    nccl_address=None,
+    gloo_address=None,
+    rdma=Rdma.NONE,
+    hcas=(),
+    link_gbps=None,
+)
+
+Make = Callable[..., tuple[RunPreflight, list[Event], list[Seat]]]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "run"))
+
+
+@pytest.fixture
+def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
+    def made(
+        *, level: str = "auto", found: Sequence[Verdict] = (), baseline: Baseline | None = None, restart: str = "0"
+    ) -> tuple[RunPreflight, list[Event], list[Seat]]:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
+        recorded: list[Event] = []
+        seats: list[Seat] = []
+
+        def check(seat: Seat) -> Report:
+            seats.append(seat)
+            return Report(
+                verdicts=tuple(found),
+                outcome=decide(found, host="a", hosts=["a"]),
+                seconds=0.5,
+                alone=True,
+                plan=PLAN,
+                baseline=baseline,
+            )
+
+        monkeypatch.setattr(module.Seat, "check", check)
+        plain = config(steps=3)
+        preflight = RunPreflight(
+            replace(plain, preflight=replace(plain.preflight, level=level)),
+            Identity(0, 1, 0, 1, "a", launched=False),
+            Incarnation("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
+            StoreExchange(dist.HashStore()),
+            store=store,
+            record=recorded.append,
+            data_digest="x",
+        )
+        return preflight, recorded, seats
+
+    return made
+
+
+def end(store: Store, incarnation: str, *codes: int | None) -> None:
+    """What ranks of an earlier incarnation left; None: a rank that was killed."""
+    for rank, code in enumerate(codes):
+        last = {"event": "failure", "exit_code": code} if code is not None else {"event": "step", "step": 3}
+        store.write(f"events/{incarnation}-r{rank:05d}.jsonl", json.dumps(last).encode() + b"\n")
+
+
+def test_a_first_start_is_checked_in_full(make: Make) -> None:
+    preflight, _, seats = make()
+    assert (preflight.chosen.level, preflight.chosen.reason) == (Level.FULL, "first start")
+    preflight.check_hosts()
+    assert seats[0].asked.own.level is Level.FULL
+
+
+@pytest.mark.parametrize(
+    ("codes", "level"), [((71, 71), "full"), ((71, None), "quick"), ((75, 75), "quick"), ((), "quick"), ((70, 71), "full")]
+)
+def test_a_restart_is_quick_unless_the_transport_failed(
+    codes: tuple[int | None, ...], level: str, store: Store, make: Make
+) -> None:
+    end(store, "000005-cc", 71, 71)
+    end(store, "000006-bb", *codes)
+    if not codes:
+        end(store, "000006-bb", 0)
+    preflight, _, seats = make(restart="1")
+    preflight.check_hosts()
+    assert preflight.chosen.level == level
+    assert seats[0].asked.after_failure is (level == "full")
+
+
+def test_off_checks_nothing(make: Make) -> None:
+    preflight, recorded, seats = make(level="off")
+    preflight.check_hosts()
+    assert (recorded, seats) == ([], [])
+
+
+def test_what_was_found_is_recorded_and_shown_and_the_baseline_kept(
+    make: Make, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = verdict("warn", check="bandwidth", subject="a")
+    baseline = Baseline(one_way_gbps=(4.0,))
+    for _ in range(2):
+        preflight, recorded, seats = make(found=[slow, verdict(check="disk")], baseline=baseline)
+        preflight.check_hosts()
+        planned, event = recorded
+        assert isinstance(planned, TransportPlanned)
+        assert (planned.variables, planned.kept) == ({"GLOO_SOCKET_IFNAME": "eth0"}, {"NCCL_DEBUG": "INFO"})
+        assert isinstance(event, Preflight)
+        assert (event.stage, event.counts["warn"], event.counts["pass"]) == ("hosts", 1, 1)
+        assert [row["check"] for row in event.findings] == ["bandwidth"]
+        row = {"event": "preflight", "stage": "hosts", "findings": list(event.findings)}
+        store.write("events/000006-bb-r00000.jsonl", json.dumps(row).encode() + b"\n")
+    assert seats[0].asked.baseline == baseline
+    assert store.stat(LINKS_KEY)
+    shown = capsys.readouterr().err
+    assert "preflight (full, first start): 1 warning, 1 passed in 0.5 s" in shown
+    assert "mend bandwidth of a" in shown
+    assert "again: bandwidth of a: 2 of the last 2 starts" in shown
+    assert "GLOO_SOCKET_IFNAME=eth0  # the kernel says so" in shown
+
+
+def test_an_unfit_host_leaves(make: Make) -> None:
+    preflight, recorded, _ = make(found=[verdict("fail", check="storage", subject="a")])
+    with pytest.raises(HostUnfitError, match="this host is unfit: a: storage; mend storage of a"):
+        preflight.check_hosts()
+    assert [type(one) for one in recorded] == [TransportPlanned, Preflight]
+
+
+@pytest.mark.parametrize(
+    ("data", "ended"),
+    [
+        (b'{"event": "step"}\n{"event": "failure", "exit_code": 71}\n', Ended(3, 71)),
+        (b'{"event": "stop", "exit_code": 75}\n', Ended(3, 75)),
+        (b'{"event": "step", "exit_code": 75}\n', None),
+        (b'{"event": "failure", "exit_code": "71"}\n', None),
+        (b'{"event": "failure", "exit', None),
+        (b"[1]\n", None),
+        (b"\xff\n", None),
+        (b"", None),
+    ],
+)
+def test_the_last_word_of_a_rank(data: bytes, ended: Ended | None) -> None:
+    assert last_word(data, rank=3) == ended
+
+
+def test_findings_among_other_records() -> None:
+    rows = [
+        '{"event": "preflight", "stage": "hosts", "findings": [{"check": "mtu"}, 7]}',
+        '{"event": "preflight", "stage": "hosts", "findings": 7}',
+        '{"event": "preflight", "stage": "group", "findings": [{"check": "p2p"}]}',
+        '{"event": "preflight"',
+        '{"event": "step"}',
+        "7",
+    ]
+    assert findings_in("\n".join(rows).encode()) == [[{"check": "mtu"}]]
