@@ -126,6 +126,58 @@ class PreflightChecks:
 
 
 @dataclass(frozen=True, slots=True)
+class PreflightThresholds:
+    """From where on a figure is a finding."""
+
+    clock_warn_s: Annotated[float, Range(0.0)] = 1.0
+    """Clocks of two hosts that differ by more are a warning."""
+
+    clock_fail_s: Annotated[float, Range(0.0)] = 2.0
+    """Clocks of two hosts that differ by more are a failure."""
+
+    slow_ratio: Annotated[float, Range(0.0, 1.0)] = 0.5
+    """A host whose best link has less than this part of the median of all hosts' best links is slow."""
+
+    late_factor: Annotated[float, Range(1.0)] = 3.0
+    """A host whose best latency is so many times the median of all hosts' best ones is far away."""
+
+    bus_ratio: Annotated[float, Range(0.0, 1.0)] = 0.7
+    """Bus bandwidth below this part of what the links between GPUs can do is a warning."""
+
+    bus_baseline_ratio: Annotated[float, Range(0.0, 1.0)] = 0.95
+    """Bus bandwidth of GPUs below this part of what earlier starts have measured is a warning."""
+
+    straggler_ratio: Annotated[float, Range(0.0, 1.0)] = 0.85
+    """A GPU with less than this part of the median rate of matrix products is a straggler."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightLimits:
+    """How long parts of a preflight may take before they count as failed, in seconds."""
+
+    storage_s: Annotated[float, Range(0.0, exclusive=True)] = 8.0
+    """Writing, reading and deleting an object in `run.dir`."""
+
+    contact_s: Annotated[float, Range(0.0, exclusive=True)] = 4.0
+    """All that one host asks of the others at a time: reachability, MTU, latency, clock."""
+
+    stream_s: Annotated[float, Range(0.0, exclusive=True)] = 0.3
+    """How long bytes flow between two hosts in one direction."""
+
+    collective_s: Annotated[float, Range(0.0, exclusive=True)] = 5.0
+    """One collective, right or wrong."""
+
+    bandwidth_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
+    """The bandwidth of all collectives."""
+
+    matmul_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
+    """The rate of matrix products."""
+
+    parity_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
+    """DDP and FSDP against one process."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreflightGroup:
     """What is checked before the first step of every start. `preflight=off|quick|full|auto` chooses the level."""
 
@@ -140,6 +192,12 @@ class PreflightGroup:
 
     ports: tuple[Port, ...] = ()
     """TCP ports on which hosts must reach each other, besides one that the kernel picks: those that a firewall should open."""
+
+    thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
+    """From where on a figure is a finding."""
+
+    limits: PreflightLimits = field(default_factory=PreflightLimits)
+    """How long parts of a preflight may take."""
 
     checks: PreflightChecks = field(default_factory=PreflightChecks)
     """What a failure of each check means."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group
@@ -26,9 +27,11 @@ from elastictrain.preflight.group.baseline import decode_bus, encode_bus
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, Planned, debug_variables, log_path
 from elastictrain.preflight.group.members import Known
+from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.history import Findings, Repeated, find_repeated
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.links.baseline import decode_baseline, encode_baseline
+from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.outcome import describe as describe_verdict
 from elastictrain.preflight.place import Place, find_place
@@ -93,7 +96,12 @@ class RunPreflight:
         if level is Level.OFF:
             return
         place = self._place()
-        report = Seat(place=place, asked=self._asked(level, place), exchange=self._exchange).check()
+        report = Seat(
+            place=place,
+            asked=self._asked(level, place),
+            exchange=self._exchange,
+            links=link_options(self._config.preflight),
+        ).check()
         self._plan = report.plan
         if report.plan is not None:
             self._record(_planned(report.plan))
@@ -123,6 +131,7 @@ class RunPreflight:
         request = Request(
             full=level is Level.FULL,
             off=frozenset(name for name, mode in modes.items() if mode == "off"),
+            options=group_options(self._config.preflight),
             known=known_of(self._plan),
             baseline=self._read(BUS_KEY, decode_bus) if self._identity.speaks else None,
         )
@@ -160,6 +169,7 @@ class RunPreflight:
             towards=place.rendezvous,
             memory_dir=config.checkpoint.memory_dir,
             cpus=float(threads),
+            trip_limit_s=config.preflight.limits.storage_s,
         )
         own = OwnChecks(
             level=level,
@@ -222,6 +232,33 @@ class RunPreflight:
         if path is not None:
             with suppress(OSError):
                 Path(path).unlink()
+
+
+def link_options(config: PreflightGroup) -> LinkOptions:
+    """What the configuration says of the links between hosts."""
+    thresholds, limits = config.thresholds, config.limits
+    return LinkOptions(
+        clock_warn_s=thresholds.clock_warn_s,
+        clock_fail_s=thresholds.clock_fail_s,
+        slow_ratio=thresholds.slow_ratio,
+        late_factor=thresholds.late_factor,
+        contact_s=limits.contact_s,
+        stream_s=limits.stream_s,
+    )
+
+
+def group_options(config: PreflightGroup) -> GroupOptions:
+    """What the configuration says of collectives."""
+    thresholds, limits = config.thresholds, config.limits
+    return GroupOptions(
+        expected_ratio=thresholds.bus_ratio,
+        baseline_ratio=thresholds.bus_baseline_ratio,
+        straggler_ratio=thresholds.straggler_ratio,
+        collective_s=limits.collective_s,
+        bandwidth_s=limits.bandwidth_s,
+        matmul_s=limits.matmul_s,
+        parity_s=limits.parity_s,
+    )
 
 
 def known_of(plan: TransportPlan | None) -> Known:

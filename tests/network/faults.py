@@ -69,11 +69,11 @@ def inside(place: Namespaces, *command: str) -> None:
 
 def switch_of(host: Host) -> tuple[Namespaces, str]:
     """The switch, and the port that the host is on."""
-    return host._switch, host._port
+    return host.switch, host.switch_port
 
 
 def place_of(host: Host) -> Namespaces:
-    return host._namespaces
+    return host.namespaces
 
 
 def without_offloads(host: Host) -> None:
@@ -124,7 +124,7 @@ def delay(host: Host, others: Sequence[Host], *, seconds: float, log: Path) -> N
         command = switch.entered([sys.executable, "-u", "-c", _RELAY, port, "held", str(seconds)])
         relay = Run(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log)
     # As if it lived on the host: it ends with it.
-    host._runs.append(relay)
+    host.runs.append(relay)
     wait_until(lambda: "relays" in relay.output(), timeout_s=10, what="the relay")
 
 

@@ -34,23 +34,23 @@ class Host:
         self.name = name
         self.address = address
         self.memory = Path(tempfile.mkdtemp(prefix=f"elastictrain-host-{name}-", dir="/dev/shm"))
-        self._port = f"to-{address.rpartition('.')[2]}"
-        self._switch = switch
-        self._runs: list[Run] = []
+        self.switch_port = f"to-{address.rpartition('.')[2]}"
+        self.switch = switch
+        self.runs: list[Run] = []
         self._last_port = _FIRST_PORT
-        self._namespaces = Namespaces(name, folder=folder, hosts_file=hosts_file, removed=self.memory)
-        self.network = self._namespaces.network
+        self.namespaces = Namespaces(name, folder=folder, hosts_file=hosts_file, removed=self.memory)
+        self.network = self.namespaces.network
 
     def connect(self) -> None:
         """Plug the host into the switch."""
-        inside, port = self._namespaces, self._port
-        near, far = (INTERFACE, "netns", str(inside.pid)), (port, "netns", str(self._switch.pid))
+        inside, port = self.namespaces, self.switch_port
+        near, far = (INTERFACE, "netns", str(inside.pid)), (port, "netns", str(self.switch.pid))
         run_tool("ip", "link", "add", "name", *near, "type", "veth", "peer", "name", *far)
         # No address that nobody gave it: gloo takes the first one of its interface.
         inside.ip("link", "set", INTERFACE, "addrgenmode", "none")
         inside.ip("address", "add", f"{self.address}/24", "dev", INTERFACE)
         inside.ip("link", "set", INTERFACE, "up")
-        self._switch.ip("link", "set", port, "master", "bridge", "up")
+        self.switch.ip("link", "set", port, "master", "bridge", "up")
 
     def popen(
         self,
@@ -64,13 +64,13 @@ class Host:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                self._namespaces.entered(["env", f"--chdir={cwd or log.parent}", *command]),
+                self.namespaces.entered(["env", f"--chdir={cwd or log.parent}", *command]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment({"GLOO_SOCKET_IFNAME": INTERFACE, **extra_environment}),
             )
-        self._runs.append(Run(process, log))
-        return self._runs[-1]
+        self.runs.append(Run(process, log))
+        return self.runs[-1]
 
     def torchrun(
         self,
@@ -111,11 +111,11 @@ class Host:
 
     def cut(self) -> None:
         """Pull the cable at the switch: no peer is told, and connections stay open in silence."""
-        self._switch.ip("link", "set", self._port, "down")
+        self.switch.ip("link", "set", self.switch_port, "down")
 
     def restore(self) -> None:
         """Plug the cable in again."""
-        self._switch.ip("link", "set", self._port, "up")
+        self.switch.ip("link", "set", self.switch_port, "up")
 
     def kill(self) -> None:
         """SIGKILL every process that lives here, whoever started it; peers that it reaches are told by its kernel.
@@ -126,8 +126,8 @@ class Host:
         # Again and again: a process may have had a child after it was looked for, and one that was just started may not have
         # entered yet.
         while living := {
-            *self._namespaces.inhabitants(),
-            *(run.process.pid for run in self._runs if run.process.poll() is None),
+            *self.namespaces.inhabitants(),
+            *(run.process.pid for run in self.runs if run.process.poll() is None),
         }:
             assert time.monotonic() < deadline, f"processes {living} on host {self.name} do not end"
             for pid in living:
@@ -145,7 +145,7 @@ class Host:
     def close(self) -> None:
         """End everything on the host, and the host."""
         with ExitStack() as stack:
-            stack.callback(self._namespaces.close)
+            stack.callback(self.namespaces.close)
             stack.callback(self.kill)
 
 
@@ -162,11 +162,11 @@ class Network:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._hosts_file.write_text("127.0.0.1 localhost\n::1 localhost\n::ffff:127.0.0.1 localhost\n")
         hosts_file = self._hosts_file
-        self._switch = Namespaces("switch", folder=self._folder / "switch", hosts_file=hosts_file, removed=hosts_file)
-        self._stack.callback(self._switch.close)
+        self.switch = Namespaces("switch", folder=self._folder / "switch", hosts_file=hosts_file, removed=hosts_file)
+        self._stack.callback(self.switch.close)
         try:
-            self._switch.ip("link", "add", "name", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
-            self._switch.ip("link", "set", "bridge", "up")
+            self.switch.ip("link", "add", "name", "bridge", "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+            self.switch.ip("link", "set", "bridge", "up")
         except BaseException:
             self._stack.close()
             raise
@@ -184,7 +184,7 @@ class Network:
             # The store's client looks up the name of the address as it sees it in a socket for both kinds of addresses.
             file.write(f"{address} {name}\n::ffff:{address} {name}\n")
         folder = self._folder / f"{number}-{name}"
-        host = Host(name, address=address, switch=self._switch, folder=folder, hosts_file=self._hosts_file)
+        host = Host(name, address=address, switch=self.switch, folder=folder, hosts_file=self._hosts_file)
         self._hosts.append(host)
         self._stack.callback(host.close)
         host.connect()

@@ -97,6 +97,9 @@ def test_nothing_is_wrong(three: list[Host], run_dir: Path, tmp_path: Path) -> N
     assert not list(run_dir.iterdir()), "nothing is left behind"
 
 
+DONE_ELSEWHERE = pytest.mark.skipif(not UNDER_TORCHRUN, reason="test_links.py does the same without torch")
+
+
 def black_hole(hosts: list[Host]) -> None:
     for host in hosts:
         jumbo(host, switch_too=False)
@@ -118,9 +121,9 @@ def blocked(hosts: list[Host]) -> None:
     ("fault", "check", "subjects", "remedy"),
     [
         (black_hole, "mtu", None, "ip link set"),
-        (slow, "bandwidth", {"b"}, ""),
-        (slow_to_send, "bandwidth", {"c"}, ""),
-        (blocked, "reachable", {"b -> c"}, str(PORT)),
+        pytest.param(slow, "bandwidth", {"b"}, "", marks=DONE_ELSEWHERE),
+        pytest.param(slow_to_send, "bandwidth", {"c"}, "", marks=DONE_ELSEWHERE),
+        pytest.param(blocked, "reachable", {"b -> c"}, str(PORT), marks=DONE_ELSEWHERE),
     ],
 )
 def test_a_network_that_is_ill(
@@ -141,6 +144,7 @@ def test_a_network_that_is_ill(
     assert all(outcome.codes.values())
 
 
+@DONE_ELSEWHERE
 def test_one_host_is_far_away(three: list[Host], run_dir: Path, tmp_path: Path) -> None:
     delay(three[1], [three[0], three[2]], seconds=0.02, log=tmp_path / "relay.txt")
     outcome = preflight(three, tmp_path, run_dir=run_dir)

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.incarnation import Incarnation, Introduction
 from elastictrain.errors import HostUnfitError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
+from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.links.baseline import Baseline
+from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.policy import Ended, Level
 from elastictrain.preflight.together import Report, Seat
@@ -24,7 +27,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
 from elastictrain.train.past_starts import findings_in, last_word
-from elastictrain.train.preflight import LINKS_KEY, RunPreflight
+from elastictrain.train.preflight import LINKS_KEY, RunPreflight, group_options, link_options
 from tests.unit.preflight.made import verdict
 from tests.unit.train.test_loop import config
 
@@ -179,3 +182,22 @@ def test_findings_among_other_records() -> None:
         "7",
     ]
     assert findings_in("\n".join(rows).encode()) == [[{"check": "mtu"}]]
+
+
+def test_every_threshold_and_limit_of_the_configuration_has_an_effect() -> None:
+    plain = PreflightGroup()
+    changed = replace(
+        plain,
+        thresholds=PreflightThresholds(**{field.name: 0.123 for field in fields(PreflightThresholds)}),
+        limits=PreflightLimits(**{field.name: 0.123 for field in fields(PreflightLimits)}),
+    )
+    assert (link_options(plain), group_options(plain)) == (LinkOptions(), GroupOptions())
+    told = [*asdict(link_options(changed)).values(), *asdict(group_options(changed)).values()]
+    # The storage round trip gets its own by another way.
+    assert told.count(0.123) == len(fields(PreflightThresholds)) + len(fields(PreflightLimits)) - 1
+
+
+def test_the_storage_round_trip_has_its_limit(make: Make) -> None:
+    preflight, _, seats = make()
+    preflight.check_hosts()
+    assert seats[0].asked.own.options.trip_limit_s == PreflightLimits().storage_s
