@@ -34,4 +34,8 @@ def check_ladder(fault: FaultGroup, *, preflight: PreflightGroup) -> list[Proble
     for name, upper, high, reason in limits:
         if (low := getattr(preflight, name)) >= high:
             problems.append(Problem(f"preflight.{name}", f"must be < {upper}, but is {low:g}: {reason}"))
+    warn_s, fail_s = preflight.thresholds.clock_warn_s, preflight.thresholds.clock_fail_s
+    if warn_s > fail_s:
+        message = f"must be <= `preflight.thresholds.clock_fail_s` = {fail_s:g}, but is {warn_s:g}"
+        problems.append(Problem("preflight.thresholds.clock_warn_s", message))
     return problems

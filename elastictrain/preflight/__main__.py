@@ -36,24 +36,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         # argparse ends with 2 for a wrong command line, and with 0 after --help.
         return EXIT_USAGE if stop.code else EXIT_OK
+    under_torchrun = "RANK" in os.environ and parsed.command != "speed"
     try:
-        if parsed.command == "speed":
-            return run_speed(parsed)
-        if "RANK" in os.environ:
-            from elastictrain.preflight.command import check_group
-
-            code = check_group(parsed)
-            # Threads of gloo abort the interpreter's own end now and then, and a collective may be stuck in one of ours.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-        return _check_alone(parsed)
+        code = _dispatch(parsed, under_torchrun=under_torchrun)
     except ElasticTrainError as error:
         sys.stderr.write(f"elastictrain: {error}\n")
-        return error.exit_code
+        code = error.exit_code
     except KeyboardInterrupt:
         sys.stderr.write("elastictrain: interrupted\n")
-        return _EXIT_INTERRUPTED
+        code = _EXIT_INTERRUPTED
+    if under_torchrun:
+        # Threads of gloo abort the interpreter's own end now and then, and a collective may be stuck in one of ours.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _dispatch(parsed: argparse.Namespace, *, under_torchrun: bool) -> int:
+    if parsed.command == "speed":
+        return run_speed(parsed)
+    if under_torchrun:
+        from elastictrain.preflight.command import check_group
+
+        return check_group(parsed)
+    return _check_alone(parsed)
 
 
 def _check_alone(parsed: argparse.Namespace) -> int:

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.distributed.environment import choose_backend
+from elastictrain.distributed.environment import Backend, choose_backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import connect, leave, make_group
-from elastictrain.distributed.incarnation import Incarnation, Introduction, agree
+from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
+from elastictrain.errors import TransportError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.alone import OwnChecks
-from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.group.checks import Findings, GroupChecks, Request
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.place import Place, find_place
@@ -33,6 +34,7 @@ def check_group(parsed: argparse.Namespace) -> int:
     store = connect(identity, timeout_s=_RENDEZVOUS_S)
     introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
     incarnation = agree(store, identity, introduction, number=0, timeout_s=_RENDEZVOUS_S, tell=_tell)
+    check_alike(incarnation)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
     place = _place(incarnation, identity)
     exchange, asked = StoreExchange(shared), _asked(parsed, place)
@@ -40,21 +42,32 @@ def check_group(parsed: argparse.Namespace) -> int:
     verdicts, outcome = list(report.verdicts), report.outcome
     if not outcome.exit_code and identity.world_size > 1:
         # On links that are known to be ill, collectives would only hang.
-        group = make_group(
-            dist.PrefixStore("group", shared), identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S
-        )
-        off = frozenset(name for name, mode in asked.own.modes.items() if mode == "off")
-        request = Request(full=asked.own.level is Level.FULL, off=off)
-        found = GroupChecks(group, exchange, identity, request, hosts=incarnation.hosts).run()
+        found = _check_collectives(dist.PrefixStore("group", shared), identity, place, asked, exchange, backend=backend)
         verdicts += apply_modes(found.verdicts, asked.own.modes)
         outcome = decide(verdicts, host=place.host, hosts=place.hosts)
-        if found.usable:
-            leave(group)
+        if not found.usable and not outcome.exit_code:
+            # What hangs is a failure, whatever was said of the check.
+            outcome = decide(found.verdicts, host=place.host, hosts=place.hosts)
     if identity.speaks:
         show(verdicts, as_json=parsed.json)
     if place.acts and outcome.exit_code:
         sys.stderr.write(f"elastictrain: {place.host}: {outcome.reason}\n")
     return outcome.exit_code
+
+
+def _check_collectives(
+    store: dist.Store, identity: Identity, place: Place, asked: Asked, exchange: StoreExchange, *, backend: Backend
+) -> Findings:
+    off = frozenset(name for name, mode in asked.own.modes.items() if mode == "off")
+    request = Request(full=asked.own.level is Level.FULL, off=off)
+    try:
+        group = make_group(store, identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S)
+        found = GroupChecks(group, exchange, identity, request, hosts=place.hosts_of_ranks).run()
+        if found.usable:
+            leave(group)
+    except RuntimeError as error:
+        raise TransportError(f"the ranks do not come together in a group ({backend}): {error}") from error
+    return found
 
 
 def _tell(text: str) -> None:

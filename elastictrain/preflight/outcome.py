@@ -39,7 +39,8 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> O
     """What `host` does, one of `hosts`.
 
     - Nothing failed: go on.
-    - Every host failed the same check by itself: no other host would do better, so nothing is tried again (78).
+    - Every host failed the same check by itself: no other host would do better, so nothing is tried again (78), unless it may
+      pass by itself (71).
     - This host failed a check of hosts: it is unfit (69), and may be replaced.
     - Somebody else did, or a link or the group failed: start again without the culprit, or with another try (71).
     """
@@ -48,7 +49,9 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> O
         return Outcome(EXIT_OK)
     own = [verdict for verdict in failed if verdict.scope is Scope.HOST and host_of(verdict.subject) == host]
     if len(hosts) > 1 and (alike := _failed_everywhere(failed, hosts)):
-        return Outcome(EXIT_CONFIG, f"every host fails the check {alike.check}: {describe(alike)}")
+        passing = any(one.may_pass for one in failed if one.check == alike.check)
+        reason = f"every host fails the check {alike.check}: {describe(alike)}"
+        return Outcome(EXIT_TRANSPORT if passing else EXIT_CONFIG, reason)
     if own:
         return Outcome(EXIT_UNFIT, f"this host is unfit: {describe(own[0])}")
     return Outcome(EXIT_TRANSPORT, f"preflight failed: {describe(failed[0])}")

@@ -12,6 +12,9 @@ class Place:
     node_rank: int
     local_rank: int
     local_world_size: int
+    hosts_of_ranks: tuple[str, ...] = ()
+    """The same names, for each rank of the group."""
+
     rendezvous: str | None = None
     """Address or name of where the group meets; None in a world of one."""
 
@@ -42,8 +45,13 @@ def find_place(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, 
     labels = [name if names.count(name) == 1 else f"{name} (node rank {node})" for node, name in enumerate(names)]
     return Place(
         hosts=tuple(labels),
-        node_rank=max(node for node, first in enumerate(firsts) if first <= rank),
+        node_rank=_node(firsts, rank),
         local_rank=local_rank,
         local_world_size=ranks[rank][1],
+        hosts_of_ranks=tuple(labels[_node(firsts, other)] for other in range(len(ranks))),
         rendezvous=rendezvous,
     )
+
+
+def _node(firsts: Sequence[int], rank: int) -> int:
+    return max(node for node, first in enumerate(firsts) if first <= rank)

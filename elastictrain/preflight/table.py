@@ -71,6 +71,7 @@ def _verdict(row: Mapping[str, object]) -> Verdict:
         unit=str(row["unit"]),
         seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
         remedy=str(row["remedy"]),
+        may_pass=row["may_pass"] is True,
     )
 
 

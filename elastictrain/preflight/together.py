@@ -6,12 +6,14 @@ same verdicts. Every wait has a limit.
 """
 
 import json
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field, replace
 
+from elastictrain.distributed.bounded import within
 from elastictrain.errors import PreflightError
 from elastictrain.preflight.alone import OwnChecks, check_host
 from elastictrain.preflight.exchange import Exchange
@@ -33,11 +35,18 @@ from elastictrain.preflight.transport.plan import decide as decide_transport
 from elastictrain.preflight.transport.rdma import Rdma, common, kinds_here
 from elastictrain.preflight.transport.route import ask_kernel, find_route
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
-from elastictrain.preflight.verdict import Verdict
-from elastictrain.preflight.words import Word, judge_words, word_from_bytes
+from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, worst_first
+from elastictrain.preflight.words import Word, judge_words, relabel, word_from_bytes
+
+logger = logging.getLogger(__name__)
 
 _ANYWHERE = "192.0.2.1"
 """An address that nobody has (RFC 5737): the way to it is the way to the rest of the world."""
+
+_LOOK_UP_S = 5.0
+_KINDS_S = 5.0
+_LATE_WORD_S = 2.0
+_READ_S = 2.0
 
 _FOLLOW_S = 5.0
 """How much longer than its own limit the first host may take to bring everything together."""
@@ -68,7 +77,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What all ranks go by. `plan`: of this host, on the rank that acts for it. `baseline`: on the first rank."""
+    """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
+
+    `plan`: of this host, on the rank that acts for it. `baseline`: on the first rank.
+    """
 
     verdicts: tuple[Verdict, ...]
     outcome: Outcome
@@ -91,6 +103,7 @@ class Seat:
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
     clock: Callable[[], float] = time.monotonic
+    _result: list[Verdict] | None = None
 
     def check(self) -> Report:
         """Collective: yes, through the exchange.
@@ -103,55 +116,89 @@ class Seat:
             plan, baseline = self._act(began)
         else:
             self._follow()
-        data = self.exchange.get("result", limit_s=self.asked.limit_s + _FOLLOW_S - (self.clock() - began))
-        if data is None:
-            raise self._silence("what the preflight found")
-        verdicts = from_json(data.decode())
+        result = self._result if self._result is not None else self._hear_result(began)
         return Report(
-            verdicts=tuple(verdicts),
-            outcome=decide(verdicts, host=self.place.host, hosts=self.place.hosts),
+            verdicts=tuple(result),
+            outcome=decide(result, host=self.place.host, hosts=self.place.hosts),
             seconds=self.clock() - began,
-            alone=len(self.place.hosts) == 1,
+            alone=self._alone,
             plan=plan,
             baseline=baseline,
         )
 
+    def _hear_result(self, began: float) -> list[Verdict]:
+        data = self.exchange.get("result", limit_s=self.asked.limit_s + _FOLLOW_S - (self.clock() - began))
+        if data is None:
+            raise self._silence("what the preflight found")
+        result = from_json(data.decode())
+        if self.place.acts and failures(result):
+            self.exchange.put(f"read/{self.place.node_rank}", b"")
+        return result
+
     def _act(self, began: float) -> tuple[TransportPlan, Baseline | None]:
-        surroundings = replace(self.surroundings, host=self.place.host)
-        own: list[Verdict] = []
-        thread = threading.Thread(
-            target=lambda: own.extend(check_host(surroundings, self.asked.own)), name="own-checks", daemon=True
-        )
+        own: list[list[Verdict]] = []
+        thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
-        alone = len(self.place.hosts) == 1
-        facts = read_facts(surroundings, rendezvous=self.place.rendezvous, peers={}, alone=alone)
-        links = LinkReport(verdicts=()) if alone else self._check_links(facts)
+        links = LinkReport(verdicts=()) if self._alone else self._check_links(self._facts({}))
         peers = {}
         if links.roster is not None:
             labels = zip(links.roster.labels(), links.roster.hosts, strict=True)
             peers = {label: host.address for label, host in labels if host.node_rank != self.place.node_rank}
-        facts = read_facts(surroundings, rendezvous=self.place.rendezvous, peers=peers, alone=alone)
+        facts = self._facts(peers)
         kinds = kinds_here(facts.devices, settings=facts.settings)
-        # Who never came is named as absent, and not waited for again.
-        there = [node for node in range(len(self.place.hosts)) if links.roster is None or node not in links.roster.absent]
-        agreed = self._agree_on_rdma(kinds, there, began)
+        gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
+        agreed = self._agree_on_rdma(kinds, gone, began)
         plan = decide_transport(facts, Wishes(after_failure=self.asked.after_failure, rdma=agreed))
         done = apply(plan, self.environment)
         self.exchange.put(f"environment/{self.place.node_rank}", json.dumps(done).encode())
         thread.join(max(0.0, self._left_s(began)))
-        word = Word(
-            verdicts=(*own, *self._own_links(links), *judge_interface(facts), *judge_infiniband(facts)),
-            likeness=describe(self.asked.packages, config=self.asked.config),
-            kinds=kinds,
-            hcas=plan.hcas,
-        )
-        if not thread.is_alive():
+        if own:
             # One whose checks do not end says nothing, and is named for it.
+            found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
+            word = Word(
+                verdicts=(*relabel(found, name=self.surroundings.host, label=self.place.host), *self._own_links(links)),
+                likeness=describe(self.asked.packages, config=self.asked.config),
+                kinds=kinds,
+                hcas=plan.hcas,
+            )
             self.exchange.put(f"word/{self.place.node_rank}", word.to_bytes())
         if self.place.leads:
-            verdicts = [*links.verdicts, *judge_words(self._words(there, began), agreed=agreed, waited_s=self.asked.limit_s)]
-            self.exchange.put("result", to_json(apply_modes(verdicts, self.asked.own.modes)).encode())
+            verdicts = [*links.verdicts, *judge_words(self._words(gone, began), agreed=agreed, waited_s=self.asked.limit_s)]
+            self._publish(worst_first(apply_modes(verdicts, self.asked.own.modes)), gone)
         return plan, links.baseline
+
+    @property
+    def _alone(self) -> bool:
+        return len(self.place.hosts) == 1
+
+    def _check_own(self) -> list[Verdict]:
+        try:
+            return check_host(self.surroundings, self.asked.own)
+        except Exception as error:
+            # The edge of a thread; a host whose checks broke must not pass for one that is well.
+            logger.exception("the checks of this host broke")
+            return [_broken(error, self.surroundings.host)]
+
+    def _facts(self, peers: Mapping[str, str]) -> Facts:
+        """Of this host; without the rendezvous where its name takes too long to be looked up."""
+
+        def read(rendezvous: str | None) -> Facts:
+            return read_facts(self.surroundings, rendezvous=rendezvous, peers=peers, alone=self._alone)
+
+        return within(_LOOK_UP_S, lambda: read(self.place.rendezvous)) or read(None)
+
+    def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
+        """As the first host. What passed matters to nobody but the rank that shows it."""
+        self._result = verdicts
+        findings = [one for one in verdicts if one.status in (Status.WARN, Status.FAIL)]
+        self.exchange.put("result", to_json(findings).encode())
+        if not failures(verdicts):
+            return
+        # This host leaves, and may take the store along: the others should have heard why before.
+        deadline = self.clock() + _READ_S
+        for node, host in enumerate(self.place.hosts):
+            if node != self.place.node_rank and host not in gone:
+                self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
 
     def _own_links(self, links: LinkReport) -> tuple[Verdict, ...]:
         """What a host that could not take part in the link checks says of it; else the first host speaks for all."""
@@ -194,26 +241,31 @@ class Seat:
         )
         return session.run()
 
-    def _agree_on_rdma(self, kinds: frozenset[Rdma], there: Sequence[int], began: float) -> Rdma:
+    def _agree_on_rdma(self, kinds: frozenset[Rdma], gone: Set[str], began: float) -> Rdma:
         """What all hosts can do; those that do not say are named later."""
         self.exchange.put(f"kinds/{self.place.node_rank}", json.dumps(sorted(kinds)).encode())
         if self.place.leads:
             told: dict[str, frozenset[Rdma]] = {}
-            for node in there:
-                data = self.exchange.get(f"kinds/{node}", limit_s=self._left_s(began) / 2)
+            for node, host in enumerate(self.place.hosts):
+                limit_s = min(_KINDS_S, self._left_s(began) / 2) if host not in gone else 0.0
+                data = self.exchange.get(f"kinds/{node}", limit_s=limit_s)
                 if data is not None:
-                    told[self.place.hosts[node]] = frozenset(Rdma(kind) for kind in json.loads(data))
+                    told[host] = frozenset(Rdma(kind) for kind in json.loads(data))
             self.exchange.put("rdma", common(told).value.encode())
         data = self.exchange.get("rdma", limit_s=self._left_s(began))
         if data is None:
             raise self._silence("what all hosts can use")
         return Rdma(data.decode())
 
-    def _words(self, there: Sequence[int], began: float) -> dict[str, Word | None]:
+    def _words(self, gone: Set[str], began: float) -> dict[str, Word | None]:
+        """Of all hosts. Who is known to be gone is not waited for long, nor named again; but a host that could not listen for
+        the others counts as gone, too, and tells here why."""
         words: dict[str, Word | None] = {}
-        for node in there:
-            data = self.exchange.get(f"word/{node}", limit_s=self._left_s(began))
-            words[self.place.hosts[node]] = None if data is None else word_from_bytes(data)
+        for node, host in enumerate(self.place.hosts):
+            limit_s = min(_LATE_WORD_S, self._left_s(began)) if host in gone else self._left_s(began)
+            data = self.exchange.get(f"word/{node}", limit_s=limit_s)
+            if data is not None or host not in gone:
+                words[host] = None if data is None else word_from_bytes(data)
         return words
 
     def _silence(self, what: str) -> PreflightError:
@@ -221,3 +273,15 @@ class Seat:
 
     def _left_s(self, began: float) -> float:
         return max(0.0, self.asked.limit_s - (self.clock() - began))
+
+
+def _broken(error: Exception, host: str) -> Verdict:
+    return Verdict(
+        check="roster",
+        scope=Scope.HOST,
+        subject=host,
+        status=Status.FAIL,
+        measured=f"its checks broke: {type(error).__name__}: {error}",
+        expected="verdicts",
+        remedy=f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug",
+    )

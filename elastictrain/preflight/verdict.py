@@ -53,6 +53,8 @@ class Verdict:
     unit: str = ""
     seconds: float = 0.0
     remedy: str = ""
+    may_pass: bool = False
+    """Whether what is wrong may pass by itself: an answer that did not come, a store that is down for a while."""
 
     def __post_init__(self) -> None:
         if self.status is not Status.PASS and not self.remedy:

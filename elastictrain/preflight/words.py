@@ -1,8 +1,8 @@
 """What one host tells the first one of itself, so that all can be judged together. Pure."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elastictrain.preflight.host import alike
 from elastictrain.preflight.host.alike import Likeness
@@ -61,6 +61,21 @@ def judge_words(words: Mapping[str, Word | None], *, agreed: Rdma, waited_s: flo
         plans = {host: _plan(host, word.hcas, agreed) for host, word in known.items()}
         verdicts += judge_alike(plans, {host: word.kinds for host, word in known.items()}, agreed=agreed)
     return verdicts
+
+
+def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdict]:
+    """A host that calls itself `name` is called `label` in the group, where several may have that name."""
+    if name == label:
+        return list(verdicts)
+    relabelled = []
+    for verdict in verdicts:
+        subject = verdict.subject
+        if subject == name or subject.endswith(f" on {name}"):
+            subject = subject.removesuffix(name) + label
+        elif subject.startswith(f"{name} -> "):
+            subject = label + subject.removeprefix(name)
+        relabelled.append(replace(verdict, subject=subject))
+    return relabelled
 
 
 def _silent(host: str, waited_s: float) -> Verdict:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -111,7 +112,8 @@ def bring_up(
         if identity.local_rank == 0:
             # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
             alone = identity.world_size == identity.local_world_size
-            check_run_folder(store, config, task=task, try_writing=alone or config.preflight.level == "off")
+            untested = alone or config.preflight.level == "off" or config.preflight.checks.storage == "off"
+            check_run_folder(store, config, task=task, try_writing=untested)
         samples = open_samples(task, config)
     introduction = Introduction(
         identity.host, identity.local_world_size, backend, group_digest(config, data_digest=samples.digest)
@@ -121,13 +123,21 @@ def bring_up(
         met = _meet(config, identity, introduction, store=store, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
     check_alike(met.incarnation)
+
+    leave_if_asked = partial(_leave_if_asked, stop_request)
+
+    def begin_part(_: str) -> None:
+        # Marked anew with each part, so that a report tells how long the one that hangs has taken.
+        whereabouts.enter(Phase.PREFLIGHT)
+        leave_if_asked()
+
     whereabouts.enter(Phase.PREFLIGHT)
     with timings.phase("preflight"):
         preflight = RunPreflight(
             config,
             identity,
             met.incarnation,
-            StoreExchange(dist.PrefixStore("preflight", met.shared)),
+            StoreExchange(dist.PrefixStore("preflight", met.shared), poll=leave_if_asked),
             store=store,
             record=met.journal.record,
             data_digest=samples.digest,
@@ -147,8 +157,7 @@ def bring_up(
         )
     whereabouts.enter(Phase.PREFLIGHT)
     with timings.phase("preflight_group"):
-        # Marked anew with each part, so that a report tells how long the one that hangs has taken.
-        preflight.check_group(group, on_part=lambda _: whereabouts.enter(Phase.PREFLIGHT))
+        preflight.check_group(group, on_part=begin_part)
     return Started(task, samples, store, met, group, timings)
 
 
@@ -161,14 +170,18 @@ def _meet(
     whereabouts: Whereabouts,
     stop_request: StopRequested,
 ) -> Met:
-    def leave_if_asked() -> None:
-        if (request := stop_request()) is not None:
-            raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
-
     number = next_incarnation_number(store) if identity.rank == 0 else 0
     timeout_s = config.fault.rendezvous_timeout_s
     rendezvous = connect(identity, timeout_s=timeout_s)
-    incarnation = agree(rendezvous, identity, introduction, number=number, timeout_s=timeout_s, poll=leave_if_asked, tell=_tell)
+    incarnation = agree(
+        rendezvous,
+        identity,
+        introduction,
+        number=number,
+        timeout_s=timeout_s,
+        poll=partial(_leave_if_asked, stop_request),
+        tell=_tell,
+    )
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", rendezvous)
     board = Board(
         shared,
@@ -186,6 +199,12 @@ def _meet(
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
     return Met(incarnation, shared, store, journal, board, unwritable)
+
+
+def _leave_if_asked(stop_request: StopRequested) -> None:
+    """Raises: StopRequestedError."""
+    if (request := stop_request()) is not None:
+        raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
 
 
 def _tell(text: str) -> None:

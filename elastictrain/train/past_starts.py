@@ -2,7 +2,7 @@
 
 import json
 import logging
-from pathlib import Path
+import re
 
 from elastictrain.errors import StorageError
 from elastictrain.preflight.history import STARTS, Findings
@@ -11,6 +11,7 @@ from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+_LOG = re.compile(r"events/(\d+-\w+)-r(\d+)(?:\.part-\d+)?\.jsonl")
 _READ_AT_MOST = 64
 """Records of the last incarnation: in a large group those of the first ranks tell enough."""
 
@@ -25,29 +26,35 @@ class PastStarts:
     def ended(self) -> tuple[list[Ended], int]:
         """How the ranks of the last incarnation said that they ended, and how many of them there were."""
         try:
-            names = self._names()
-            before = max((name.rpartition("-r")[0] for name in names), default=None)
-            of_last = [name for name in names if before is not None and name.startswith(f"{before}-r")][:_READ_AT_MOST]
-            ended = [one for name in of_last if (one := last_word(self._store.read(name), rank=rank_of(name))) is not None]
+            starts = self._starts()
+            logs = starts[max(starts)] if starts else {}
+            first = dict(sorted(logs.items())[:_READ_AT_MOST])
+            # A log in a bucket grows by objects; the last one has the last word.
+            words = [last_word(self._store.read(keys[-1]), rank=rank) for rank, keys in first.items()]
         except StorageError as error:
             logger.warning("how the last incarnation ended cannot be read: %s", error)
             return [], 1
-        return ended, len({rank_of(name) for name in of_last})
+        return [word for word in words if word is not None], len(first)
 
     def findings(self) -> list[Findings]:
         """Of each earlier preflight of the hosts, the newest last."""
         found: list[Findings] = []
         try:
-            for name in [name for name in self._names() if rank_of(name) == 0][-STARTS:]:
-                found += findings_in(self._store.read(name))
+            for _, logs in sorted(self._starts().items())[-STARTS:]:
+                # A preflight is among the first that happens.
+                found += findings_in(self._store.read(logs[0][0])) if 0 in logs else []
         except StorageError as error:
             logger.warning("what earlier starts found cannot be read: %s", error)
         return found
 
-    def _names(self) -> list[str]:
-        return sorted(
-            info.key for info in self._store.list("events") if rank_of(info.key) >= 0 and self._incarnation not in info.key
-        )
+    def _starts(self) -> dict[str, dict[int, list[str]]]:
+        """By incarnation and rank: the keys of its log, in their order."""
+        starts: dict[str, dict[int, list[str]]] = {}
+        for key in sorted(info.key for info in self._store.list("events")):
+            match = _LOG.fullmatch(key)
+            if match is not None and match[1] != self._incarnation:
+                starts.setdefault(match[1], {}).setdefault(int(match[2]), []).append(key)
+        return starts
 
 
 def last_word(data: bytes, *, rank: int) -> Ended | None:
@@ -76,9 +83,3 @@ def findings_in(data: bytes) -> list[Findings]:
         if isinstance(row, dict) and row.get("stage") == "hosts" and isinstance(row.get("findings"), list):
             found.append([one for one in row["findings"] if isinstance(one, dict)])
     return found
-
-
-def rank_of(key: str) -> int:
-    """Whose records a key names; -1 if they are of no rank."""
-    digits = Path(key).name.rpartition("-r")[2].partition(".")[0]
-    return int(digits) if digits.isdecimal() else -1

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.config.preflight import PreflightGroup
+from elastictrain.distributed.bounded import within
 from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group
@@ -25,13 +25,10 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.group.baseline import decode_bus, encode_bus
 from elastictrain.preflight.group.checks import GroupChecks, Request
-from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, Planned, debug_variables, log_path
-from elastictrain.preflight.group.members import Known
-from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.history import Findings, Repeated, find_repeated
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.links.baseline import decode_baseline, encode_baseline
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.outcome import describe as describe_verdict
 from elastictrain.preflight.place import Place, find_place
@@ -39,16 +36,18 @@ from elastictrain.preflight.policy import Level, apply_modes, choose_level
 from elastictrain.preflight.table import count, render, summary
 from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.transport.plan import TransportPlan, describe
-from elastictrain.preflight.transport.rdma import Rdma
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.transport.settings import own_variables
+from elastictrain.preflight.verdict import Status, Verdict, failures
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
+from elastictrain.train.preflight_options import group_options, known_of, link_options
 
 logger = logging.getLogger(__name__)
 
 LINKS_KEY = "preflight/links.json"
 BUS_KEY = "preflight/collectives.json"
 _WIDTH = 120
+_READ_S = 5.0
 
 T = TypeVar("T")
 
@@ -59,6 +58,8 @@ class Chosen:
 
     level: Level
     reason: str
+    after_failure: bool = False
+    """Whether the transport has failed before this start."""
 
 
 class RunPreflight:
@@ -115,8 +116,10 @@ class RunPreflight:
 
     def listen_to_nccl(self, backend: Backend) -> None:
         """Before the group is made: have NCCL write down which transport it takes, where that will be looked at."""
-        if self.chosen.level is Level.FULL and backend == "nccl":
-            os.environ.update(debug_variables(self._nccl_log, present=os.environ))
+        if self.chosen.level is Level.FULL and backend == "nccl" and self._identity.world_size > 1:
+            # What the transport plan has set is not a person's wish to read it on the terminal.
+            persons = {name: value for name, value in os.environ.items() if own_variables(os.environ).get(name) != value}
+            os.environ.update(debug_variables(self._nccl_log, present=persons))
 
     def check_group(self, group: Group, *, on_part: Callable[[str], None]) -> None:
         """The collectives of a group that was just made. `on_part` hears what this rank enters. Collective: yes.
@@ -126,6 +129,7 @@ class RunPreflight:
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF or self._identity.world_size == 1:
             return
+        place = self._place()
         began = time.monotonic()
         modes = asdict(self._config.preflight.checks)
         request = Request(
@@ -135,11 +139,10 @@ class RunPreflight:
             known=known_of(self._plan),
             baseline=self._read(BUS_KEY, decode_bus) if self._identity.speaks else None,
         )
-        hosts = self._incarnation.hosts
+        hosts = place.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
         self._forget_nccl_log()
         verdicts, seconds = apply_modes(found.verdicts, modes), time.monotonic() - began
-        place = self._place()
         outcome = decide(verdicts, host=place.host, hosts=place.hosts)
         if self._identity.speaks:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
@@ -150,7 +153,8 @@ class RunPreflight:
             raise error
         if not found.usable:
             # Its check only warns, but the group is of no use any more.
-            raise PreflightError("a collective hangs: " + "; ".join(describe_verdict(one) for one in verdicts))
+            culprits = "; ".join(describe_verdict(one) for one in failures(found.verdicts))
+            raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
     def _place(self) -> Place:
         return find_place(
@@ -184,7 +188,7 @@ class RunPreflight:
             limit_s=config.preflight.limit_s,
             packages=("elastictrain", config.task.target),
             config=group_digest(config, data_digest=self._data_digest),
-            after_failure="transport failure" in self.chosen.reason,
+            after_failure=self.chosen.after_failure,
             baseline=self._read(LINKS_KEY, decode_baseline) if self._identity.speaks else None,
         )
 
@@ -195,25 +199,27 @@ class RunPreflight:
             return Chosen(Level(wanted), f"preflight={wanted}")
         if self._identity.speaks:
             first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            ended, world_size = ([], 1) if first_start else self._past.ended()
+            ended, world_size = ([], 1) if first_start else within(_READ_S, self._past.ended) or ([], 1)
             level, reason = choose_level(wanted, first_start=first_start, ended=ended, world_size=world_size)
-            self._exchange.put("level", json.dumps([level, reason]).encode())
-            return Chosen(level, reason)
-        data = self._exchange.get("level", limit_s=self._config.preflight.limit_s)
-        level_name, reason = json.loads(data) if data is not None else (Level.QUICK, "rank 0 did not say how much to check")
-        return Chosen(Level(level_name), reason)
+            after_failure = level is Level.FULL and not first_start
+            self._exchange.put("level", json.dumps([level, reason, after_failure]).encode())
+            return Chosen(level, reason, after_failure)
+        limit_s = self._config.preflight.limit_s
+        data = self._exchange.get("level", limit_s=limit_s)
+        if data is None:
+            raise PreflightError(f"rank 0 did not say within {limit_s:g} s how much is to be checked")
+        level_name, reason, after_failure = json.loads(data)
+        return Chosen(Level(level_name), reason, after_failure)
 
     def _past_findings(self, report: Report) -> list[Findings]:
         """Nothing is read where there is nothing to compare."""
         wrong = any(one.status in (Status.WARN, Status.FAIL) for one in report.verdicts)
-        return self._past.findings() if wrong else []
+        return (within(_READ_S, self._past.findings) or []) if wrong else []
 
     def _read(self, key: str, decode: Callable[[bytes], T | None]) -> T | None:
         """What earlier starts have kept."""
-        try:
-            return decode(self._store.read(key))
-        except StorageError:
-            return None
+        # A file server that hangs is what the checks are about to find: it must not hang us before.
+        return within(_READ_S, lambda: decode(self._store.read(key)))
 
     def _write(self, key: str, data: bytes) -> None:
         """Keep it for the next start."""
@@ -232,41 +238,6 @@ class RunPreflight:
         if path is not None:
             with suppress(OSError):
                 Path(path).unlink()
-
-
-def link_options(config: PreflightGroup) -> LinkOptions:
-    """What the configuration says of the links between hosts."""
-    thresholds, limits = config.thresholds, config.limits
-    return LinkOptions(
-        clock_warn_s=thresholds.clock_warn_s,
-        clock_fail_s=thresholds.clock_fail_s,
-        slow_ratio=thresholds.slow_ratio,
-        late_factor=thresholds.late_factor,
-        contact_s=limits.contact_s,
-        stream_s=limits.stream_s,
-    )
-
-
-def group_options(config: PreflightGroup) -> GroupOptions:
-    """What the configuration says of collectives."""
-    thresholds, limits = config.thresholds, config.limits
-    return GroupOptions(
-        expected_ratio=thresholds.bus_ratio,
-        baseline_ratio=thresholds.bus_baseline_ratio,
-        straggler_ratio=thresholds.straggler_ratio,
-        collective_s=limits.collective_s,
-        bandwidth_s=limits.bandwidth_s,
-        matmul_s=limits.matmul_s,
-        parity_s=limits.parity_s,
-    )
-
-
-def known_of(plan: TransportPlan | None) -> Known:
-    """What the collectives are judged by, as far as this rank knows it."""
-    if plan is None:
-        return Known()
-    kinds: dict[Rdma, Planned] = {Rdma.INFINIBAND: "rdma", Rdma.ROCE: "rdma", Rdma.EFA: "rdma", Rdma.NONE: "socket"}
-    return Known(network_gbps=plan.link_gbps, planned=kinds.get(plan.rdma))
 
 
 def _planned(plan: TransportPlan) -> TransportPlanned:

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from elastictrain.distributed.exchange import PIECE_BYTES, StoreExchange
-from elastictrain.errors import TransportError
+from elastictrain.errors import StopRequestedError, TransportError
 
 
 class Recording:
@@ -68,3 +68,29 @@ def test_a_store_that_is_gone_is_named() -> None:
         exchange.get("word", limit_s=1.0)
     with pytest.raises(TransportError):
         exchange.put("word", b"x")
+
+
+def test_a_store_that_never_answers_does_not_keep_anybody() -> None:
+    class Silent(Recording):
+        def check(self, keys: list[str]) -> bool:
+            threading.Event().wait(20)
+            return True
+
+    exchange = StoreExchange(Silent(), patience_s=0.2)  # type: ignore[arg-type]
+    began = time.monotonic()
+    with pytest.raises(TransportError, match=r"does not answer: no answer for 0\.2 s"):
+        exchange.get("word", limit_s=0.1)
+    with pytest.raises(TransportError):
+        exchange.put("word", b"x")
+    assert time.monotonic() - began < 5
+
+
+def test_the_main_thread_can_leave_early() -> None:
+    def leave() -> None:
+        raise StopRequestedError("asked to stop")
+
+    exchange = StoreExchange(dist.HashStore(), poll=leave)
+    began = time.monotonic()
+    with pytest.raises(StopRequestedError):
+        exchange.get("word", limit_s=30.0)
+    assert time.monotonic() - began < 5

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from elastictrain.preflight.outcome import decide, describe, host_of, shown
@@ -29,6 +31,11 @@ def test_what_fails_on_every_host_alike_is_not_tried_again() -> None:
     assert {outcome.exit_code for outcome in outcomes} == {78}
     assert "every host fails the check storage" in outcomes[0].reason
     assert decide(found[:2], host="c", hosts=HOSTS).exit_code == 71
+
+
+def test_what_may_pass_is_tried_again_even_if_it_fails_on_every_host() -> None:
+    found = [replace(verdict("fail", check="storage", subject=host), may_pass=host == "b") for host in HOSTS]
+    assert {decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {71}
 
 
 def test_a_host_that_is_alone_is_unfit() -> None:

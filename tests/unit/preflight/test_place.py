@@ -21,6 +21,7 @@ def test_hosts_may_have_different_numbers_of_ranks(
     assert place.hosts == ("a", "b", "c")
     assert (place.node_rank, place.host, place.acts, place.leads) == (node_rank, host, acts, leads)
     assert place.local_world_size == ranks[rank][1]
+    assert place.hosts_of_ranks == ("a", "a", "b", "c", "c", "c")
 
 
 def test_hosts_of_one_name_are_told_apart() -> None:

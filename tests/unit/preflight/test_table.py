@@ -30,6 +30,7 @@ verdicts = st.builds(
     unit=texts,
     seconds=st.floats(0, 1e6),
     remedy=st.text(min_size=1, max_size=20),
+    may_pass=st.booleans(),
 )
 
 

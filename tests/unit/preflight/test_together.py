@@ -1,5 +1,6 @@
 """All ranks of made-up hosts in threads, over an exchange in memory; links are on loopback."""
 
+import socket
 import threading
 import time
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from elastictrain.preflight.place import find_place
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.together import Asked, Report, Seat
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.verdict import Status, Verdict, failures
 from tests.unit.preflight.made import verdict
 
 ALL: Mapping[str, str] = {}
@@ -56,10 +57,13 @@ def check(
     absent: tuple[int, ...] = (),
     limit_s: float = 20.0,
     modes: Mapping[str, str] = ALL,
+    ports: tuple[int, ...] = (),
 ) -> dict[int, Report | Exception]:
     table, results = Table(), {}
     environments: list[dict[str, str]] = [{} for _ in ranks]
-    seen: dict[str, int] = {}
+    firsts: list[int] = []
+    while len(firsts) < len(ranks):
+        firsts += [len(firsts)] * ranks[len(firsts)][1]
 
     def run(rank: int, local_rank: int) -> None:
         place = find_place(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
@@ -70,13 +74,14 @@ def check(
             ),
             wait_s=min(2.0, limit_s / 2),
             limit_s=limit_s,
+            ports=ports,
         )
         seat = Seat(
             place=place,
             asked=asked,
             exchange=table,
             environment=environments[rank],
-            surroundings=Surroundings(environment={}),
+            surroundings=Surroundings(host=ranks[rank][0], environment={}),
             links=LINKS,
         )
         try:
@@ -85,9 +90,8 @@ def check(
             results[rank] = error
 
     threads = []
-    for rank, (host, _) in enumerate(ranks):
-        local_rank = seen.get(host, 0)
-        seen[host] = local_rank + 1
+    for rank in range(len(ranks)):
+        local_rank = rank - firsts[rank]
         if rank not in absent:
             threads.append(threading.Thread(target=run, args=(rank, local_rank)))
     for thread in threads:
@@ -103,8 +107,9 @@ def test_one_host(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
     first, second = results[0], results[1]
     assert isinstance(first, Report)
     assert isinstance(second, Report)
-    assert first.verdicts == second.verdicts
     assert [one.check for one in first.verdicts] == ["infiniband", "disk"]
+    # What passed matters to nobody else.
+    assert second.verdicts == ()
     assert (first.outcome.exit_code, second.outcome.exit_code) == (0, 0)
     assert first.plan is not None
     assert second.plan is None
@@ -118,10 +123,12 @@ def test_hosts_come_back_with_the_same_verdicts_and_the_unfit_one_leaves(tmp_pat
     results = check([("a", 1), ("b", 2), ("b", 2)], tmp_path)
     reports = [one for one in results.values() if isinstance(one, Report)]
     assert len(reports) == 3, results
-    assert len({one.verdicts for one in reports}) == 1
+    assert len({tuple(failures(one.verdicts)) for one in reports}) == 1
     assert {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)} == {0: 71, 1: 69, 2: 69}
     # What is between them was looked at, too.
-    assert {"roster", "reachable", "clock"} <= {one.check for one in reports[0].verdicts}
+    leader = results[0]
+    assert isinstance(leader, Report)
+    assert {"roster", "reachable", "clock"} <= {one.check for one in leader.verdicts}
 
 
 def test_what_only_warns_stops_nobody(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
@@ -139,7 +146,7 @@ def test_a_host_that_never_comes_is_named(tmp_path: Path, own: dict[str, list[Ve
         result = results[rank]
         assert isinstance(result, Report), result
         assert result.outcome.exit_code == 71
-        assert {one.subject for one in result.verdicts if one.status is Status.FAIL} == {"b (node rank 1)"}
+        assert {one.subject for one in result.verdicts if one.status is Status.FAIL} == {"b"}
 
 
 def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
@@ -167,3 +174,53 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
         assert isinstance(result, Report), result
         failed = [one for one in result.verdicts if one.status is Status.FAIL]
         assert [(one.subject, one.measured) for one in failed] == [("b", "said nothing of its own checks")]
+
+
+def test_a_host_whose_checks_break_does_not_pass_for_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(surroundings: Surroundings, _: object) -> list[Verdict]:
+        if surroundings.host == "b":
+            raise OSError("no home")
+        return [verdict(check="disk", subject=surroundings.host)]
+
+    monkeypatch.setattr(together, "check_host", broken)
+    results = check([("a", 1), ("b", 1)], tmp_path)
+    codes = {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)}
+    assert codes == {0: 71, 1: 69}
+    (result, *_) = results.values()
+    assert isinstance(result, Report)
+    assert [one.measured for one in failures(result.verdicts)] == ["its checks broke: OSError: no home"]
+    assert "the checks of this host broke" in caplog.text
+
+
+def test_a_port_that_somebody_else_has_is_named_by_its_host(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        # Both hosts are on loopback here, so neither can listen; each must say so itself.
+        results = check([("a", 1), ("b", 1)], tmp_path, ports=(port,), limit_s=12.0)
+    told = [one for result in results.values() if isinstance(result, Report) for one in failures(result.verdicts)]
+    assert any(one.check == "reachable" and one.subject == "b" and str(port) in f"{one.measured}" for one in told), results
+
+
+def test_hosts_of_one_name_are_told_apart_in_verdicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]]
+) -> None:
+    seen: list[str] = []
+
+    def both(surroundings: Surroundings, _: object) -> list[Verdict]:
+        seen.append(surroundings.host)
+        return [verdict("fail" if len(seen) == 1 else "pass", check="disk", subject=surroundings.host)]
+
+    monkeypatch.setattr(together, "check_host", both)
+    results = check([("x", 1), ("x", 1)], tmp_path)
+    # Each looks up its own name as it is.
+    assert seen == ["x", "x"]
+    for result in results.values():
+        assert isinstance(result, Report), result
+        (failed,) = failures(result.verdicts)
+        assert failed.subject in ("x (node rank 0)", "x (node rank 1)")
+    codes = sorted(one.outcome.exit_code for one in results.values() if isinstance(one, Report))
+    assert codes == [69, 71]

@@ -2,7 +2,7 @@ import pytest
 
 from elastictrain.preflight.host.alike import Likeness
 from elastictrain.preflight.transport.rdma import Rdma
-from elastictrain.preflight.words import Word, judge_words, word_from_bytes
+from elastictrain.preflight.words import Word, judge_words, relabel, word_from_bytes
 from tests.unit.preflight.made import verdict
 
 
@@ -45,3 +45,16 @@ def test_hosts_with_fewer_ports_are_named() -> None:
 
 def test_one_host_is_compared_with_nobody() -> None:
     assert [one.check for one in judge_words({"a": word()}, agreed=Rdma.NONE, waited_s=60)] == ["disk"]
+
+
+def test_a_host_gets_the_name_that_it_has_in_the_group() -> None:
+    subjects = ["x", "GPU 3 on x", "x -> the rendezvous", "all", "ax", "on x y"]
+    found = relabel([verdict(subject=subject) for subject in subjects], name="x", label="x (node rank 1)")
+    assert [one.subject for one in found] == [
+        "x (node rank 1)",
+        "GPU 3 on x (node rank 1)",
+        "x (node rank 1) -> the rendezvous",
+        "all",
+        "ax",
+        "on x y",
+    ]

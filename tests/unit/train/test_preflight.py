@@ -1,19 +1,23 @@
 """What a run makes of its preflight: the level, the records, what is shown, and who leaves."""
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
 from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.group import Group
 from elastictrain.distributed.incarnation import Incarnation, Introduction
-from elastictrain.errors import HostUnfitError
+from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
+from elastictrain.preflight.group.checks import Findings, Request
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.options import LinkOptions
@@ -27,7 +31,8 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
 from elastictrain.train.past_starts import findings_in, last_word
-from elastictrain.train.preflight import LINKS_KEY, RunPreflight, group_options, link_options
+from elastictrain.train.preflight import BUS_KEY, LINKS_KEY, RunPreflight
+from elastictrain.train.preflight_options import group_options, link_options
 from tests.unit.preflight.made import verdict
 from tests.unit.train.test_loop import config
 
@@ -201,3 +206,105 @@ def test_the_storage_round_trip_has_its_limit(make: Make) -> None:
     preflight, _, seats = make()
     preflight.check_hosts()
     assert seats[0].asked.own.options.trip_limit_s == PreflightLimits().storage_s
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What the group checks find, and were asked."""
+    told: dict[str, object] = {"verdicts": [verdict(check="present", subject="all", scope="group")], "usable": True}
+
+    class FakeChecks:
+        def __init__(self, group: object, exchange: object, identity: object, request: Request, **more: object) -> None:
+            told["request"], told["hosts"] = request, more["hosts"]
+
+        def run(self) -> Findings:
+            return Findings(cast(list[Verdict], told["verdicts"]), bool(told["usable"]))
+
+    monkeypatch.setattr(module, "GroupChecks", FakeChecks)
+    return told
+
+
+def two_ranks(preflight: RunPreflight) -> RunPreflight:
+    preflight._identity = Identity(0, 2, 0, 1, "a", launched=True)
+    preflight._incarnation = Incarnation("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
+    return preflight
+
+
+def test_collectives_are_recorded_and_their_figures_kept(make: Make, store: Store, collectives: dict[str, object]) -> None:
+    preflight, recorded, _ = make()
+    two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+    (event,) = recorded
+    assert isinstance(event, Preflight)
+    assert (event.stage, event.counts["pass"]) == ("group", 1)
+    assert collectives["hosts"] == ("a", "b")
+    assert cast(Request, collectives["request"]).full
+    assert store.stat(BUS_KEY)
+
+
+def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:
+    preflight, recorded, _ = make()
+    preflight.check_group(cast(Group, None), on_part=lambda _: None)
+    assert (recorded, "request" in collectives) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "error"),
+    [
+        ([verdict("fail", check="collectives", subject="rank 0 on a")], HostUnfitError),
+        ([verdict("fail", check="collectives", subject="rank 1 on b")], PreflightError),
+        ([verdict("fail", check="collectives", subject="all", scope="group")], PreflightError),
+    ],
+)
+def test_collectives_that_fail_end_the_start(
+    verdicts: list[Verdict], error: type[Exception], make: Make, store: Store, collectives: dict[str, object]
+) -> None:
+    collectives["verdicts"] = verdicts
+    preflight, recorded, _ = make()
+    with pytest.raises(error):
+        two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+    assert [type(one) for one in recorded] == [Preflight]
+    assert not list(store.list("preflight"))
+
+
+def test_a_collective_that_hangs_ends_the_start_also_where_its_check_only_warns(
+    make: Make, collectives: dict[str, object]
+) -> None:
+    collectives["verdicts"] = [verdict("fail", check="present", subject="rank 1 on b"), verdict(check="matmul", scope="group")]
+    collectives["usable"] = False
+    preflight, _, _ = make()
+    plain = preflight._config
+    checks = replace(plain.preflight.checks, present="off")
+    preflight._config = replace(plain, preflight=replace(plain.preflight, checks=checks))
+    with pytest.raises(PreflightError, match=r"of no use any more: rank 1 on b: present; mend present of rank 1 on b$"):
+        two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+
+
+def test_what_nccl_writes_is_looked_at_and_taken_away(
+    make: Make, collectives: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
+    preflight, _, _ = make()
+    preflight._nccl_log = f"{tmp_path}/nccl-%h-%p.txt"
+    preflight.listen_to_nccl("nccl")
+    assert "NCCL_DEBUG_FILE" not in os.environ, "a world of one has nothing to look at"
+    two_ranks(preflight).listen_to_nccl("gloo")
+    assert "NCCL_DEBUG_FILE" not in os.environ
+    preflight.listen_to_nccl("nccl")
+    assert os.environ["NCCL_DEBUG_FILE"] == preflight._nccl_log
+    (tmp_path / f"nccl-a-{os.getpid()}.txt").write_text("")
+    preflight.check_group(cast(Group, None), on_part=lambda _: None)
+    assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
+    assert list(tmp_path.glob("nccl-*")) == []
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    preflight.listen_to_nccl("nccl")
+    assert "NCCL_DEBUG_FILE" not in os.environ, "a person reads it on the terminal"
+
+
+def test_a_log_in_a_bucket_has_its_last_word_in_its_last_object(store: Store, make: Make) -> None:
+    for rank in range(2):
+        store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "step"}\n')
+        store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
+    preflight, _, _ = make(restart="1")
+    assert preflight.chosen.level is Level.FULL
