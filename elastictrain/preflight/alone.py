@@ -2,9 +2,10 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastictrain.distributed.bounded import within
 from elastictrain.preflight.check import Check, run_checks
 from elastictrain.preflight.devices.checks import Devices, device_checks
 from elastictrain.preflight.devices.once import Once
@@ -12,11 +13,15 @@ from elastictrain.preflight.host.checks import HostOptions, host_checks
 from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.facts import read_facts
+from elastictrain.preflight.transport.infiniband import read_devices
 from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
 from elastictrain.preflight.transport.judge_interface import judge_interface
+from elastictrain.preflight.transport.rdma import Rdma, kinds_here
+from elastictrain.preflight.transport.settings import read_settings
 from elastictrain.preflight.verdict import Verdict
 
 _TRANSPORT_LIMIT_S = 5.0
+_RDMA_LIMIT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +36,21 @@ class OwnChecks:
     local_world_size: int = 1
 
 
-def check_host(
-    surroundings: Surroundings, asked: OwnChecks, *, interfaces: Sequence[str] = (), more: Sequence[Check] = ()
-) -> list[Verdict]:
-    """All checks of this host by itself, and `more`, side by side; never raises. `interfaces` are those that are to be used."""
+def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[Check] = ()) -> list[Verdict]:
+    """All checks of this host by itself, and `more`, side by side; never raises."""
     devices = Devices(surroundings)
+    # A person's settings may lie in a home folder whose server is dead.
+    uses_rdma = within(_RDMA_LIMIT_S, lambda: _uses_rdma(surroundings)) or False
     checks = [
-        *host_checks(surroundings, asked.options),
+        *host_checks(
+            surroundings,
+            replace(asked.options, rdma=uses_rdma),
+            last_throttling=throttling_path(surroundings),
+        ),
         *device_checks(
             devices,
             local_world_size=asked.local_world_size,
             last_counters=counters_path(surroundings),
-            interfaces=tuple(interfaces),
         ),
         *more,
     ]
@@ -61,7 +69,29 @@ def transport_checks(surroundings: Surroundings) -> list[Check]:
 
 
 def counters_path(surroundings: Surroundings) -> Path:
-    """Where this host keeps its counters between preflights; home folders may be shared by hosts, so it bears the name."""
-    home = surroundings.environment.get("HOME") or str(Path.home())
-    state = surroundings.environment.get("XDG_STATE_HOME") or f"{home}/.local/state"
-    return Path(state) / "elastictrain" / f"counters-{surroundings.host}-{os.getuid()}.json"
+    """Where this host keeps the counters of its ports between preflights."""
+    return _kept_path(surroundings, "counters")
+
+
+def throttling_path(surroundings: Surroundings) -> Path:
+    """Where it keeps how often its control group was throttled."""
+    return _kept_path(surroundings, "throttling")
+
+
+def _kept_path(surroundings: Surroundings, what: str) -> Path:
+    """Home folders may be shared by hosts and the one for temporary files by users, so the name bears both. Never raises."""
+    environment = surroundings.environment
+    name = f"{what}-{surroundings.host}-{os.getuid()}.json"
+    if environment.get("XDG_STATE_HOME"):
+        return Path(environment["XDG_STATE_HOME"]) / "elastictrain" / name
+    try:
+        home = Path(environment.get("HOME") or Path.home())
+    except RuntimeError:
+        # Containers may run as a user whom nobody has entered anywhere.
+        return Path(environment.get("TMPDIR") or "/tmp") / f"elastictrain-{name}"  # noqa: S108
+    return home / ".local" / "state" / "elastictrain" / name
+
+
+def _uses_rdma(surroundings: Surroundings) -> bool:
+    kinds = kinds_here(read_devices(surroundings), settings=read_settings(surroundings))
+    return bool(kinds - {Rdma.NONE, Rdma.UNKNOWN})

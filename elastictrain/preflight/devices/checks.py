@@ -1,7 +1,7 @@
 """The checks of a host's devices. A tool is asked once, however many checks want its answer; without GPUs they are silent."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,13 +70,12 @@ def device_checks(
     *,
     local_world_size: int | None,
     last_counters: Path,
-    interfaces: Sequence[str] = (),
     now: Callable[[], float] = time.time,
 ) -> list[Check]:
     """Checks of GPUs, of their links and of this host's ports.
 
     `local_world_size`: ranks on this host, None if unknown. `last_counters`: a file on this host that keeps port counters from
-    one preflight to the next. `interfaces`: network interfaces whose counters matter besides those of real cards.
+    one preflight to the next.
     """
     surroundings, host = devices.surroundings, devices.surroundings.host
 
@@ -103,7 +102,7 @@ def device_checks(
         return judge_pcie(lanes, host=host)
 
     def port_counters() -> list[Verdict]:
-        return _check_counters(surroundings, last_counters, now=now(), interfaces=interfaces)
+        return _check_counters(surroundings, last_counters, now=now())
 
     return [
         Check("gpus", gpus, LIMIT_S),
@@ -159,9 +158,9 @@ def _check_links(devices: Devices) -> list[Verdict]:
     )
 
 
-def _check_counters(surroundings: Surroundings, path: Path, *, now: float, interfaces: Sequence[str]) -> list[Verdict]:
+def _check_counters(surroundings: Surroundings, path: Path, *, now: float) -> list[Verdict]:
     before = counters.load(path)
-    after = counters.read_counters(surroundings, now=now, interfaces=interfaces)
+    after = counters.read_counters(surroundings, now=now)
     verdicts = counters.judge_counters(counters.growth(before, after), host=surroundings.host, num_ports=len(after.ports))
     if after.ports:
         try:

@@ -1,11 +1,11 @@
 """Error counters of ports, and how often they lost their carrier, since the last preflight on this host."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from elastictrain.preflight.devices.words import integer
+from elastictrain.preflight.host.kept import keep, load_kept
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
@@ -65,8 +65,8 @@ class Growth:
     gone: tuple[str, ...] = ()
 
 
-def read_counters(surroundings: Surroundings, *, now: float, interfaces: Sequence[str] = ()) -> Counters:
-    """Counters of InfiniBand and RoCE ports, of wired network cards, and of `interfaces`, whatever these are."""
+def read_counters(surroundings: Surroundings, *, now: float) -> Counters:
+    """Counters of InfiniBand and RoCE ports and of wired network cards."""
     ports: dict[str, dict[str, int]] = {}
     for device in surroundings.names("/sys/class/infiniband"):
         for port in surroundings.names(f"/sys/class/infiniband/{device}/ports"):
@@ -76,7 +76,7 @@ def read_counters(surroundings: Surroundings, *, now: float, interfaces: Sequenc
     for name in surroundings.names("/sys/class/net"):
         base = f"/sys/class/net/{name}"
         inside = surroundings.names(base)
-        if name in interfaces or ("device" in inside and "wireless" not in inside):
+        if "device" in inside and "wireless" not in inside:
             ports[name] = _numbers(surroundings, {path.rpartition("/")[2]: f"{base}/{path}" for path in _NET_FILES})
     return Counters(
         boot_id=surroundings.read("/proc/sys/kernel/random/boot_id") or "",
@@ -152,31 +152,26 @@ def _judge_port(port: str, counters: Mapping[str, int], hours: float, host: str)
 
 def load(path: Path) -> Counters | None:
     """What an earlier preflight wrote down; None if there is nothing, or nothing that can be understood."""
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+    data = load_kept(path)
+    if data is None or data.get("format") != FORMAT:
         return None
-    if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("ports"), dict):
+    boot_id, time, uptime_s, kept = (data.get(name) for name in ("boot_id", "time", "uptime_s", "ports"))
+    if not isinstance(boot_id, str) or not isinstance(time, int | float) or not isinstance(uptime_s, int | float):
         return None
-    times = (data.get("time"), data.get("uptime_s"))
-    if not isinstance(data.get("boot_id"), str) or not all(isinstance(one, int | float) for one in times):
+    if not isinstance(kept, dict):
         return None
     ports = {
         str(port): {str(name): value for name, value in counters.items() if isinstance(value, int)}
-        for port, counters in data["ports"].items()
+        for port, counters in kept.items()
         if isinstance(counters, dict)
     }
-    return Counters(data["boot_id"], float(data["time"]), float(data["uptime_s"]), ports)
+    return Counters(boot_id, float(time), float(uptime_s), ports)
 
 
 def store(path: Path, counters: Counters) -> None:
     """Write a reading down for the next preflight. Raises: OSError."""
     times = {"boot_id": counters.boot_id, "time": counters.time, "uptime_s": counters.uptime_s}
-    text = json.dumps({"format": FORMAT, **times, "ports": counters.ports}, indent=1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    temporary.replace(path)
+    keep(path, {"format": FORMAT, **times, "ports": counters.ports})
 
 
 def _numbers(surroundings: Surroundings, paths: Mapping[str, str]) -> dict[str, int]:

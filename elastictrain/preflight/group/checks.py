@@ -14,6 +14,7 @@ from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.backend import BackendCollectives, Collectives
 from elastictrain.preflight.group.bandwidth import Point
 from elastictrain.preflight.group.baseline import BusBaseline, fold_bus
+from elastictrain.preflight.group.blame import agreed
 from elastictrain.preflight.group.chosen import Chosen, log_path, parse_log
 from elastictrain.preflight.group.collectives import Collective
 from elastictrain.preflight.group.correct import Fault, make_examination
@@ -132,7 +133,7 @@ class GroupChecks:
         self._together.close()
         members = self._together.members
         num_hosts = len({one.host for one in members})
-        verdicts = [*self._verdicts, *self._together.culprits]
+        verdicts = agreed([*self._verdicts, *self._together.culprits])
         return Findings(verdicts, not self._together.culprits, self._points, members[0].device, num_hosts)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], None]]]:

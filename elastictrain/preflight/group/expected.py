@@ -1,4 +1,4 @@
-"""What the links of a group can do: from what was detected, and else from the names of GPUs. Pure."""
+"""What the links of a group can do: from the names of GPUs, and the rates of ports. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,37 +32,36 @@ MODELS = (
     GpuModel("B300", 18, _NVLINK_5, _PCIE_5),
     GpuModel("B200", 18, _NVLINK_5, _PCIE_5),
     GpuModel("B100", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("H200 NVL", 0, _NVLINK_4, _PCIE_5),
+    GpuModel("H200 NVL", 0, 0.0, _PCIE_5),
     GpuModel("H200", 18, _NVLINK_4, _PCIE_5),
-    GpuModel("H100 NVL", 0, _NVLINK_4, _PCIE_5),
-    GpuModel("H100 PCIe", 0, _NVLINK_4, _PCIE_5),
+    GpuModel("H100 NVL", 0, 0.0, _PCIE_5),
+    GpuModel("H100 PCIe", 0, 0.0, _PCIE_5),
     GpuModel("H100", 18, _NVLINK_4, _PCIE_5),
-    GpuModel("H800 PCIe", 0, _NVLINK_4, _PCIE_5),
+    GpuModel("H800 PCIe", 0, 0.0, _PCIE_5),
     GpuModel("H800", 8, _NVLINK_4, _PCIE_5),
     GpuModel("H20", 18, _NVLINK_4, _PCIE_5),
     GpuModel("A100-SXM", 12, _NVLINK_3, _PCIE_4),
-    GpuModel("A100", 0, _NVLINK_3, _PCIE_4),
+    GpuModel("A100", 0, 0.0, _PCIE_4),
     GpuModel("A800-SXM", 8, _NVLINK_3, _PCIE_4),
-    GpuModel("A800", 0, _NVLINK_3, _PCIE_4),
+    GpuModel("A800", 0, 0.0, _PCIE_4),
     GpuModel("V100-SXM", 6, _NVLINK_2, _PCIE_3),
-    GpuModel("V100", 0, _NVLINK_2, _PCIE_3),
+    GpuModel("V100", 0, 0.0, _PCIE_3),
     GpuModel("L40S", 0, 0.0, _PCIE_4),
     GpuModel("L40", 0, 0.0, _PCIE_4),
     GpuModel("RTX PRO 6000", 0, 0.0, _PCIE_5),
     GpuModel("RTX 6000 Ada", 0, 0.0, _PCIE_4),
     GpuModel("RTX 5090", 0, 0.0, _PCIE_5),
     GpuModel("RTX 4090", 0, 0.0, _PCIE_4),
-    GpuModel("A30", 0, _NVLINK_3, _PCIE_4),
+    GpuModel("A30", 0, 0.0, _PCIE_4),
     GpuModel("T4", 0, 0.0, _PCIE_3),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What one rank's host told. `gpu`: name; `num_nvlinks`: of its GPU, up; `network_gbps`: all ports in use together."""
+    """What one rank's host told. `gpu`: name; `network_gbps`: all ports in use together."""
 
     gpu: str | None
-    num_nvlinks: int | None
     network_gbps: float | None
 
 
@@ -84,9 +83,8 @@ def local_limit(links: Links) -> Limit | None:
     model = find_model(links.gpu)
     if model is None:
         return None
-    num = model.num_links if links.num_nvlinks is None else links.num_nvlinks
-    if num and model.link_gbs:
-        return Limit(num * model.link_gbs, f"{num} NVLinks of {model.name}")
+    if model.num_links:
+        return Limit(model.num_links * model.link_gbs, f"{model.num_links} NVLinks of {model.name}")
     return Limit(model.pcie_gbs, f"PCIe of {model.name}")
 
 

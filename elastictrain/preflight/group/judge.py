@@ -1,10 +1,12 @@
 """Verdicts from the figures of all ranks; every rank has the same figures, and so comes to the same verdicts. Pure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from elastictrain.preflight.group.bandwidth import Point, size_text
 from elastictrain.preflight.group.baseline import BusBaseline
+from elastictrain.preflight.group.blame import scope_of
 from elastictrain.preflight.group.collectives import Collective
 from elastictrain.preflight.group.correct import Fault
 from elastictrain.preflight.group.expected import group_limit
@@ -36,10 +38,11 @@ def judge_results(
     one = next(iter(texts.values()))
     if len(culprits) == len(members) > 1:
         return [_wrong(collective, "all", f"on all ranks {one}", f"on each host {_TESTS}", seconds)]
-    return [
+    verdicts = [
         _wrong(collective, members[rank].name, texts.get(rank, one), f"on {members[rank].host} {_TESTS}", seconds)
         for rank in sorted(culprits)
     ]
+    return _blaming(culprits, verdicts, members)
 
 
 def judge_bandwidth(
@@ -109,7 +112,7 @@ def judge_rates(
     slow = stragglers(rates, ratio=options.straggler_share(cuda=devices != {"cpu"}))
     if again is None or not slow:
         return [_verdict("matmul", "all", Status.PASS, measured=typical, unit="TFLOP/s", seconds=seconds)]
-    return [
+    verdicts = [
         _verdict(
             "matmul",
             members[rank].name,
@@ -122,6 +125,7 @@ def judge_rates(
         )
         for rank in sorted(slow)
     ]
+    return _blaming(slow, verdicts, members)
 
 
 def judge_pairs(
@@ -184,19 +188,24 @@ def judge_parity(
         wrong = {rank: error for rank, error in worst.items() if not error <= options.parity_tolerance}
         subject = "all" if len(wrong) in (0, len(worst)) else ", ".join(members[rank].name for rank in sorted(wrong)[:8])
         remedy = "" if not wrong else f"start with the other of parallel=ddp and parallel=fsdp if that is right; {_TESTS}"
-        verdicts.append(
-            _verdict(
-                "parity",
-                subject,
-                Status.FAIL if wrong else Status.PASS,
-                measured=float(f"{max(worst.values()):.2g}"),
-                expected=options.parity_tolerance,
-                unit=f"relative difference, {wrapping}",
-                remedy=remedy,
-                seconds=seconds,
-            )
+        verdict = _verdict(
+            "parity",
+            subject,
+            Status.FAIL if wrong else Status.PASS,
+            measured=float(f"{max(worst.values()):.2g}"),
+            expected=options.parity_tolerance,
+            unit=f"relative difference, {wrapping}",
+            remedy=remedy,
+            seconds=seconds,
         )
+        verdicts += _blaming(wrong, [verdict], members)
     return verdicts
+
+
+def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[Member]) -> list[Verdict]:
+    """The same, about the host if there is one to blame."""
+    scope = scope_of(culprits, members)
+    return [replace(verdict, scope=scope) for verdict in verdicts]
 
 
 def _wrong(collective: Collective, subject: str, measured: str, remedy: str, seconds: float) -> Verdict:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from elastictrain.preflight.group.blame import scope_of
 from elastictrain.preflight.group.entries import Attendance
 from elastictrain.preflight.group.lane import State
 from elastictrain.preflight.group.members import Member
@@ -19,10 +20,14 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Membe
     if attendance.complete:
         return []
     culprits = list(_culprits(attendance))
+    ranks = [rank for rank, _, _ in culprits]
+    # What a rank raises is often about the other end of a connection.
+    raised = any(rank in attendance.words and attendance.words[rank].state is State.BROKEN for rank in ranks)
+    scope = Scope.GROUP if raised else scope_of(ranks, members)
     verdicts = [
         Verdict(
             check=check,
-            scope=Scope.GROUP,
+            scope=scope,
             subject=members[rank].name,
             status=Status.FAIL,
             measured=measured,

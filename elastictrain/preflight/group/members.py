@@ -11,9 +11,6 @@ from elastictrain.preflight.group.expected import Links
 class Known:
     """What other parts of preflight found out about this host; None is unknown."""
 
-    num_nvlinks: int | None = None
-    """NVLinks of this rank's GPU that are up."""
-
     network_gbps: float | None = None
     """Of all ports together that the backend uses to reach other hosts."""
 
@@ -35,7 +32,6 @@ class Member:
     """The GPU's name, or `cpu`."""
 
     free_bytes: int = 0
-    num_nvlinks: int | None = None
     network_gbps: float | None = None
     planned: Planned | None = None
 
@@ -47,7 +43,7 @@ class Member:
     @property
     def links(self) -> Links:
         """What its data moves over."""
-        return Links(None if self.device == "cpu" else self.device, self.num_nvlinks, self.network_gbps)
+        return Links(None if self.device == "cpu" else self.device, self.network_gbps)
 
 
 def strangers(hosts: Sequence[str]) -> tuple[Member, ...]:

@@ -83,7 +83,6 @@ class Together:
             "pid": os.getpid(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "free_bytes": free_memory(device, local_world_size=self.identity.local_world_size),
-            "num_nvlinks": known.num_nvlinks,
             "network_gbps": known.network_gbps,
             "planned": known.planned,
         }

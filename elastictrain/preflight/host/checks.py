@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from elastictrain.preflight.check import Check
-from elastictrain.preflight.host.cgroup import Throttling
-from elastictrain.preflight.host.cpu import judge_cpu, judge_load, read_cpu
+from elastictrain.preflight.host.cpu import is_worth_keeping, judge_cpu, judge_load, read_cpu
 from elastictrain.preflight.host.disk import folders_of, judge_disks, read_disks
 from elastictrain.preflight.host.limits import judge_memlock, judge_open_files, judge_processes, read_limits
 from elastictrain.preflight.host.lookups import Resolver, SystemResolver
@@ -15,6 +15,7 @@ from elastictrain.preflight.host.ports import WantedPort, judge_ports, read_port
 from elastictrain.preflight.host.shared_memory import judge_shared_memory, read_shared_memory
 from elastictrain.preflight.host.storage_trip import LIMIT_S as TRIP_LIMIT_S
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
+from elastictrain.preflight.host.throttled import keep_throttling, load_throttling
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict
 
@@ -42,30 +43,27 @@ class HostOptions:
     """That something on this host will listen on."""
 
     memory_dir: str = "/dev/shm"  # noqa: S108
-    snapshots_bytes: int | None = None
-    """All that is kept in host memory: snapshots and replicas."""
-
-    checkpoint_bytes: int | None = None
-    """One checkpoint, where this host writes it to a folder of its own."""
-
-    memory_bytes: int | None = None
-    """That the ranks of this host take."""
-
     cpus: float | None = None
     """That the ranks of this host keep busy: ranks x threads."""
 
     rdma: bool = False
-    """Whether InfiniBand or RoCE is planned."""
-
-    throttling_before: Throttling | None = None
-    """As counted at the last preflight on this host."""
+    """Whether this host has InfiniBand, RoCE or EFA that will be used."""
 
     trip_limit_s: float = TRIP_LIMIT_S
 
 
-def host_checks(surroundings: Surroundings, options: HostOptions, *, resolver: Resolver | None = None) -> list[Check]:
+def host_checks(
+    surroundings: Surroundings,
+    options: HostOptions,
+    *,
+    resolver: Resolver | None = None,
+    last_throttling: Path | None = None,
+) -> list[Check]:
     """Every check that a host can do on its own, without torch and without other hosts. On a healthy host all of them, side by
-    side, take well under a second, and only `storage` takes longer where a client of an object store must be loaded."""
+    side, take well under a second, and only `storage` takes longer where a client of an object store must be loaded.
+
+    `last_throttling`: a file on this host that keeps from one preflight to the next how often it was throttled.
+    """
     host = surroundings.host
     asked = resolver or SystemResolver()
 
@@ -77,7 +75,7 @@ def host_checks(surroundings: Surroundings, options: HostOptions, *, resolver: R
 
     def disk() -> Sequence[Verdict]:
         environment = surroundings.environment
-        folders = folders_of(options.run_dir, environment=environment, checkpoint_bytes=options.checkpoint_bytes)
+        folders = folders_of(options.run_dir, environment=environment)
         return judge_disks(read_disks(surroundings, folders), host=host)
 
     def name() -> Verdict:
@@ -85,9 +83,15 @@ def host_checks(surroundings: Surroundings, options: HostOptions, *, resolver: R
         return judge_name(facts, several_hosts=options.several_hosts)
 
     def shared_memory() -> Verdict:
-        folder, needed = options.memory_dir, options.snapshots_bytes
-        facts = read_shared_memory(surroundings, memory_dir=folder, needed_bytes=needed)
-        return judge_shared_memory(facts, host=host)
+        return judge_shared_memory(read_shared_memory(surroundings, memory_dir=options.memory_dir), host=host)
+
+    def cpu() -> Verdict:
+        facts = read_cpu(surroundings, needed=options.cpus)
+        before = load_throttling(last_throttling, surroundings) if last_throttling is not None else None
+        now = facts.throttling
+        if last_throttling is not None and now is not None and is_worth_keeping(now, before=before):
+            keep_throttling(last_throttling, now, surroundings)
+        return judge_cpu(facts, host=host, before=before)
 
     one = _single
     return [
@@ -101,19 +105,11 @@ def host_checks(surroundings: Surroundings, options: HostOptions, *, resolver: R
         Check("storage", storage, options.trip_limit_s + _MARGIN_S),
         Check("disk", disk, _LIMIT_S),
         Check("shared_memory", one(shared_memory), _LIMIT_S),
-        Check(
-            "memory",
-            one(lambda: judge_memory(read_memory(surroundings, needed_bytes=options.memory_bytes), host=host)),
-            _LIMIT_S,
-        ),
+        Check("memory", one(lambda: judge_memory(read_memory(surroundings), host=host)), _LIMIT_S),
         Check("memlock", one(lambda: judge_memlock(read_limits(surroundings), host=host, rdma=options.rdma)), _LIMIT_S),
         Check("open_files", one(lambda: judge_open_files(read_limits(surroundings), host=host)), _LIMIT_S),
         Check("processes", one(lambda: judge_processes(read_limits(surroundings), host=host)), _LIMIT_S),
-        Check(
-            "cpu",
-            one(lambda: judge_cpu(read_cpu(surroundings, needed=options.cpus), host=host, before=options.throttling_before)),
-            _LIMIT_S,
-        ),
+        Check("cpu", one(cpu), _LIMIT_S),
         Check("load", one(lambda: judge_load(read_cpu(surroundings, needed=options.cpus), host=host)), _LIMIT_S),
     ]
 

@@ -103,6 +103,13 @@ def throttled_share(now: Throttling | None, *, before: Throttling | None) -> flo
     return (now.throttled_periods - before.throttled_periods) / periods if periods >= LEAST_PERIODS else None
 
 
+def is_worth_keeping(now: Throttling, *, before: Throttling | None) -> bool:
+    """Whether the next preflight should count from now on: where starts follow each other fast, each alone says nothing."""
+    if before is None or before.periods > now.periods or before.throttled_periods > now.throttled_periods:
+        return True
+    return now.periods - before.periods >= LEAST_PERIODS
+
+
 def _load(text: str) -> float | None:
     """Average of the last minute. Source: proc_loadavg(5)."""
     first = text.partition(" ")[0]

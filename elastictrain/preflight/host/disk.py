@@ -26,7 +26,7 @@ LOW_INODES = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder that will be written. `needed_bytes` is what it must hold in addition, if known."""
+    """A folder that will be written."""
 
     path: str
     use: str
@@ -34,8 +34,6 @@ class Folder:
 
     relief: str
     """What to do where it is too small: a command or a setting."""
-
-    needed_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +52,13 @@ def local_path(url: str) -> str | None:
     return rest if protocol in ("file", "local") and rest.startswith("/") else None
 
 
-def folders_of(run_dir: str | None, *, environment: Mapping[str, str], checkpoint_bytes: int | None) -> list[Folder]:
+def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[Folder]:
     """The run's folder, if it is on this host, and the one for temporary files."""
     found = []
     path = local_path(run_dir) if run_dir else None
     if path:
         prune = f"python -m elastictrain.checkpoint prune {path}, or set run.dir to a folder with more room"
-        found.append(Folder(path, "run.dir", prune, checkpoint_bytes))
+        found.append(Folder(path, "run.dir", prune))
     temporary = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), None)
     moving = "export TMPDIR=FOLDER with a folder that has more room"
     return [*found, Folder(temporary or tempfile.gettempdir(), "temporary files", moving)]
@@ -81,16 +79,15 @@ def _judge(folder: Folder, space: Space | None, say: Finding) -> Verdict:
     if space is None:
         return say.warned(f"nothing known of {folder.path}", remedy=f"look at it on {say.host}: `stat -f {folder.path}`")
     place = f"free for {folder.use} in {space.path}"
-    most = max(LOW_BYTES, folder.needed_bytes or 0)
     bytes_remedy = f"on {say.host}: `du -xhd1 {space.path} | sort -h` shows what is large; {folder.relief}"
     inodes_remedy = f"on {say.host}: `du --inodes -xd1 {space.path} | sort -n` shows where many files are; {folder.relief}"
     free, inodes = in_gib(space.free_bytes), space.free_inodes
     if space.free_bytes < LEAST_BYTES:
-        return say.failed(free, expected=in_gib(most), unit=f"GiB {place}", remedy=bytes_remedy)
+        return say.failed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
     if inodes is not None and inodes < LEAST_INODES:
         return say.failed(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
-    if space.free_bytes < most:
-        return say.warned(free, expected=in_gib(most), unit=f"GiB {place}", remedy=bytes_remedy)
+    if space.free_bytes < LOW_BYTES:
+        return say.warned(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
     if inodes is not None and inodes < LOW_INODES:
         return say.warned(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
-    return say.passed(free, expected=in_gib(most), unit=f"GiB {place}")
+    return say.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")

@@ -66,7 +66,7 @@ def parse_capabilities(text: str) -> int | None:
 
 
 def judge_memlock(facts: LimitFacts, *, host: str, rdma: bool) -> Verdict:
-    """Only InfiniBand and RoCE count memory against this limit; drivers of GPUs lock pages on their own account."""
+    """Only InfiniBand, RoCE and EFA count memory against this limit; drivers of GPUs lock pages on their own account."""
     say, soft = Finding("memlock", host), facts.memlock.soft
     measured = "unlimited" if soft is None else in_gib(soft)
     unit = "" if soft is None else "GiB"

@@ -26,10 +26,9 @@ class MemoryFacts:
     available: int | None
     swapped: int | None
     group: MemoryGroup | None
-    needed: int | None = None
 
 
-def read_memory(surroundings: Surroundings, *, needed_bytes: int | None) -> MemoryFacts:
+def read_memory(surroundings: Surroundings) -> MemoryFacts:
     """From /proc/meminfo and the control groups."""
     numbers = parse_meminfo(surroundings.read("proc/meminfo") or "")
     swap_total, swap_free = numbers.get("SwapTotal"), numbers.get("SwapFree")
@@ -38,7 +37,6 @@ def read_memory(surroundings: Surroundings, *, needed_bytes: int | None) -> Memo
         available=numbers.get("MemAvailable"),
         swapped=None if swap_total is None or swap_free is None else max(0, swap_total - swap_free),
         group=read_allowance(surroundings).memory,
-        needed=needed_bytes,
     )
 
 
@@ -60,7 +58,6 @@ def judge_memory(facts: MemoryFacts, *, host: str) -> Verdict:
     free = min((one for one in (facts.available, inside) if one is not None), default=None)
     if free is None:
         return say.skipped("unknown", remedy=f"look at /proc/meminfo on {host}")
-    wanted = max(LOW_BYTES, facts.needed or 0)
     if facts.group is not None and free != facts.available:
         limit = f"{in_gib(facts.group.limit_bytes):g} GiB"
         unit = f"GiB available of the container's {limit}"
@@ -72,13 +69,13 @@ def judge_memory(facts: MemoryFacts, *, host: str) -> Verdict:
         unit = "GiB available"
         remedy = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
     if free < LEAST_BYTES:
-        return say.failed(in_gib(free), expected=in_gib(wanted), unit=unit, remedy=remedy)
-    if free < wanted:
-        return say.warned(in_gib(free), expected=in_gib(wanted), unit=unit, remedy=remedy)
+        return say.failed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
+    if free < LOW_BYTES:
+        return say.warned(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
     if _swaps(facts):
         measured = f"{in_gib(facts.swapped or 0):g} GiB in swap"
         return say.warned(measured, expected="none", remedy=f"{remedy}; then `swapoff -a && swapon -a`")
-    return say.passed(in_gib(free), expected=in_gib(wanted), unit=unit)
+    return say.passed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit)
 
 
 def _swaps(facts: MemoryFacts) -> bool:

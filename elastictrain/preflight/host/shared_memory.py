@@ -20,16 +20,15 @@ _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryFacts:
-    """The folder `checkpoint.memory_dir`, the room it has, and what the run wants of it, each if known."""
+    """The folder `checkpoint.memory_dir`, and the room it has, if known."""
 
     folder: str
     space: Space | None
-    needed_bytes: int | None = None
 
 
-def read_shared_memory(surroundings: Surroundings, *, memory_dir: str, needed_bytes: int | None) -> SharedMemoryFacts:
+def read_shared_memory(surroundings: Surroundings, *, memory_dir: str) -> SharedMemoryFacts:
     """Asks the file system."""
-    return SharedMemoryFacts(memory_dir, read_space(memory_dir, mounts=read_mounts(surroundings)), needed_bytes)
+    return SharedMemoryFacts(memory_dir, read_space(memory_dir, mounts=read_mounts(surroundings)))
 
 
 def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
@@ -38,13 +37,12 @@ def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
     elsewhere = "or set checkpoint.memory_dir to a tmpfs"
     if space is None:
         return say.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
-    needed, unit = facts.needed_bytes, f"GiB free in {folder}"
-    wanted = max(_SUGGESTED_BYTES, 2 * (needed or 0))
+    size, unit = _SUGGESTED_BYTES >> 30, f"GiB free in {folder}"
     larger = (
-        f"give {folder} on {host} {in_gib(wanted):g} GiB: `docker run --shm-size={wanted >> 30}g`, in Kubernetes an "
-        f"emptyDir with `medium: Memory` on {folder}, on a plain host `mount -o remount,size={wanted >> 30}g {folder}`"
+        f"give {folder} on {host} {size} GiB: `docker run --shm-size={size}g`, in Kubernetes an "
+        f"emptyDir with `medium: Memory` on {folder}, on a plain host `mount -o remount,size={size}g {folder}`"
     )
-    free, expected = in_gib(space.free_bytes), in_gib(needed if needed is not None else LEAST_BYTES)
+    free, expected = in_gib(space.free_bytes), in_gib(LEAST_BYTES)
     if space.kind is not None and space.kind not in _MEMORY_KINDS:
         measured = f"{folder} is on {space.kind}"
         remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"
@@ -53,7 +51,5 @@ def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
         remedy = f"`ls -la {folder}` shows what fills it on {host}: remove what dead processes left; {larger}"
         return say.failed(free, expected=expected, unit=unit, remedy=remedy)
     if space.total_bytes <= CONTAINER_BYTES:
-        return say.warned(free, expected=expected, unit=unit, remedy=larger)
-    if needed is not None and space.free_bytes < needed:
-        return say.warned(free, expected=expected, unit=unit, remedy=f"{larger}; or checkpoint.buffers=1")
+        return say.warned(free, expected=size, unit=unit, remedy=larger)
     return say.passed(free, expected=expected, unit=unit)

@@ -27,11 +27,15 @@ class Finding:
         """The host can take part, but worse than it could."""
         return self._verdict(Status.WARN, measured, expected, unit, remedy)
 
-    def failed(self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "") -> Verdict:
-        """The host cannot take part."""
-        return self._verdict(Status.FAIL, measured, expected, unit, remedy)
+    def failed(
+        self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
+    ) -> Verdict:
+        """The host cannot take part. `may_pass`: as in `Verdict`."""
+        return self._verdict(Status.FAIL, measured, expected, unit, remedy, may_pass=may_pass)
 
-    def _verdict(self, status: Status, measured: Figure, expected: Figure, unit: str, remedy: str) -> Verdict:
+    def _verdict(
+        self, status: Status, measured: Figure, expected: Figure, unit: str, remedy: str, *, may_pass: bool = False
+    ) -> Verdict:
         return Verdict(
             check=self.check,
             scope=Scope.HOST,
@@ -41,6 +45,7 @@ class Finding:
             expected=expected,
             unit=unit,
             remedy=remedy,
+            may_pass=may_pass,
         )
 
 

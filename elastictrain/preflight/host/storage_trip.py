@@ -29,6 +29,9 @@ SLOW_MS = 2000.0
 
 _REAPING_S = 0.5
 
+_TRANSIENT = "TRANSIENT"
+"""The store cannot be reached, or has an hour in which it answers with errors of its own."""
+
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
 
 
@@ -129,10 +132,11 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     expected = f"create, read, list and delete in {facts.url}"
     if facts.failure is not None:
         remedy = _remedy(facts, facts.failure, host, environment)
-        return say.failed(f"{facts.doing or 'trip'}: {facts.failure.message}", expected=expected, remedy=remedy)
+        measured, may_pass = f"{facts.doing or 'trip'}: {facts.failure.message}", facts.failure.fault == _TRANSIENT
+        return say.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
     if facts.stalled_s is not None:
         measured = f"{facts.doing or 'start'}: no answer in {facts.stalled_s:g} s"
-        return say.failed(measured, expected=expected, remedy=_stall_remedy(facts, host, environment))
+        return say.failed(measured, expected=expected, remedy=_stall_remedy(facts, host, environment), may_pass=True)
     if facts.crashed or not facts.ended:
         remedy = f"try it by hand on {host}: `python -c 'import elastictrain.storage.opening'`, then `dmesg | tail`"
         return say.failed(f"{facts.doing or 'start'}: {facts.crashed}", expected=expected, remedy=remedy)
@@ -163,7 +167,7 @@ def _remedy(facts: TripFacts, failure: Failure, host: str, environment: Mapping[
         return f"{_credentials(facts.url)} on {host}, for a role that may read, write, list and delete in {facts.url}"
     if failure.fault == "NO_BUCKET":
         return _bucket(facts.url)
-    if failure.fault == "TRANSIENT":
+    if failure.fault == _TRANSIENT:
         return _stall_remedy(facts, host, environment)
     if failure.fault == "CONFIG":
         return "correct run.dir, or install what its protocol needs, as the message says"

@@ -20,7 +20,8 @@ class Silence:
 
 
 def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Mapping[int, str]) -> list[Verdict]:
-    """Who never came, and who fell silent. `names`: of hosts by node rank, as far as the cluster told them beforehand."""
+    """Who never came, and who fell silent. `names`: of hosts by node rank, unique, as far as they were
+    told beforehand; a host is called the same whether it came or not."""
     verdicts = [_absent(rank, roster, names=names) for rank in roster.absent]
     labels = roster.labels()
     for silence in silences:
@@ -83,15 +84,17 @@ def unheard(host: str, *, why: str) -> Verdict:
 
 
 def _absent(rank: int, roster: Roster, *, names: Mapping[int, str]) -> Verdict:
-    label = f"{names[rank]} (node rank {rank})" if rank in names else f"node rank {rank}"
-    present = remedies.names(roster.labels())
+    label = names.get(rank, f"node rank {rank}")
+    where = names.get(rank, f"the host of node rank {rank}")
+    present, num_present = remedies.names(roster.labels()), len(roster.hosts)
+    num_hosts = num_present + len(roster.absent)
     return Verdict(
         check=_CHECK,
         scope=Scope.HOST,
         subject=label,
         status=Status.FAIL,
         measured=f"no word in {roster.waited_s:.3g} s",
-        expected=f"{len(roster.hosts) + len(roster.absent)} hosts",
-        remedy=f"start the launcher on the host of {label}, or look there why it did not start (present: {present}); or go on "
-        f"without it: `launch.min_hosts={len(roster.hosts)}`",
+        expected=f"{num_hosts} hosts",
+        remedy=f"start the launcher on {where}, or look there why it did not start (present: {present}); or run without it, "
+        f"with a smaller minimum: `torchrun --nnodes={num_present}:{num_hosts}`",
     )

@@ -30,7 +30,6 @@ _TUNED_BY_NCCL = {"0x1d0f": "AWS", "0x1ae0": "Google"}
 class Wishes:
     """What the plan is asked for. `rdma`: what all hosts can do (`rdma.common`), None where only this host is known."""
 
-    debug: bool = False
     after_failure: bool = False
     rdma: Rdma | None = None
 
@@ -129,8 +128,8 @@ def _socket_variables(facts: Facts, choice: Choice, rdma: RdmaPlan) -> Iterator[
 
 
 def _debug(wishes: Wishes) -> Iterator[Variable]:
-    if wishes.debug or wishes.after_failure:
-        reason = "asked for" if wishes.debug else "the last start failed in its transport"
+    if wishes.after_failure:
+        reason = "the last start failed in its transport"
         yield Variable("NCCL_DEBUG", "INFO", reason)
         yield Variable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
 

@@ -1,6 +1,7 @@
 """The group checks on three ranks under gloo: all well, and broken for real in every way that has a name."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def run(folder: Path, *scenarios: str, last: str, num_answers: int) -> Answers:
     answers = Answers(folder / "answers")
     answers.folder.mkdir(parents=True)
     module = ("-W", "error::UserWarning", str(SCRIPT), str(answers.folder), *scenarios)
-    with torchrun([], world_size=RANKS, folder=folder, module=("--no-python", "python", *module)) as started:
+    with torchrun([], world_size=RANKS, folder=folder, module=("--no-python", sys.executable, *module)) as started:
 
         def written() -> bool:
             assert started.process.poll() is None, started.output()[-4000:]
@@ -107,6 +108,8 @@ def test_wrong_values_name_the_rank(well: Answers) -> None:
         ("all_gather", "rank 1 on h2"),
         ("broadcast", "rank 2 on h3"),
     ]
+    # Two hosts are blamed by the parts of one check: neither must leave for it.
+    assert {verdict["scope"] for verdict in found} == {"group"}
     assert "bfloat16" in found[0]["measured"]
     assert all(answer["usable"] for answer in well.all("wrong"))
 
@@ -129,6 +132,7 @@ def test_pieces(well: Answers) -> None:
 
 def test_a_rank_that_never_comes_is_named(well: Answers) -> None:
     assert well.bad("absent") == [("present", "rank 2 on h3", "did not enter present within 1 s")]
+    assert well.verdicts("absent")[-1]["scope"] == "host"
     assert well.seconds("absent") < 3.5
 
 
@@ -136,6 +140,7 @@ def test_a_rank_that_does_not_enter_a_collective_is_named(well: Answers) -> None
     assert well.bad("late") == [("collectives", "rank 2 on h3", "did not enter reduce_scatter within 1 s")]
     assert well.seconds("late") < 4.0
     assert not any(answer["usable"] for answer in well.all("late"))
+    assert well.verdicts("late")[-1]["scope"] == "host"
     assert "py-spy dump --pid" in well.verdicts("late")[-1]["remedy"]
 
 

@@ -17,7 +17,7 @@ from elastictrain.preflight.group.judge import (
 )
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import Reach
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.group.ranks import H200, members
 
 OPTIONS = GroupOptions()
@@ -45,6 +45,7 @@ def test_right_results_pass() -> None:
 def test_the_one_rank_that_all_got_wrong_values_from_is_named() -> None:
     found = results({0: [Fault("bad", 2)], 1: [Fault("bad", 2), Fault("worse", 2)], 2: []})
     assert subjects(found, Status.FAIL) == ["rank 2 on h3"]
+    assert found[0].scope is Scope.HOST
     assert "on h3" in found[0].remedy
 
 
@@ -53,10 +54,19 @@ def test_else_those_that_got_something_wrong() -> None:
     assert subjects(results({0: [], 1: [Fault("bad", 2), Fault("bad", 0)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
     found = results({0: [Fault("bad", None)], 1: [], 2: [Fault("bad", None)]})
     assert subjects(found, Status.FAIL) == ["rank 0 on h1", "rank 2 on h3"]
+    assert {one.scope for one in found} == {Scope.GROUP}
+
+
+def test_several_ranks_of_one_host_are_the_hosts_fault() -> None:
+    found = judge_results(
+        Collective.ALL_REDUCE, {1: [Fault("bad", None)], 2: [Fault("bad", 0)]}, members("h1", "h2", "h2"), seconds=0.1
+    )
+    assert [(one.subject, one.scope) for one in found] == [("rank 1 on h2", Scope.HOST), ("rank 2 on h2", Scope.HOST)]
 
 
 def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
-    assert subjects(results({rank: [Fault("bad", None)] for rank in range(3)}), Status.FAIL) == ["all"]
+    [found] = results({rank: [Fault("bad", None)] for rank in range(3)})
+    assert (found.subject, found.status, found.scope) == ("all", Status.FAIL, Scope.GROUP)
 
 
 def bandwidth(seconds: float, *, device: str = H200, before_s: float | None = None, nccl: bool = True) -> Verdict:
@@ -122,7 +132,15 @@ def test_slow_twice_is_a_straggler(device: str, status: Status) -> None:
     first = {0: 700.0, 1: 400.0, 2: 710.0}
     again = judge_rates(first, {0: 700.0, 1: 420.0, 2: 700.0}, group, options=OPTIONS, seconds=0.1)
     assert [(one.subject, one.status, one.measured, one.expected) for one in again] == [("rank 1 on h2", status, 420, 700)]
+    assert again[0].scope is Scope.HOST
     assert "h2" in again[0].remedy
+
+
+def test_stragglers_on_several_hosts_are_the_groups() -> None:
+    group = members("h1", "h2", "h3", "h4", "h5", device=H200)
+    rates = {0: 700.0, 1: 400.0, 2: 400.0, 3: 700.0, 4: 700.0}
+    found = judge_rates(rates, rates, group, options=OPTIONS, seconds=0.1)
+    assert [(one.subject, one.scope) for one in found] == [("rank 1 on h2", Scope.GROUP), ("rank 2 on h3", Scope.GROUP)]
 
 
 def test_mixed_gpus_and_busy_processors_are_not_failures() -> None:
@@ -170,5 +188,6 @@ def test_parity() -> None:
     broken = {**right, 2: {"DDP": 1e-15, "FSDP": float("inf")}}
     found = judge_parity(broken, THREE, options=OPTIONS, seconds=0.1)
     assert [(one.subject, one.status) for one in found] == [("all", Status.PASS), ("rank 2 on h3", Status.FAIL)]
+    assert [one.scope for one in found] == [Scope.GROUP, Scope.HOST]
     everywhere = {rank: {"DDP": 0.5, "FSDP": float("nan")} for rank in range(3)}
     assert subjects(judge_parity(everywhere, THREE, options=OPTIONS, seconds=0.1), Status.FAIL) == ["all", "all"]

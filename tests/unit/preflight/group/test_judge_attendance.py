@@ -4,7 +4,8 @@ from elastictrain.preflight.group.entries import Attendance
 from elastictrain.preflight.group.judge_attendance import judge_attendance
 from elastictrain.preflight.group.lane import State, Word
 from elastictrain.preflight.group.members import introduced, strangers
-from elastictrain.preflight.verdict import Status
+from elastictrain.preflight.outcome import host_of
+from elastictrain.preflight.verdict import Scope, Status
 from tests.unit.preflight.group.ranks import members
 
 DONE = Word(State.DONE, [])
@@ -51,6 +52,28 @@ def test_the_remedy_knows_the_process_if_it_has_introduced_itself() -> None:
     remedy = judge_attendance("present", attendance, unknown)[0].remedy
     assert "py-spy" not in remedy
     assert "on h2" in remedy
+
+
+def scopes(words: Mapping[int, Word], *hosts: str, entered: frozenset[int] | None = None) -> set[Scope]:
+    there = frozenset(range(len(hosts))) if entered is None else entered
+    verdicts = judge_attendance("collectives", Attendance("all_reduce", len(hosts), 5.0, words, there), members(*hosts))
+    assert all(host_of(verdict.subject) in hosts for verdict in verdicts if verdict.scope is Scope.HOST)
+    return {verdict.scope for verdict in verdicts}
+
+
+def test_one_host_is_to_blame_if_all_culprits_are_its_ranks() -> None:
+    assert scopes({0: STUCK}, "h1", "h2", "h2", entered=frozenset((0,))) == {Scope.HOST}
+    assert scopes({0: STUCK, 1: STUCK}, "h1", "h2", "h3") == {Scope.HOST}
+    assert scopes({0: DONE, 1: STUCK, 2: DONE}, "h1", "h2", "h3") == {Scope.HOST}
+
+
+def test_else_it_is_the_groups() -> None:
+    assert scopes({0: STUCK}, "h1", "h2", "h3", entered=frozenset((0,))) == {Scope.GROUP}
+    assert scopes({0: STUCK, 1: STUCK}, "h1", "h2") == {Scope.GROUP}
+    # On a single host all ranks are stuck alike: nobody is singled out.
+    assert scopes({0: STUCK, 1: STUCK}, "h1", "h1") == {Scope.GROUP}
+    # What a rank raises is often about the other end.
+    assert scopes({0: DONE, 1: Word(State.BROKEN, detail="Connection closed by peer")}, "h1", "h2") == {Scope.GROUP}
 
 
 def test_many_culprits_stay_readable() -> None:

@@ -8,10 +8,8 @@ MIB, GIB = 1 << 20, 1 << 30
 MEMINFO = "MemTotal: 65536 kB\nMemAvailable: 32768 kB\nSwapTotal: 4096 kB\nSwapFree: 1024 kB\nHugePages_Total: 0\nodd\n"
 
 
-def facts(
-    available: int | None, *, group: MemoryGroup | None = None, needed: int | None = None, swapped: int | None = 0
-) -> MemoryFacts:
-    return MemoryFacts(100 * GIB, available, swapped, group, needed)
+def facts(available: int | None, *, group: MemoryGroup | None = None, swapped: int | None = 0) -> MemoryFacts:
+    return MemoryFacts(100 * GIB, available, swapped, group)
 
 
 def test_enough() -> None:
@@ -22,9 +20,9 @@ def test_enough() -> None:
 def test_little_of_it() -> None:
     assert judge_memory(facts(GIB), host="h1").status is Status.WARN
     assert judge_memory(facts(100 * MIB), host="h1").status is Status.FAIL
-    needy = judge_memory(facts(50 * GIB, needed=64 * GIB), host="h1")
-    assert (needy.status, needy.expected) == (Status.WARN, 64.0)
-    assert "ps -eo rss,pid,user,comm" in needy.remedy
+    little = judge_memory(facts(GIB), host="h1")
+    assert (little.measured, little.expected) == (1.0, 2.0)
+    assert "ps -eo rss,pid,user,comm" in little.remedy
 
 
 def test_the_limit_of_the_container_counts() -> None:
@@ -48,14 +46,14 @@ def test_unknown() -> None:
 
 
 def test_reading(make_host: HostMaker) -> None:
-    found = read_memory(make_host({"proc/meminfo": MEMINFO}), needed_bytes=5)
-    assert found == MemoryFacts(64 * MIB, 32 * MIB, 3 * MIB, None, 5)
-    assert read_memory(make_host({"proc/meminfo": "MemTotal: lots kB\n"}), needed_bytes=None).total is None
+    found = read_memory(make_host({"proc/meminfo": MEMINFO}))
+    assert found == MemoryFacts(64 * MIB, 32 * MIB, 3 * MIB, None)
+    assert read_memory(make_host({"proc/meminfo": "MemTotal: lots kB\n"})).total is None
     assert parse_meminfo("MemTotal: 5 GB\nMemFree: 5\n") == {}
 
 
 def test_reading_the_real_one() -> None:
-    found = read_memory(Surroundings(), needed_bytes=None)
+    found = read_memory(Surroundings())
     assert found.total is not None
     assert found.available is not None
     assert 0 < found.available <= found.total

@@ -14,8 +14,8 @@ from tests.unit.preflight.host.conftest import HostMaker
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def disk(free_bytes: int, *, inodes: int | None = 1_000_000, needed: int | None = None) -> Verdict:
-    folder = Folder("/runs/a", "run.dir", "set run.dir elsewhere", needed)
+def disk(free_bytes: int, *, inodes: int | None = 1_000_000) -> Verdict:
+    folder = Folder("/runs/a", "run.dir", "set run.dir elsewhere")
     (verdict,) = judge_disks([DiskFacts(folder, Space("/runs", 100 * GIB, free_bytes, inodes))], host="h1")
     return verdict
 
@@ -36,11 +36,6 @@ def test_inodes() -> None:
     assert "du --inodes -xd1 /runs" in none.remedy
 
 
-def test_what_the_run_needs_counts() -> None:
-    assert disk(50 * GIB, needed=60 * GIB).status is Status.WARN
-    assert disk(50 * GIB, needed=40 * GIB).status is Status.PASS
-
-
 def test_unknown_disk() -> None:
     (verdict,) = judge_disks([DiskFacts(Folder("/runs/a", "run.dir", "x"), None)], host="h1")
     assert (verdict.status, verdict.remedy) == (Status.WARN, "look at it on h1: `stat -f /runs/a`")
@@ -48,10 +43,10 @@ def test_unknown_disk() -> None:
 
 def test_folders_that_are_looked_at(tmp_path: Path) -> None:
     environment = {"TMPDIR": "/var/scratch"}
-    assert [one.path for one in folders_of(None, environment={}, checkpoint_bytes=None)] == [tempfile.gettempdir()]
-    assert [one.path for one in folders_of("s3://b/x", environment=environment, checkpoint_bytes=None)] == ["/var/scratch"]
-    run, temporary = folders_of(f"{tmp_path}/a/b", environment=environment, checkpoint_bytes=7)
-    assert (run.path, run.needed_bytes, temporary.path) == (f"{tmp_path}/a/b", 7, "/var/scratch")
+    assert [one.path for one in folders_of(None, environment={})] == [tempfile.gettempdir()]
+    assert [one.path for one in folders_of("s3://b/x", environment=environment)] == ["/var/scratch"]
+    run, temporary = folders_of(f"{tmp_path}/a/b", environment=environment)
+    assert (run.path, temporary.path) == (f"{tmp_path}/a/b", "/var/scratch")
 
 
 @pytest.mark.parametrize(("url", "path"), [("/x/y", "/x/y"), ("file:///x", "/x"), ("s3://x/y", None), ("file://x", None)])
@@ -69,32 +64,26 @@ def test_reading_a_real_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
 
 def test_reading_shared_memory(make_host: HostMaker, tmp_path: Path) -> None:
     host = make_host({"proc/self/mountinfo": f"1 0 0:1 / {tmp_path} rw - tmpfs tmpfs rw\n"})
-    facts = read_shared_memory(host, memory_dir=str(tmp_path), needed_bytes=3)
+    facts = read_shared_memory(host, memory_dir=str(tmp_path))
     assert facts.space is not None
-    assert (facts.space.kind, facts.needed_bytes) == ("tmpfs", 3)
+    assert facts.space.kind == "tmpfs"
     assert parse_mounts("") == []
 
 
-def shared(total: int, free: int, *, kind: str | None = "tmpfs", needed: int | None = None) -> Verdict:
-    return judge_shared_memory(SharedMemoryFacts("/dev/shm", Space("/dev/shm", total, free, 10, kind), needed), host="h1")
+def shared(total: int, free: int, *, kind: str | None = "tmpfs") -> Verdict:
+    return judge_shared_memory(SharedMemoryFacts("/dev/shm", Space("/dev/shm", total, free, 10, kind)), host="h1")
 
 
 def test_shared_memory() -> None:
     assert shared(100 * GIB, 90 * GIB).status is Status.PASS
-    assert shared(100 * GIB, 90 * GIB, needed=80 * GIB).status is Status.PASS
     assert shared(100 * GIB, 90 * GIB, kind=None).status is Status.PASS
 
 
 def test_shared_memory_of_a_container() -> None:
     verdict = shared(64 * MIB, 63 * MIB)
-    assert verdict.status is Status.WARN
+    assert (verdict.status, verdict.expected) == (Status.WARN, 16)
     assert "--shm-size=16g" in verdict.remedy
-
-
-def test_shared_memory_is_too_small_for_the_run() -> None:
-    verdict = shared(30 * GIB, 20 * GIB, needed=25 * GIB)
-    assert (verdict.status, verdict.measured, verdict.expected) == (Status.WARN, 20.0, 25.0)
-    assert "mount -o remount,size=50g /dev/shm" in verdict.remedy
+    assert "mount -o remount,size=16g /dev/shm" in verdict.remedy
 
 
 def test_shared_memory_is_full() -> None:

@@ -116,6 +116,7 @@ def test_words_of_a_trip_that_was_killed() -> None:
     facts = parse_words('{"begun": "open"}\n{"begun": "create"}\n{"do', url="/x", mount=None, stalled_s=8.0)
     verdict = judge_trip(facts, host="h1", environment={})
     assert (verdict.status, verdict.measured) == (Status.FAIL, "create: no answer in 8 s")
+    assert verdict.may_pass
     assert "timeout 5 stat -f /x" in verdict.remedy
 
 
@@ -124,6 +125,7 @@ def test_words_that_say_nothing(text: str) -> None:
     verdict = judge_trip(parse_words(text, url="/x", mount=None), host="h1", environment={})
     assert verdict.status is Status.FAIL
     assert "no word at its end" in str(verdict.measured)
+    assert not verdict.may_pass
 
 
 def test_no_folder() -> None:
@@ -168,6 +170,7 @@ def test_each_failure_has_its_remedy(url: str, fault: str, number: int | None, r
     verdict = failed(url, fault, number)
     assert (verdict.status, verdict.measured) == (Status.FAIL, "create: the message")
     assert remedy in verdict.remedy
+    assert verdict.may_pass is (fault == "TRANSIENT")
 
 
 def test_own_endpoint_is_named() -> None:

@@ -33,8 +33,18 @@ def test_what_silence_explains_is_not_held_against_links() -> None:
 def test_absent_hosts_are_named_as_far_as_they_are_known() -> None:
     evidence = replace(HEALTHY, roster=roster(3, absent=(3, 4)))
     bad = failures(judge(evidence, options=OPTIONS, names={4: "h5"}))
-    assert [verdict.subject for verdict in bad] == ["node rank 3", "h5 (node rank 4)"]
+    assert [verdict.subject for verdict in bad] == ["node rank 3", "h5"]
     assert {verdict.expected for verdict in bad} == {"5 hosts"}
+    assert bad[0].remedy.startswith("start the launcher on the host of node rank 3, or look there")
+    assert bad[1].remedy.startswith("start the launcher on h5, or look there")
+
+
+def test_hosts_of_one_name_keep_theirs_whether_they_came_or_not() -> None:
+    twins = roster(3, absent=(3,))
+    hosts = (replace(twins.hosts[0], name="x (node rank 0)"), *twins.hosts[1:])
+    evidence = replace(HEALTHY, roster=replace(twins, hosts=hosts), silences=(Silence(0, "contacts were made", 5.0),))
+    bad = failures(judge(evidence, options=OPTIONS, names={0: "x (node rank 0)", 3: "x (node rank 3)"}))
+    assert [verdict.subject for verdict in bad] == ["x (node rank 3)", "x (node rank 0)"]
 
 
 def test_only_healthy_links_become_the_baseline() -> None:

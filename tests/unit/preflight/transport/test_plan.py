@@ -140,11 +140,10 @@ def test_nccl_knows_the_cards_of_some_clouds(tmp_path: Path, vendor: str) -> Non
     assert "NCCL_SOCKET_NTHREADS" not in found
 
 
-def test_debug_only_when_asked_or_after_a_failure(tmp_path: Path) -> None:
+def test_debug_only_after_a_failure(tmp_path: Path) -> None:
     facts = plain(tmp_path).facts(peers=PEERS)
     assert "NCCL_DEBUG" not in values(decide(facts, Wishes()))
-    for wishes in (Wishes(debug=True), Wishes(after_failure=True)):
-        assert values(decide(facts, wishes))["NCCL_DEBUG"] == "INFO"
+    assert values(decide(facts, Wishes(after_failure=True)))["NCCL_DEBUG"] == "INFO"
 
 
 def test_infiniband(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ def test_what_a_person_has_set_is_kept(tmp_path: Path) -> None:
     host = plain(tmp_path)
     host.card("eth1", ("10.1.0.1",))
     host.environment |= {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_DEBUG": "WARN"}
-    plan = decide(host.facts(peers=PEERS), Wishes(debug=True))
+    plan = decide(host.facts(peers=PEERS), Wishes(after_failure=True))
     assert values(plan).keys() == {"NCCL_IB_DISABLE", "NCCL_DEBUG_SUBSYS"}
     kept = {one.name: (one.value, one.reason) for one in plan.kept}
     assert kept["GLOO_SOCKET_IFNAME"] == ("eth0", "set in the environment; as planned")
