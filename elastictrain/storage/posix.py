@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import stat
 from contextlib import suppress
 from threading import Lock
 
@@ -62,6 +63,15 @@ def _rename_new(finished: str, target: str) -> None:
         raise OSError(number, os.strerror(number), target)
 
 
+def _is_no_folder(path: str) -> bool:
+    """Whether something else has that name. One look: two could see a folder that goes in between as something else."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return False
+    return not os.path.isdir(path) if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)  # noqa: PTH112
+
+
 class DurableFolders:
     """Makes folders under a root, and each one's name durable the first time that this process uses it."""
 
@@ -81,6 +91,9 @@ class DurableFolders:
             try:
                 os.makedirs(folder, exist_ok=True)  # noqa: PTH103
             except FileExistsError as error:
+                if not any(_is_no_folder(one) for one in chain):
+                    # Somebody has made it and removed it again while it was made here.
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
                 # A file is where a folder must be; nobody may take this for an object that exists.
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
             for parent in chain[1:]:

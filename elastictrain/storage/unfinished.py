@@ -24,8 +24,8 @@ class UnfinishedFile:
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
         for chance in range(_PRUNED_AT_MOST):
-            folders.make(self._folder)
             try:
+                folders.make(self._folder)
                 self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 break
             except FileNotFoundError:

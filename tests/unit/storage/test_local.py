@@ -1,6 +1,7 @@
 import errno
 import os
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from elastictrain.errors import (
     TransientStorageError,
 )
 from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import Retrying, RetryOptions
 
 ONCE = Retrying(RetryOptions(attempts=1))
@@ -177,3 +179,27 @@ def test_sweep_spares_the_living_and_the_unknown(store: LocalStore, tmp_path: Pa
     (tmp_path / "a" / temporary_name(None)).write_bytes(b"")
     assert store.sweep_temporaries() == ()
     assert len(list((tmp_path / "a").iterdir())) == 2
+
+
+def test_writers_and_deleters_of_several_hosts_share_folders(tmp_path: Path) -> None:
+    """Each deletes what it wrote, and with it folders that another one is about to use."""
+    failed: list[Exception] = []
+
+    def write_and_delete(number: int) -> None:
+        store = open_store(str(tmp_path / "run"))
+        try:
+            for turn in range(150):
+                key = f"preflight/trips/{number}-{turn}"
+                store.create(key, b"x")
+                store.write(key, b"y")
+                assert store.read(key) == b"y"
+                store.delete(key)
+        except Exception as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=write_and_delete, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
