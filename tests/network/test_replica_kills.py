@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "process/keeper"))
 
 from faultyruns import Fault, fired, with_faults
 
-STEPS = 60
+STEPS = 120
 ARGUMENTS = (
     *TINY,
     "task._target_=tests.process.paced.PacedLlama",
@@ -25,11 +25,11 @@ ARGUMENTS = (
 
 _PEERS = "elastictrain.checkpoint.peers"
 FAULTS = (
-    Fault(f"{_PEERS}.client:PeerConnection._send", "keeper", nth=3),
-    Fault(f"{_PEERS}.keeping:_receive_into", "keeper", nth=3),
-    Fault(f"{_PEERS}.client:PeerConnection.put", "both", "after", nth=3),
-    Fault(f"{_PEERS}.keeping:_receive_into", "both", nth=3),
-    Fault(f"{_PEERS}.keeping:_receive_into", "both", "after", nth=3),
+    Fault(f"{_PEERS}.client:PeerConnection._send", "keeper", nth=2),
+    Fault(f"{_PEERS}.keeping:_receive_into", "keeper", nth=2),
+    Fault(f"{_PEERS}.client:PeerConnection.put", "both", "after", nth=2),
+    Fault(f"{_PEERS}.keeping:_receive_into", "both", nth=2),
+    Fault(f"{_PEERS}.keeping:_receive_into", "both", "after", nth=2),
 )
 
 
