@@ -58,7 +58,8 @@ def test_an_absent_host_is_named_and_the_others_go_on() -> None:
     reports = run_group(3, started=(0, 2), options=replace(QUICK, roster_s=0.5), names={1: "h2"})
     assert [failed(report) for report in reports] == [[("roster", "h2")]] * 2
     verdict = find(reports[0], "roster")
-    assert (verdict.measured, verdict.expected) == ("no word in 0.5 s", "3 hosts")
+    assert f"{verdict.measured}".startswith("no word in 0.5")
+    assert verdict.expected == "3 hosts"
     assert "`torchrun --nnodes=2:3`" in verdict.remedy
     assert find(reports[0], "reachable").measured == "2 links"
 
