@@ -56,7 +56,8 @@ class FakeKeeper:
         self.connections[-1].sendall(encode(message))
 
     def hang_up(self) -> None:
-        for connection in self.connections:
+        # Those that are there now: who is hung up on comes again at once.
+        for connection in list(self.connections):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
