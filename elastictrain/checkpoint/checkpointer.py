@@ -20,7 +20,8 @@ from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
 from elastictrain.checkpoint.folders import ROOT, Listing
-from elastictrain.checkpoint.manifest import JsonValue, Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.recall import Recall, Recalled, rank_of_file

@@ -5,15 +5,8 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import (
-    MANIFEST_NAME,
-    ChunkRecord,
-    FileRecord,
-    JsonValue,
-    Manifest,
-    TensorRecord,
-    encode_manifest,
-)
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, JsonValue, Manifest, TensorRecord
+from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store

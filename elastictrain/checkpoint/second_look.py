@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from elastictrain.checkpoint.choose import Reject, missing_files
 from elastictrain.checkpoint.folders import FolderFacts, key_of
-from elastictrain.checkpoint.manifest import Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.verified_read import Readable
 from elastictrain.errors import CheckpointError, ObjectNotFoundError
 from elastictrain.storage.store import Store

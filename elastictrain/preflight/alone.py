@@ -8,8 +8,8 @@ from pathlib import Path
 from elastictrain.distributed.bounded import within
 from elastictrain.preflight.check import Check, run_checks
 from elastictrain.preflight.devices.checks import Devices, device_checks
-from elastictrain.preflight.devices.once import Once
 from elastictrain.preflight.host.checks import HostOptions, host_checks
+from elastictrain.preflight.once import Once
 from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.facts import read_facts

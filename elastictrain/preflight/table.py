@@ -47,8 +47,8 @@ def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
 
 
 def to_json(verdicts: Sequence[Verdict]) -> str:
-    """An array of objects, the worst first."""
-    return json.dumps([asdict(verdict) for verdict in worst_first(verdicts)])
+    """An array of objects, in the order of the verdicts."""
+    return json.dumps([asdict(verdict) for verdict in verdicts])
 
 
 def from_json(text: str) -> list[Verdict]:

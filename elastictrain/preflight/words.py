@@ -1,14 +1,13 @@
 """What one host tells the first one of itself, so that all can be judged together. Pure."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from elastictrain.preflight.host import alike
 from elastictrain.preflight.host.alike import Likeness
 from elastictrain.preflight.table import from_json, to_json
 from elastictrain.preflight.transport.judge_infiniband import judge_alike
-from elastictrain.preflight.transport.plan import TransportPlan
 from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
@@ -58,8 +57,8 @@ def judge_words(words: Mapping[str, Word | None], *, agreed: Rdma, waited_s: flo
     known = {host: word for host, word in words.items() if word is not None}
     if len(words) > 1:
         verdicts += alike.compare({host: word.likeness for host, word in known.items()})
-        plans = {host: _plan(host, word.hcas, agreed) for host, word in known.items()}
-        verdicts += judge_alike(plans, {host: word.kinds for host, word in known.items()}, agreed=agreed)
+        hcas = {host: word.hcas for host, word in known.items()}
+        verdicts += judge_alike(hcas, {host: word.kinds for host, word in known.items()}, agreed=agreed)
     return verdicts
 
 
@@ -87,18 +86,4 @@ def _silent(host: str, waited_s: float) -> Verdict:
         measured="said nothing of its own checks",
         expected=f"its word within {waited_s:.3g} s",
         remedy=f"python -m elastictrain.preflight  # on {host}: it tells which check does not end; see the log of its ranks",
-    )
-
-
-def _plan(host: str, hcas: Sequence[str], rdma: Rdma) -> TransportPlan:
-    return TransportPlan(
-        host=host,
-        variables=(),
-        kept=(),
-        interface=None,
-        nccl_address=None,
-        gloo_address=None,
-        rdma=rdma,
-        hcas=tuple(hcas),
-        link_gbps=None,
     )

@@ -3,10 +3,10 @@
 Arguments: name, node rank, names of all hosts with commas, address of the first, level, run.dir, port, folder.
 """
 
-import os
 import sys
-import time
 from pathlib import Path
+
+from word_folder import WordFolder
 
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.host.checks import HostOptions
@@ -16,34 +16,13 @@ from elastictrain.preflight.showing import show
 from elastictrain.preflight.together import Asked, Seat
 
 
-class Folder:
-    """An exchange of files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, key: str, value: bytes) -> None:
-        path = self._folder / key.replace("/", "+")
-        unfinished = path.with_name(f".{path.name}-{os.getpid()}")
-        unfinished.write_bytes(value)
-        unfinished.rename(path)
-
-    def get(self, key: str, *, limit_s: float) -> bytes | None:
-        path, deadline = self._folder / key.replace("/", "+"), time.monotonic() + limit_s
-        while not path.exists():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.005)
-        return path.read_bytes()
-
-
 def main() -> int:
     name, node_rank, names, first, level, run_dir, port, folder = sys.argv[1:]
     place = Place(hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first)
     options = HostOptions(run_dir=run_dir, several_hosts=True, towards=first)
     own = OwnChecks(level=Level(level), options=options)
     asked = Asked(own=own, wait_s=20.0, limit_s=60.0, ports=(int(port),))
-    report = Seat(place=place, asked=asked, exchange=Folder(Path(folder))).check()
+    report = Seat(place=place, asked=asked, exchange=WordFolder(Path(folder))).check()
     if place.leads:
         show(report.verdicts, as_json=True)
     if report.outcome.exit_code:

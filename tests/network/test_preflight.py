@@ -18,6 +18,8 @@ from faults import block, delay, inside, jumbo, limit_rate, place_of
 from hosts import Host, Network, start_run
 from torchruns import REPOSITORY, TINY, events, losses
 
+from elastictrain.errors import EXIT_CONFIG, EXIT_TRANSPORT, EXIT_UNFIT
+
 PORT = 29610
 UNDER_TORCHRUN = bool(os.environ.get("EVERYTHING_UNDER_TORCHRUN"))
 _MEMBER = Path(__file__).with_name("seat_member.py")
@@ -174,6 +176,7 @@ def test_an_own_name_that_is_loopback(three: list[Host], run_dir: Path, tmp_path
     assert outcome.failed() == {("name", "c")}, outcome.verdicts
     assert "/etc/hosts" in outcome.remedy("name")
     # torchrun tells its own code only; why is said by each host.
+    assert UNDER_TORCHRUN or outcome.codes == {"a": EXIT_TRANSPORT, "b": EXIT_TRANSPORT, "c": EXIT_UNFIT}
     assert "c: this host is unfit: c: name is" in outcome.output["c"]
     assert "preflight failed: c: name is" in outcome.output["a"]
 
@@ -222,6 +225,8 @@ def test_what_fails_everywhere_is_not_tried_again(three: list[Host], run_dir: Pa
     for host in three:
         read_only_disk(host, run_dir)
     outcome = preflight(three, tmp_path, run_dir=run_dir, level="quick")
+    # torchrun tells no code but its own.
+    assert set(outcome.codes.values()) == {1 if UNDER_TORCHRUN else EXIT_CONFIG}, outcome.output
     assert "every host fails the check storage" in outcome.output["a"]
 
 
@@ -248,4 +253,6 @@ def test_a_run_does_not_begin_on_an_unfit_host(three: list[Host], run_dir: Path,
     assert {(row["check"], row["subject"]) for row in stage["findings"] if row["status"] == "fail"} == {("storage", "b")}
     codes = {row["rank"]: row["exit_code"] for row in events(run_dir, "failure")}
     assert (codes[0], codes[2]) == (71, 71)
+    # It cannot write events: of its end torchrun tells.
     assert "this host is unfit: b: storage" in job.runs["b"].output()
+    assert f"exitcode  : {EXIT_UNFIT} " in job.runs["b"].output()

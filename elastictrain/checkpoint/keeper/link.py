@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.leftovers import clear_if_abandoned
 from elastictrain.checkpoint.keeper.messages import Lines, MalformedError, Message, count, encode
+from elastictrain.checkpoint.keeper.outstanding import Outstanding, Saved, SaveFailure
 from elastictrain.checkpoint.keeper.process import KeeperProcess, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
@@ -20,23 +20,6 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _ANSWER_S = 30.0
 """How long a keeper may take to start, or the one before it to end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that this host's keeper has committed."""
-
-    step: int
-    checkpoint: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFailure:
-    """A save that came to nothing."""
-
-    step: int
-    error: str
 
 
 class KeeperLink:
@@ -64,11 +47,7 @@ class KeeperLink:
         self._socket: socket.socket | None = None
         self._standing: dict[str, Message] = {}
         """What every keeper of this incarnation has to know, by `op`."""
-        self._unseen: dict[int, int] = {}
-        self._unreleased: set[int] = set()
-        self._unsaved: dict[int, float] = {}
-        self._saved: list[Saved] = []
-        self._failures: list[SaveFailure] = []
+        self._outstanding = Outstanding()
         self._sayings: list[str] = []
         self.replicates = False
         self._sending: int | None = None
@@ -116,13 +95,9 @@ class KeeperLink:
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
         """A snapshot is whole."""
         with self._changed:
-            self._unseen[slot] = step
-            if durable:
-                self._unreleased.add(step)
-                self._unsaved[step] = self._clock()
-            self._send(self._announcement(slot, step))
+            self._send(self._outstanding.announce(slot, step, durable=durable, now_s=self._clock()))
             if self._broken:
-                self._give_up()
+                self._outstanding.give_up(self._broken)
 
     def tell(self, message: Message, *, standing: bool = False) -> None:
         """Send, if there is a keeper; only what is `standing` is told its successor, too."""
@@ -131,12 +106,12 @@ class KeeperLink:
                 self._standing[str(message["op"])] = message
             self._send(message)
 
-    def replicate(self, *, on: bool) -> None:
-        """Whether snapshots are to be kept on another host, too."""
+    def replicate(self, *, on: bool, unpaced: bool = False) -> None:
+        """Whether snapshots are to be kept on another host, too; `unpaced`: as fast as they can be sent."""
         with self._changed:
             self.replicates = on
         if self._starts:
-            self.tell({"op": "replicate", "on": on}, standing=True)
+            self.tell({"op": "replicate", "on": on, "unpaced": unpaced}, standing=True)
 
     def send(self, step: int) -> None:
         """Have the keeper send the snapshots of a step to its buddy; `sending` tells when that is over."""
@@ -159,23 +134,22 @@ class KeeperLink:
     def needs(self, slot: int, step: int) -> bool:
         """Whether the keeper still has to look at a snapshot, or to write it."""
         with self._changed:
-            return self._unseen.get(slot) == step or step in self._unreleased
+            return self._outstanding.needs(slot, step)
 
     def take_saved(self) -> list[Saved]:
         """What was committed since the last call."""
         with self._changed:
-            saved, self._saved = self._saved, []
-            return saved
+            return self._outstanding.take_saved()
 
     def take_failures(self) -> list[SaveFailure]:
         """What failed since the last call."""
         with self._changed:
-            overdue = [step for step, since in self._unsaved.items() if self._clock() - since > self._facts.save_timeout_s]
-            if overdue and not self._broken:
+            limit_s = self._facts.save_timeout_s
+            overdue = self._outstanding.overdue(now_s=self._clock(), limit_s=limit_s)
+            if overdue is not None and not self._broken:
                 # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
-                self._break(f"step {overdue[0]} was not durable within {self._facts.save_timeout_s:g} s")
-            failures, self._failures = self._failures, []
-            return failures
+                self._break(f"step {overdue} was not durable within {limit_s:g} s")
+            return self._outstanding.take_failures()
 
     def take_sayings(self) -> list[str]:
         """What a person should be told."""
@@ -288,10 +262,9 @@ class KeeperLink:
                 case "met":
                     self._met = True
                 case "seen":
-                    if self._unseen.get(count(message, "slot")) == message.get("step"):
-                        del self._unseen[count(message, "slot")]
+                    self._outstanding.seen(count(message, "slot"), message.get("step"))
                 case "released":
-                    self._unreleased.discard(count(message, "step"))
+                    self._outstanding.released(count(message, "step"))
                 case "lost":
                     self.lost = self.lost or (count(message, "rank"), self._clock())
                 case "refused":
@@ -304,15 +277,10 @@ class KeeperLink:
         """What became of snapshots; the condition is held."""
         match message["op"]:
             case "saved":
-                step = count(message, "step")
-                self._unreleased.discard(step)
-                self._unsaved.pop(step, None)
-                self._saved.append(Saved(step, str(message["checkpoint"]), count(message, "bytes")))
+                saved = Saved(count(message, "step"), str(message["checkpoint"]), count(message, "bytes"))
+                self._outstanding.saved(saved)
             case "failed":
-                step = count(message, "step")
-                self._unreleased.discard(step)
-                self._unsaved.pop(step, None)
-                self._failures.append(SaveFailure(step, str(message["error"])))
+                self._outstanding.failed(SaveFailure(count(message, "step"), str(message["error"])))
             case "sent":
                 if self._sending == message.get("step"):
                     self._sending, self._sending_failed = None, not message.get("whole")
@@ -334,26 +302,15 @@ class KeeperLink:
             self._record(KeeperStarted(pid=self.pid))
         for standing in self._standing.values():
             self._send(standing)
-        for slot, step in self._unseen.items():
-            self._send(self._announcement(slot, step))
-
-    def _announcement(self, slot: int, step: int) -> Message:
-        return {"op": "snapshot", "slot": slot, "step": step, "durable": step in self._unreleased}
+        for announcement in self._outstanding.announcements():
+            self._send(announcement)
 
     def _break(self, reason: str) -> None:
         """No keeper is tried any more."""
         self._broken = reason
         logger.warning("%s", reason)
-        self._give_up()
+        self._outstanding.give_up(reason)
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
         self._changed.notify_all()
-
-    def _give_up(self) -> None:
-        """Nobody will look at what is waiting."""
-        self._unseen.clear()
-        for step in sorted(self._unreleased):
-            self._failures.append(SaveFailure(step, self._broken))
-        self._unreleased.clear()
-        self._unsaved.clear()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
 from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.peers.pace import PaceOptions
 from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
 from elastictrain.checkpoint.peers.replicator import Replicator, Reports
 from elastictrain.checkpoint.peers.roster import Peer, roster_from_json
@@ -36,6 +37,7 @@ class Replicas:
         self._token = b""
         self._replicator: Replicator | None = None
         self._rate: float | None = None
+        self._unpaced = False
 
     def listen(self, address: str, *, port: int) -> int:
         """Serve at an address of this host, if possible at the port that others know; 0 if there are no others, or none can."""
@@ -73,8 +75,9 @@ class Replicas:
             self._server.set_token(token)
             self._server.set_kept(rank for ward in wards_of(own, roster) for rank in ward.ranks)
 
-    def switch(self, *, on: bool, incarnation: str) -> None:
-        """Be ready to send snapshots to the buddy from now on, or send no more."""
+    def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
+        """Be ready to send snapshots to the buddy from now on, or send no more; `unpaced`: nobody trains who could be slowed
+        down."""
         self._stop_sending()
         own, buddy = self._own, self._buddy
         if not on or own is None or buddy is None:
@@ -93,8 +96,14 @@ class Replicas:
             self._ended(incarnation, step, False)
 
         self._replicator = Replicator(
-            self._folder, own=own, buddy=buddy, token=self._token, reports=Reports(replicated, failed), rate=self._rate
+            self._folder,
+            own=own,
+            buddy=buddy,
+            token=self._token,
+            reports=Reports(replicated, failed),
+            rate=PaceOptions().most if unpaced else self._rate,
         )
+        self._unpaced = unpaced
         self._replicator.start()
 
     def send(self, step: int, *, incarnation: str) -> None:
@@ -129,7 +138,8 @@ class Replicas:
 
     def _stop_sending(self) -> None:
         if self._replicator is not None:
-            # What was found out about this network is not found out again.
-            self._rate = self._replicator.rate
+            if not self._unpaced:
+                # What was found out about this network is not found out again.
+                self._rate = self._replicator.rate
             self._replicator.close(_CLOSE_S)
             self._replicator = None

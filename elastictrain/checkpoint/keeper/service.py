@@ -5,10 +5,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from elastictrain.checkpoint.keeper.desk import Desk
+from elastictrain.checkpoint.keeper.digesting import Digesting
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
 from elastictrain.checkpoint.keeper.hello import read_hello
@@ -19,21 +19,18 @@ from elastictrain.checkpoint.keeper.messages import MalformedError, Message, cou
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
-from elastictrain.checkpoint.keeper.trouble import LastTrouble
+from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests
+from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
-from elastictrain.events import CheckpointSlow
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 _LETTING_GO_S = 2.0
-SLOW_S = 20.0
-"""A save that takes longer is told of; large ones on slow disks may."""
 
 
 class Keeper:
@@ -50,12 +47,10 @@ class Keeper:
         self._journals = Journals(store, facts)
         self._workers = Workers(folder, on_message=self._on_message, on_gone=self._on_gone)
         self._tasks: deque[Callable[[], None]] = deque()
-        self._digesting = ThreadPoolExecutor(1, thread_name_prefix="digest")
+        self._digesting = Digesting(lambda pinned: self._later(lambda: self._on_digested(pinned)))
         self._num_digesting = 0
         self._ever = self._finished = self._flushed = False
-        self._slow_step = -1
-        self._trouble = LastTrouble()
-        logging.getLogger("elastictrain.storage").addHandler(self._trouble)
+        self._slow = SlowSaves()
         self._handed_over: set[tuple[str, int]] = set()
         self._tried: set[tuple[str, int]] = set()
         self._missing: dict[int, Connection] = {}
@@ -99,21 +94,16 @@ class Keeper:
         self._replicas.close()
         self._journals.close()
         self._workers.close()
-        self._digesting.shutdown(wait=False, cancel_futures=True)
+        self._digesting.close()
         self._pins.close()
 
     def _watch_save(self) -> None:
         """Tell of a save that takes long, once."""
         under_way = self._saver.under_way
-        if under_way is None:
-            self._slow_step = -1
-            return
-        job, seconds = under_way
-        if seconds < SLOW_S or self._slow_step == job.step:
-            return
-        self._slow_step, trouble = job.step, self._trouble.take()
-        self._journals.record(job.incarnation, CheckpointSlow(step=job.step, seconds=seconds, trouble=trouble))
-        self._workers.tell({"op": "slow", "step": job.step, "seconds": round(seconds), "trouble": trouble or ""})
+        slow = self._slow.look(under_way)
+        if under_way is not None and slow is not None:
+            self._journals.record(under_way[0].incarnation, slow)
+            self._workers.tell({"op": "slow", "step": slow.step, "seconds": round(slow.seconds), "trouble": slow.trouble or ""})
 
     def _life(self) -> Life:
         return Life(
@@ -160,7 +150,9 @@ class Keeper:
                 self._replicas.meet(message)
                 self._workers.answer(one, {"op": "met"})
             case "replicate":
-                self._replicas.switch(on=bool(message.get("on")), incarnation=self._incarnation)
+                self._replicas.switch(
+                    on=bool(message.get("on")), unpaced=bool(message.get("unpaced")), incarnation=self._incarnation
+                )
             case "send":
                 self._replicas.send(count(message, "step"), incarnation=self._incarnation)
             case "step":
@@ -230,7 +222,7 @@ class Keeper:
             self._pins.release(pinned)
             return f"{name} holds another snapshot"
         self._num_digesting += 1
-        self._digesting.submit(self._digest, pinned)
+        self._digesting.begin(pinned)
         return ""
 
     def _give_up(self, step: int, error: str) -> None:
@@ -238,21 +230,6 @@ class Keeper:
         for pinned in self._desk.give_up(step):
             self._pins.release(pinned)
         self._workers.tell({"op": "failed", "step": step, "error": error})
-
-    def _digest(self, pinned: Pinned) -> None:
-        """In the digesting thread."""
-        digests = None
-        try:
-            digests = load_digests(pinned.slot.path, pinned.facts)
-            if digests is None:
-                digests = compute_digests(pinned.slot, pinned.layout)
-                store_digests(pinned.slot.path, pinned.facts, digests)
-        except OSError as error:
-            logger.warning("the digests of %s cannot be kept: %s", pinned.slot.path, error)
-        except Exception:
-            # The edge of the thread. Digests are computed once more when it is written.
-            logger.exception("%s cannot be digested", pinned.slot.path)
-        self._later(lambda: self._on_digested(replace(pinned, digests=digests)))
 
     def _on_digested(self, pinned: Pinned) -> None:
         self._num_digesting -= 1

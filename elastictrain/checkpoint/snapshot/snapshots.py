@@ -40,7 +40,6 @@ class _Taking:
     slot: Slot
     step: int
     reason: str
-    began_s: float
     stall_s: float
     outcome: Copied | BaseException | None = None
     state: Mapping[str, JsonValue] | None = None
@@ -129,7 +128,7 @@ class Snapshots:
         assert slot is not None  # noqa: S101
         assert slot.locked  # noqa: S101
         slot.begin()
-        taking = _Taking(place, slot, step, reason, began, 0.0)
+        taking = _Taking(place, slot, step, reason, 0.0)
         with self._changed:
             self._steps[place] = None
             self._taking[place] = taking

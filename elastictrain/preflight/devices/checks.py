@@ -14,10 +14,9 @@ from elastictrain.preflight.devices.health import judge_ecc, judge_row_remap, ju
 from elastictrain.preflight.devices.kernel_log import judge_xids, read_kernel_log
 from elastictrain.preflight.devices.nvidia import read_nvidia
 from elastictrain.preflight.devices.nvlink import Topology, judge_nvlink, read_links, read_topology
-from elastictrain.preflight.devices.once import Once
 from elastictrain.preflight.devices.pci import NVIDIA, gpu_lanes, judge_pcie, read_pci, read_port_lanes
-from elastictrain.preflight.devices.versions import read_versions
 from elastictrain.preflight.devices.visible import judge_visible, select
+from elastictrain.preflight.once import Once
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
@@ -59,10 +58,6 @@ class Devices:
         """Kinds of links between AMD GPUs."""
         amd = self._amd()
         return amd[1] if amd is not None else {}
-
-    def versions(self) -> Mapping[str, str | None]:
-        """Versions to be compared with those of the other hosts."""
-        return read_versions(self.surroundings, self.report())
 
 
 def device_checks(

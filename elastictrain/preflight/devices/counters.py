@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.devices.words import integer
-from elastictrain.preflight.host.kept import keep, load_kept
+from elastictrain.preflight.kept import keep, load_kept
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Status, Verdict
+
+_verdict = Saying("counters")
 
 FORMAT = 1
-
-OUTAGES = ("link_downed", "carrier_changes")
-"""Each means that the link was gone. A carrier is counted when it goes and when it comes back: two changes are one outage."""
 
 PER_HOUR = {
     "link_error_recovery": 1.0,
@@ -127,6 +127,7 @@ def judge_counters(grown: Growth | None, *, host: str, num_ports: int) -> list[V
 
 def _judge_port(port: str, counters: Mapping[str, int], hours: float, host: str) -> list[Verdict]:
     found = []
+    # A carrier is counted when it goes and when it comes back: two changes are one outage.
     outages = max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2)
     look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
     if outages:
@@ -184,15 +185,3 @@ def _uptime(surroundings: Surroundings) -> float:
         return float((surroundings.read("/proc/uptime") or "").split()[0])
     except (ValueError, IndexError):
         return 0.0
-
-
-def _verdict(about: str, status: Status, measured: str, expected: str, remedy: str) -> Verdict:
-    return Verdict(
-        check="counters",
-        scope=Scope.HOST,
-        subject=about,
-        status=status,
-        measured=measured,
-        expected=expected or None,
-        remedy=remedy,
-    )

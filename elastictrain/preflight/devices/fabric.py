@@ -4,8 +4,11 @@ import re
 from dataclasses import dataclass
 
 from elastictrain.preflight.devices.gpu import GpuReport, subject
+from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+_verdict = Saying("fabric_manager")
 
 LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"
@@ -107,15 +110,3 @@ def _remedy(facts: FabricFacts) -> str:
             f"as root: install {package} in exactly the driver's version {facts.driver}, then systemctl enable --now {SERVICE}"
         )
     return f"as root: systemctl enable --now {SERVICE}; if it does not stay up: journalctl -u {SERVICE}"
-
-
-def _verdict(host: str, status: Status, measured: str, expected: str, remedy: str) -> Verdict:
-    return Verdict(
-        check="fabric_manager",
-        scope=Scope.HOST,
-        subject=host,
-        status=status,
-        measured=measured,
-        expected=expected or None,
-        remedy=remedy,
-    )

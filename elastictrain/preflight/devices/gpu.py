@@ -32,7 +32,6 @@ class Gpu:
 
     name: str | None = None
     uuid: str | None = None
-    memory_mib: float | None = None
     temperature_c: float | None = None
     width: int | None = None
     """PCIe lanes in use."""
@@ -75,9 +74,6 @@ class GpuReport:
     """The tool's own words, where there is trouble."""
 
     driver: str | None = None
-    runtime: str | None = None
-    """The newest CUDA that the driver can serve."""
-
     gpus: tuple[Gpu, ...] = ()
     lost: tuple[str, ...] = ()
     """GPUs, by PCI address or index, that the driver knows and cannot reach."""

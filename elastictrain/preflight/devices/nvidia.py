@@ -66,7 +66,7 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
         if element.tag == "gpu":
             gpus.append(_gpu(len(gpus), element))
             element.clear()
-        elif element.tag in {"driver_version", "cuda_version", "attached_gpus"}:
+        elif element.tag in {"driver_version", "attached_gpus"}:
             texts.setdefault(element.tag, word(element.text))
         whole = element.tag == "nvidia_smi_log"
     attached = integer(texts.get("attached_gpus"))
@@ -79,7 +79,6 @@ def parse_nvidia(answer: ToolOutput) -> GpuReport:
         trouble=trouble,
         detail=_first_line(said) if trouble or lost else "",
         driver=_version(texts.get("driver_version")),
-        runtime=_version(texts.get("cuda_version")),
         gpus=tuple(gpus),
         lost=lost,
         whole=whole and attached in {None, len(gpus)},
@@ -125,7 +124,6 @@ def _gpu(index: int, element: ET.Element) -> Gpu:
         bus=bus_id(element.get("id")) or bus_id(text("pci/pci_bus_id")),
         name=word(text("product_name")),
         uuid=word(text("uuid")),
-        memory_mib=decimal(text("fb_memory_usage/total")),
         temperature_c=decimal(text("temperature/gpu_temp")),
         width=integer(text("pci/pci_gpu_link_info/link_widths/current_link_width")),
         max_width=integer(text("pci/pci_gpu_link_info/link_widths/max_link_width")),

@@ -5,9 +5,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.devices.words import decimal
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+_verdict = Saying("nvlink")
 
 LIMIT_S = 20.0
 SLOW_LINK = 0.9
@@ -197,15 +200,3 @@ def _devices(names: Sequence[str]) -> list[str]:
             break
         devices.append(name)
     return devices
-
-
-def _verdict(subject: str, status: Status, measured: str, expected: str, remedy: str) -> Verdict:
-    return Verdict(
-        check="nvlink",
-        scope=Scope.HOST,
-        subject=subject,
-        status=status,
-        measured=measured,
-        expected=expected or None,
-        remedy=remedy,
-    )

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, counted_names, subject, where
 from elastictrain.preflight.devices.pci import AMD, NVIDIA, PciFacts
+from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.verdict import Scope, Status, Verdict
+
+_verdict = Saying("gpus")
 
 SELECTORS = {
     Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES",),
@@ -185,15 +188,3 @@ def _judge_count(report: GpuReport, selection: Selection, needed: int | None, ho
         check="gpus", scope=Scope.HOST, subject=host, status=Status.PASS,
         measured=counted_names(report) if not by else f"{seen} GPUs{by}", expected=needed,
     )]  # fmt: skip
-
-
-def _verdict(about: str, status: Status, measured: str, expected: str, remedy: str) -> Verdict:
-    return Verdict(
-        check="gpus",
-        scope=Scope.HOST,
-        subject=about,
-        status=status,
-        measured=measured,
-        expected=expected or None,
-        remedy=remedy,
-    )

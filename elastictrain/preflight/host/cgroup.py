@@ -35,6 +35,7 @@ class MemoryGroup:
 
     @property
     def free_bytes(self) -> int:
+        """What may still be taken; 0 where more than the limit is used."""
         return max(0, self.limit_bytes - self.used_bytes)
 
 

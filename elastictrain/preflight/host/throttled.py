@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from elastictrain.preflight.host.cgroup import Throttling
-from elastictrain.preflight.host.kept import keep, load_kept
+from elastictrain.preflight.kept import keep, load_kept
 from elastictrain.preflight.surroundings import Surroundings
 
 logger = logging.getLogger(__name__)

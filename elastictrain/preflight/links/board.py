@@ -29,6 +29,7 @@ class Board:
         self._prefix = prefix
 
     def put_introduction(self, introduction: Introduction) -> None:
+        """This host is there. Raises: TransportError, as all that leaves word."""
         self._put(f"hello/{introduction.node_rank}", encode(introduction))
 
     def introduction(self, node_rank: int, *, limit_s: float) -> Introduction | None:
@@ -36,6 +37,7 @@ class Board:
         return self._get(f"hello/{node_rank}", decode_introduction, limit_s=limit_s)
 
     def put_roster(self, roster: Roster) -> None:
+        """As the first host: who takes part."""
         self._put("roster", encode(roster))
 
     def roster(self, *, limit_s: float) -> Roster | None:
@@ -43,6 +45,7 @@ class Board:
         return self._get("roster", decode_roster, limit_s=limit_s)
 
     def put_order(self, number: int, order: Order) -> None:
+        """As the first host: what is to be done next; orders are numbered from 0."""
         self._put(f"order/{number}", encode_order(order))
 
     def order(self, number: int, *, num_hosts: int, limit_s: float) -> Order | None:
@@ -50,6 +53,7 @@ class Board:
         return self._get(f"order/{number}", lambda data: decode_order(data, num_hosts=num_hosts), limit_s=limit_s)
 
     def put_findings(self, number: int, place: int, findings: Findings) -> None:
+        """What the host at `place` found in carrying out order `number`."""
         self._put(f"found/{number}/{place}", encode(findings))
 
     def findings(self, number: int, place: int, *, num_hosts: int, limit_s: float) -> Findings | None:

@@ -1,8 +1,7 @@
 """All verdicts about links and hosts, and what the next baseline is. Pure."""
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from elastictrain.preflight.links.baseline import Baseline, fold
 from elastictrain.preflight.links.judge_contacts import (
@@ -14,9 +13,9 @@ from elastictrain.preflight.links.judge_contacts import (
 )
 from elastictrain.preflight.links.judge_flows import judge_bandwidth, typical_gbps
 from elastictrain.preflight.links.judge_roster import Silence, judge_roster
-from elastictrain.preflight.links.measured import Contact, Flow, GarbledError, Link, Roster
+from elastictrain.preflight.links.measured import Contact, Flow, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Status, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,18 +67,3 @@ def next_baseline(evidence: Evidence, verdicts: Sequence[Verdict], *, before: Ba
     if latency_s is None and one_way is None:
         return before
     return fold(before, one_way_gbps=one_way, both_ways_gbps=both_ways, latency_s=latency_s)
-
-
-def encode_verdicts(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
-    """As JSON values."""
-    return [asdict(verdict) for verdict in verdicts]
-
-
-def decode_verdicts(rows: object) -> list[Verdict]:
-    """Raises: GarbledError."""
-    try:
-        if not isinstance(rows, list):
-            raise TypeError("verdicts must be a list")
-        return [Verdict(**{**row, "scope": Scope(row["scope"]), "status": Status(row["status"])}) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise GarbledError(f"verdicts are garbled: {error!r}: {json.dumps(rows)[:200]}") from error

@@ -23,9 +23,11 @@ class Speaker:
     roster: Roster
 
     def host(self, place: int) -> str:
+        """What the host at a place of the roster is called."""
         return self.roster.labels()[place]
 
     def link(self, link: Link) -> str:
+        """As a verdict's subject: "h3 -> h1"."""
         labels = self.roster.labels()
         return f"{labels[link[0]]} -> {labels[link[1]]}"
 
@@ -59,9 +61,11 @@ class Speaker:
         )
 
     def passed(self, measured: Figure, *, expected: Figure = None, unit: str = "") -> Verdict:
+        """All is well, in the whole group."""
         return self.say(_ALL, measured=measured, expected=expected, unit=unit, status=Status.PASS)
 
     def skipped(self, measured: str, *, remedy: str) -> Verdict:
+        """Nothing is known, of the whole group."""
         return self.say(_ALL, measured=measured, remedy=remedy, status=Status.SKIP)
 
 

@@ -58,7 +58,6 @@ class Conclusion:
     """What the first host found. `num_rounds`: of disjoint pairs, those of suspects included."""
 
     verdicts: tuple[Verdict, ...]
-    evidence: Evidence
     baseline: Baseline | None
     num_rounds: int
 
@@ -117,7 +116,7 @@ class Leader:
         verdicts = judge(evidence, options=self._options, baseline=self._baseline, names=self._names)
         self._board.put_order(self._orders, Adopt(tuple(verdicts)))
         baseline = next_baseline(evidence, verdicts, before=self._baseline)
-        return Conclusion(verdicts=tuple(verdicts), evidence=evidence, baseline=baseline, num_rounds=self._num_rounds)
+        return Conclusion(verdicts=tuple(verdicts), baseline=baseline, num_rounds=self._num_rounds)
 
     def _first_rounds(self, met: Mapping[Link, Contact]) -> tuple[Round, ...]:
         """Among those who are still heard, without pairs of which a direction is known not to carry large frames or any."""

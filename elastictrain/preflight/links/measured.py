@@ -51,6 +51,7 @@ class Contact:
 
     @property
     def link(self) -> Link:
+        """The way that was looked at."""
         return (self.source, self.target)
 
     @property
@@ -79,6 +80,7 @@ class Flow:
 
     @property
     def link(self) -> Link:
+        """The way that the bytes took."""
         return (self.source, self.target)
 
     def excused_gbps(self) -> float:

@@ -3,10 +3,10 @@
 import json
 from dataclasses import dataclass
 
-from elastictrain.preflight.links.judge import decode_verdicts, encode_verdicts
 from elastictrain.preflight.links.measured import GarbledError, Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round
+from elastictrain.preflight.table import from_json, to_json
 from elastictrain.preflight.verdict import Verdict
 
 
@@ -69,7 +69,7 @@ def encode_order(order: Order) -> bytes:
         case Measure(rounds, met):
             row = {"order": "measure", "rounds": rounds, "met": met}
         case Adopt(verdicts):
-            row = {"order": "adopt", "verdicts": encode_verdicts(verdicts)}
+            row = {"order": "adopt", "verdicts": to_json(verdicts)}
     return json.dumps(row, separators=(",", ":")).encode()
 
 
@@ -83,7 +83,7 @@ def decode_order(data: bytes, *, num_hosts: int) -> Order:
             case "measure":
                 return Measure(tuple(_links(pairs, num_hosts) for pairs in row["rounds"]), _links(row["met"], num_hosts))
             case "adopt":
-                return Adopt(tuple(decode_verdicts(row["verdicts"])))
+                return Adopt(tuple(from_json(row["verdicts"])))
             case other:
                 raise GarbledError(f"there is no order {other!r}")
     except GarbledError:

@@ -36,14 +36,13 @@ class Member:
 class LinkReport:
     """What all hosts go by. `roster` is None if there was none. `baseline` and `num_rounds` are known to the first host.
 
-    `waiting_s`: until the roster was complete; `seconds`: from then to the verdicts.
+    `seconds`: from the roster to the verdicts, without waiting for hosts to come.
     """
 
     verdicts: tuple[Verdict, ...]
     roster: Roster | None = None
     baseline: Baseline | None = None
     num_rounds: int = 0
-    waiting_s: float = 0.0
     seconds: float = 0.0
 
 
@@ -85,15 +84,14 @@ class LinkSession:
         leads = self.member.node_rank == 0
         roster = self._lead_roster(board, own) if leads else self._follow_roster(board)
         if roster is None:
-            waited_s = self.clock() - began
             leader = self.names.get(0, "node rank 0")
-            return LinkReport(verdicts=(leaderless(self.member.name, waited_s=waited_s, leader=leader),), waiting_s=waited_s)
+            return LinkReport(verdicts=(leaderless(self.member.name, waited_s=self.clock() - began, leader=leader),))
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
             return LinkReport(verdicts=(unheard(own.name, why="it came too late"),), roster=roster)
         if listed != own:
             return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
-        waiting_s, complete = self.clock() - began, self.clock()
+        complete = self.clock()
         responder.set_token(bytes.fromhex(roster.token))
         actor = Actor(
             roster.hosts.index(own), roster=roster, board=board, options=self.options, clock=self.clock, wall=self.wall
@@ -104,7 +102,6 @@ class LinkSession:
             roster=roster,
             baseline=report.baseline,
             num_rounds=report.num_rounds,
-            waiting_s=round(waiting_s, 4),
             seconds=round(self.clock() - complete, 4),
         )
 

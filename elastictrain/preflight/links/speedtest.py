@@ -48,6 +48,7 @@ class Transfer:
 
     @property
     def gbps(self) -> float:
+        """0 for a transfer that took no time that can be told."""
         return 8e-9 * self.num_bytes / self.seconds if self.seconds > 0 else 0.0
 
 

@@ -10,7 +10,6 @@ from elastictrain.preflight.surroundings import Surroundings
 
 _FOLDER = "/sys/class/infiniband"
 ACTIVE = "ACTIVE"
-LINK_UP = "LinkUp"
 NO_LINK = ("Polling", "Disabled", "Sleep")
 """Physical states of a port with nothing at the other end."""
 
@@ -38,6 +37,7 @@ class Gid:
 
     @property
     def ipv4(self) -> ipaddress.IPv4Address | None:
+        """The address that it maps; None if it maps none."""
         return self.address.ipv4_mapped
 
 

@@ -63,8 +63,6 @@ class Interface:
     index: int | None = None
     running: bool | None = None
     """Up, and something is at the other end."""
-    operstate: str | None = None
-    carrier: bool | None = None
     mtu_bytes: int | None = None
     speed_mbps: int | None = None
     driver: str | None = None
@@ -79,6 +77,7 @@ class Interface:
 
     @property
     def speed_gbps(self) -> float | None:
+        """In 10^9 bits per second."""
         return None if self.speed_mbps is None else self.speed_mbps / 1000
 
 
@@ -111,9 +110,7 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
 def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> Interface:
     folder = f"{_FOLDER}/{name}"
     kind = _kind(surroundings, name, addresses)
-    operstate = surroundings.read(f"{folder}/operstate") or None
     flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
-    carrier = {"0": False, "1": True}.get(surroundings.read(f"{folder}/carrier") or "")
     speed = _at_least(1, surroundings.read(f"{folder}/speed"))
     believed = speed is not None and speed <= _FASTEST_MBPS and speed != 65535 and kind in _SPEED_IS_REAL
     driver = re.search(r"^DRIVER=(\S+)$", surroundings.read(f"{folder}/device/uevent") or "", re.MULTILINE)
@@ -121,9 +118,7 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
         name=name,
         kind=kind,
         index=_at_least(1, surroundings.read(f"{folder}/ifindex")),
-        running=_running(flags, operstate),
-        operstate=operstate,
-        carrier=carrier,
+        running=_running(flags, surroundings.read(f"{folder}/operstate")),
         mtu_bytes=_at_least(1, surroundings.read(f"{folder}/mtu")),
         speed_mbps=speed if believed else None,
         driver=driver.group(1) if driver else None,

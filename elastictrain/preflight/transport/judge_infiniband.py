@@ -1,11 +1,10 @@
 """Whether InfiniBand and RoCE are as they should be on this host, and alike on all. Pure."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from elastictrain.preflight.transport.facts import Facts
 from elastictrain.preflight.transport.infiniband import ACTIVE, NO_LINK, RNIC, Device, LinkLayer, Port
 from elastictrain.preflight.transport.patterns import NcclPattern
-from elastictrain.preflight.transport.plan import TransportPlan
 from elastictrain.preflight.transport.rdma import (
     GID_INDEX,
     HCA,
@@ -31,8 +30,11 @@ def judge_infiniband(facts: Facts) -> list[Verdict]:
     return found or [_calm(facts)]
 
 
-def judge_alike(plans: Mapping[str, TransportPlan], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
-    """All hosts together, by name: whether some lack what others have, or have fewer ports of it. `kinds`: `kinds_here`."""
+def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
+    """All hosts together, by name: whether some lack what others have, or have fewer ports of it.
+
+    `hcas`: the ports that each plans to use; `kinds`: its `kinds_here`.
+    """
     best = next((kind for kind in Rdma if any(kind in one for one in kinds.values())), Rdma.NONE)
     if best not in (Rdma.NONE, Rdma.UNKNOWN) and agreed is not best:
         lacking = [name for name, one in kinds.items() if best not in one]
@@ -42,11 +44,11 @@ def judge_alike(plans: Mapping[str, TransportPlan], kinds: Mapping[str, frozense
             _one(name, Status.WARN, f"no usable {best.value} port", remedy, expected=f"{best.value}, as on the others")
             for name in lacking
         ]
-    most = max((len(plan.hcas) for plan in plans.values()), default=0)
+    most = max(map(len, hcas.values()), default=0)
     return [
-        _one(name, Status.WARN, len(plan.hcas), f"ibstat  # on {name}: ports that are not Active", expected=most, unit="ports")
-        for name, plan in plans.items()
-        if len(plan.hcas) < most
+        _one(name, Status.WARN, len(ports), f"ibstat  # on {name}: ports that are not Active", expected=most, unit="ports")
+        for name, ports in hcas.items()
+        if len(ports) < most
     ]
 
 

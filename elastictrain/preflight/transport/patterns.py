@@ -23,6 +23,7 @@ class NcclPattern:
 
     @classmethod
     def parse(cls, text: str) -> "NcclPattern":
+        """The value of the variable; any text is one."""
         exclude = text.startswith("^")
         text = text.removeprefix("^")
         exact = text.startswith("=")

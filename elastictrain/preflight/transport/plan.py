@@ -8,11 +8,8 @@ from elastictrain.preflight.transport.choice import (
     NCCL_INTERFACE,
     Choice,
     choose_interface,
-    pinned_for_gloo,
-    pinned_for_nccl,
 )
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.interfaces import Interface
 from elastictrain.preflight.transport.rdma import DISABLE, GID_INDEX, HCA, Rdma, RdmaPlan, decide_rdma
 
 FAST_GBPS = 100.0
@@ -52,9 +49,6 @@ class TransportPlan:
     kept: tuple[Variable, ...]
     interface: str | None
     """The one that the kernel uses for the peers; None is unknown, or none is fit."""
-    nccl_address: str | None
-    """Where NCCL listens, by a person's setting if there is one: peers must reach this."""
-    gloo_address: str | None
     rdma: Rdma
     hcas: tuple[str, ...]
     """DEVICE:PORT of each port that NCCL is to use."""
@@ -68,8 +62,6 @@ def decide(facts: Facts, wishes: Wishes) -> TransportPlan:
     choice = choose_interface(facts)
     rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=wishes.rdma)
     planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(facts, choice, rdma), *_debug(wishes)]
-    nccl = pinned_for_nccl(facts)
-    gloo = pinned_for_gloo(facts)
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     return TransportPlan(
@@ -77,8 +69,6 @@ def decide(facts: Facts, wishes: Wishes) -> TransportPlan:
         variables=tuple(one for one in planned if one.name not in facts.settings),
         kept=tuple(_kept(facts, planned)),
         interface=interface.name if interface else None,
-        nccl_address=_first_address(interface if nccl is None else next(iter(nccl), None), choice),
-        gloo_address=_first_address(interface if gloo is None else next(iter(gloo.values()), None), choice),
         rdma=rdma.kind,
         hcas=tuple(endpoint.name for endpoint in rdma.endpoints),
         link_gbps=rdma.rate_gbps if rdma.endpoints else (interface.speed_gbps if interface else None),
@@ -139,10 +129,3 @@ def _kept(facts: Facts, planned: list[Variable]) -> Iterator[Variable]:
         if (setting := facts.settings.get(one.name)) is not None:
             same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
             yield Variable(one.name, setting.value, f"set in {setting.origin}; {same}")
-
-
-def _first_address(interface: Interface | None, choice: Choice) -> str | None:
-    if interface is None:
-        return None
-    wanted = [address for address in interface.addresses if (":" in address) == choice.is_ipv6]
-    return next(iter([*wanted, *interface.addresses]), None)

@@ -43,6 +43,7 @@ class Endpoint:
 
     @property
     def name(self) -> str:
+        """DEVICE:PORT, as NCCL_IB_HCA takes it."""
         return f"{self.device.name}:{self.port.number}"
 
 

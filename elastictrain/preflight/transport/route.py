@@ -25,6 +25,7 @@ class Route:
 
     @property
     def is_ipv6(self) -> bool:
+        """Of the address that the target led to; False where it led to none."""
         return ":" in (self.remote or "")
 
 

@@ -8,7 +8,8 @@ from elastictrain.checkpoint import commit
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest
 from elastictrain.checkpoint.keeper.meeting import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of, encode_manifest
+from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of
+from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
 from elastictrain.checkpoint.retention import plan_retention
+from tests.unit.examples import examples
 
 KINDS = ("valid", "damaged", "quarantined", "marked remnant", "remnant")
 
@@ -70,7 +71,7 @@ def test_order_within_a_folder() -> None:
     assert deleted[1] == ("manifest.json", "a.safetensors", "b.safetensors", "quarantine.json")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.dictionaries(st.integers(1, 9), st.sampled_from(KINDS), min_size=1), st.integers(1, 4), st.integers(0, 3))
 def test_interrupted_after_every_deletion_the_same_ones_are_left_to_choose(
     kinds: dict[int, str], keep_last: int, keep_every: int

@@ -4,7 +4,9 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,27 +21,10 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.verdict import Status, Verdict, failures
 from tests.unit.preflight.made import verdict
+from tests.unit.preflight.table import Table
 
 ALL: Mapping[str, str] = {}
 LINKS = LinkOptions(grace_s=0.3)
-
-
-class Table:
-    """An exchange in memory."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._values: dict[str, bytes] = {}
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, *, limit_s: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values, max(0.0, limit_s))
-            return self._values.get(key)
 
 
 @pytest.fixture
@@ -58,8 +43,10 @@ def check(
     limit_s: float = 20.0,
     modes: Mapping[str, str] = ALL,
     ports: tuple[int, ...] = (),
+    table: Table | None = None,
+    links: LinkOptions = LINKS,
 ) -> dict[int, Report | Exception]:
-    table, results = Table(), {}
+    table, results = table or Table(), {}
     environments: list[dict[str, str]] = [{} for _ in ranks]
     firsts: list[int] = []
     while len(firsts) < len(ranks):
@@ -82,7 +69,7 @@ def check(
             exchange=table,
             environment=environments[rank],
             surroundings=Surroundings(host=ranks[rank][0], environment={}),
-            links=LINKS,
+            links=links,
         )
         try:
             results[rank] = seat.check()
@@ -224,3 +211,78 @@ def test_hosts_of_one_name_are_told_apart_in_verdicts(
         assert failed.subject in ("x (node rank 0)", "x (node rank 1)")
     codes = sorted(one.outcome.exit_code for one in results.values() if isinstance(one, Report))
     assert codes == [69, 71]
+
+
+class Slow(Table):
+    """A table on which the result takes a while to reach the others, and what they say of it may not come at all."""
+
+    def __init__(self, *, loses_acknowledgements: bool) -> None:
+        super().__init__()
+        self._loses_acknowledgements = loses_acknowledgements
+        self.heard_s: list[float] = []
+
+    def put(self, key: str, value: bytes) -> None:
+        if not (self._loses_acknowledgements and key.startswith("read/")):
+            super().put(key, value)
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        found = super().get(key, limit_s=limit_s)
+        if key == "result":
+            time.sleep(0.3)
+            self.heard_s.append(time.monotonic())
+        return found
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_the_first_host_leaves_when_the_others_have_read_why_but_does_not_wait_for_ever(
+    loses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]]
+) -> None:
+    monkeypatch.setattr(together, "_READ_S", 1.0)
+    own["b"] = [verdict("fail", check="storage", subject="b")]
+    published, left = [], []
+    publish = Seat._publish
+
+    def timed(seat: Seat, *arguments: Any) -> None:
+        published.append(time.monotonic())
+        publish(seat, *arguments)
+        left.append(time.monotonic())
+
+    monkeypatch.setattr(Seat, "_publish", timed)
+    table = Slow(loses_acknowledgements=loses)
+    results = check([("a", 1), ("b", 1)], tmp_path, table=table)
+    assert [one.outcome.exit_code for _, one in sorted(results.items()) if isinstance(one, Report)] == [71, 69]
+    assert left[0] >= table.heard_s[0]
+    if loses:
+        assert 1.0 <= left[0] - published[0] < 5.0
+
+
+def test_where_nothing_failed_nobody_has_to_say_that_he_read_it(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    table = Table()
+    check([("a", 1), ("b", 1)], tmp_path, table=table)
+    assert "result" in table.rows
+    assert not [key for key in table.rows if key.startswith("read/")]
+
+
+class Lost(Table):
+    """A table at which the host of one node rank ends as soon as it has heard who takes part."""
+
+    def __init__(self, node_rank: int) -> None:
+        super().__init__()
+        self._own_word = f"links/found/0/{node_rank}"
+
+    def put(self, key: str, value: bytes) -> None:
+        if key == self._own_word:
+            raise RuntimeError("killed")
+        super().put(key, value)
+
+
+def test_a_host_that_is_lost_after_all_had_met_is_named(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
+    links = replace(LINKS, contact_s=1.0)
+    results = check([("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), links=links, limit_s=15.0)
+    assert isinstance(results[1], RuntimeError)
+    for rank in (0, 2):
+        result = results[rank]
+        assert isinstance(result, Report), result
+        assert result.outcome.exit_code == 71
+        # Nothing that it does not answer any more is held against anybody else.
+        assert {(one.check, one.subject) for one in failures(result.verdicts)} == {("roster", "b")}

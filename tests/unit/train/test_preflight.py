@@ -41,8 +41,6 @@ PLAN = TransportPlan(
     variables=(Variable("GLOO_SOCKET_IFNAME", "eth0", "the kernel says so"),),
     kept=(Variable("NCCL_DEBUG", "INFO", "set in the environment"),),
     interface="eth0",
-    nccl_address=None,
-    gloo_address=None,
     rdma=Rdma.NONE,
     hcas=(),
     link_gbps=None,
@@ -120,6 +118,31 @@ def test_a_restart_is_quick_unless_the_transport_failed(
     preflight.check_hosts()
     assert preflight.chosen.level == level
     assert seats[0].asked.after_failure is (level == "full")
+
+
+def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPreflight:
+    plain = config(steps=3)
+    return RunPreflight(
+        replace(plain, preflight=replace(plain.preflight, level="auto", limit_s=limit_s)),
+        Identity(1, 2, 1, 2, "a", launched=True),
+        Incarnation("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
+        exchange,
+        store=store,
+        record=lambda _: None,
+        data_digest="x",
+    )
+
+
+def test_the_other_ranks_take_the_level_that_the_first_one_chose(store: Store) -> None:
+    exchange = StoreExchange(dist.HashStore())
+    exchange.put("level", json.dumps(["full", "because", True]).encode())
+    chosen = follower(exchange, store, limit_s=5.0).chosen
+    assert (chosen.level, chosen.reason, chosen.after_failure) == (Level.FULL, "because", True)
+
+
+def test_a_rank_that_is_told_no_level_does_not_wait_for_ever(store: Store) -> None:
+    with pytest.raises(PreflightError, match=r"rank 0 did not say within 0\.2 s how much is to be checked"):
+        follower(StoreExchange(dist.HashStore()), store, limit_s=0.2)
 
 
 def test_off_checks_nothing(make: Make) -> None:

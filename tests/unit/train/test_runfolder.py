@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.errors import ConfigError
+from elastictrain.errors import ConfigError, StorageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
+from elastictrain.train import runfolder
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
 from tests.unit.train.parts import Squares
 from tests.unit.train.test_loop import config
@@ -51,3 +52,13 @@ def test_a_config_that_changes_the_answer_is_refused_by_key(store: Store) -> Non
 def test_without_a_checkpoint_nothing_depends_on_the_old_config(store: Store) -> None:
     store_config(store, of(store))
     check_run_folder(store, of(store, seed=3), task=Squares())
+
+
+def test_writing_is_tried_unless_the_preflight_does_it(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(store: Store) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr(runfolder, "check_writable", refuse)
+    with pytest.raises(StorageError, match=r"`run\.dir` cannot be used: read-only. Set run\.dir to another place"):
+        check_run_folder(store, of(store), task=Squares())
+    check_run_folder(store, of(store), task=Squares(), try_writing=False)

@@ -121,7 +121,7 @@ def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, keepe
         keeper.say({"op": "seen", "slot": 1, "step": 29})
         keeper.say({"op": "released", "step": 30})
         keeper.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
-        until(lambda: link._saved)
+        until(lambda: link._outstanding._saved)
         assert link.needs(1, 30), "another one was seen"
         keeper.say({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
@@ -136,7 +136,7 @@ def test_a_failure_is_told_once(folder: Path, keeper: FakeKeeper) -> None:
         link.announce(0, 30, durable=True)
         until(lambda: "snapshot" in keeper.ops())
         keeper.say({"op": "failed", "step": 30, "error": "full"})
-        until(lambda: link._failures)
+        until(lambda: link._outstanding._failures)
         assert [(one.step, one.error) for one in link.take_failures()] == [(30, "full")]
         assert link.take_failures() == []
 
@@ -229,7 +229,7 @@ def test_what_was_saved_or_failed_is_not_overdue(folder: Path, keeper: FakeKeepe
         until(lambda: keeper.ops().count("snapshot") == 2)
         keeper.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
         keeper.say({"op": "failed", "step": 31, "error": "full"})
-        until(lambda: link._failures)
+        until(lambda: link._outstanding._failures)
         now[0] += 1000
         assert [one.error for one in link.take_failures()] == ["full"]
         assert not link.broken

@@ -3,9 +3,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.keeper.messages import LONGEST_BYTES, Lines, MalformedError, count, encode, text
+from tests.unit.examples import examples
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100))
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5)), max_size=5), st.integers(1, 50))
 def test_whatever_the_pieces_the_messages_come_whole(contents: list[dict[str, object]], size: int) -> None:
     sent = [{**content, "op": "x"} for content in contents]
@@ -15,7 +16,7 @@ def test_whatever_the_pieces_the_messages_come_whole(contents: list[dict[str, ob
     assert heard == sent
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
     lines = Lines()

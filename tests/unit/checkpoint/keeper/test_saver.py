@@ -13,7 +13,8 @@ from elastictrain.checkpoint.keeper.facts import RunFacts, load_facts, store_fac
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
-from elastictrain.checkpoint.manifest import Manifest, parse_manifest
+from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.verified_read import Folder, verify_file
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError

@@ -14,7 +14,7 @@ import pytest
 
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.keeper import saver as saving
-from elastictrain.checkpoint.keeper import service as serving
+from elastictrain.checkpoint.keeper import slow as slowness
 from elastictrain.checkpoint.keeper import workers as listening
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.messages import Lines, Message, encode
@@ -335,7 +335,7 @@ def test_another_incarnation_may_begin_at_an_older_step(memory: Path, run: Path)
 def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
     memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "SLOW_S", 0.05)
+    monkeypatch.setattr(slowness, "SLOW_S", 0.05)
     go_on = threading.Event()
     check = saving.check_files
 

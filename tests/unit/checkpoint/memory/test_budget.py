@@ -2,6 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory, decide_buffers, describe, least, memory_of
+from tests.unit.examples import examples
 
 GB = 10**9
 
@@ -29,7 +30,7 @@ def test_the_folder_counts_as_well() -> None:
     assert found.shortage == "snapshots need 20.00 GB of host memory (2 buffers of 10.00 GB), but 15.00 GB can be used"
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 200), st.integers(0, 200), st.integers(0, 3), st.booleans(), st.integers(1, 50), st.integers(0, 50))
 def test_what_is_promised_fits_and_less_is_said(
     available: int, folder: int, wanted: int, replicate: bool, snapshot: int, replica: int

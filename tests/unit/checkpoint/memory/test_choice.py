@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.memory.choice import SlotBook, SlotView, choose_slot
+from tests.unit.examples import examples
 
 VIEWS = [
     SlotView(step, whole, busy)
@@ -81,7 +82,7 @@ def whole(ranks: list[Rank], count: int) -> set[int]:
     return set.intersection(*held) if count else set()
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     seed=st.integers(0, 2**32), world_size=st.integers(1, 4), count=st.integers(2, 3), failing=st.sampled_from([0.0, 0.1, 0.5])
 )

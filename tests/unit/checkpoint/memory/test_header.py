@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from elastictrain.checkpoint.memory.header import SlotState, facts_from_json, mark, read_header, write_body
 from elastictrain.errors import CheckpointError
 from tests.unit.checkpoint.memory.madeslots import facts_of
+from tests.unit.examples import examples
 
 PAGE = 16384
 OLD = facts_of(7, reason="interval")
@@ -72,13 +73,13 @@ def test_every_flipped_bit_is_seen() -> None:
     assert read_header(page) == OLD
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=300))
 def test_garbage_is_no_snapshot(data: bytes) -> None:
     assert read_header(data) is None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),

@@ -23,6 +23,7 @@ from elastictrain.checkpoint.peers.requests import Put, key_of, put_to_json
 from elastictrain.checkpoint.peers.wire import MOST_JSON_BYTES, Channel, WireError, introduce
 from elastictrain.errors import TransientStorageError
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, connected, facts_of, fill_slot, host, put_of
+from tests.unit.examples import examples
 
 QUICK = replace(LIMITS, handshake_s=0.3, io_s=0.3, idle_s=0.6)
 HELLO_BYTES = 40
@@ -108,7 +109,7 @@ def test_strangers(target: Host, name: str) -> None:
         assert ends(connection)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=72, max_size=300))
 def test_random_strangers(target: Host, data: bytes) -> None:
     with dial(target) as connection:
@@ -165,7 +166,7 @@ def test_frames(target: Host, name: str) -> None:
         assert ends(connection)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(min_size=25, max_size=300))
 def test_random_frames(target: Host, data: bytes) -> None:
     connection, channel = admitted(target)

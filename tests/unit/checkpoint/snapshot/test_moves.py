@@ -2,9 +2,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.snapshot.moves import SMALL_BYTES, STAGING_BYTES, cut, plan_moves
+from tests.unit.examples import examples
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 7, 1000, SMALL_BYTES - 1, SMALL_BYTES, 3 * SMALL_BYTES])),
@@ -36,7 +37,7 @@ def test_many_small_neighbours_are_few_copies() -> None:
     assert len(plan_moves(large)) == 4
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 10**6))
 def test_pieces_cross_no_segment(start: int, size_bytes: int, segment_bytes: int) -> None:
     if size_bytes // segment_bytes > 2000:

@@ -2,11 +2,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
+from tests.unit.examples import examples
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(200))
 @given(SIZES, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_exactly_one_replica_writes_each_piece_and_loads_are_even(sizes: list[int], replicas: int, chance: object) -> None:
     pieces = [(f"t{index}", size) for index, size in enumerate(sizes)]

@@ -117,8 +117,3 @@ def test_a_hanging_tool_is_asked_once_and_named(host: Host, tmp_path: Path) -> N
     found = verdicts(surroundings, tmp_path)
     assert [(verdict.check, verdict.status) for verdict in found] == [("gpus", Status.FAIL), ("xid", Status.SKIP)]
     assert len([line for line in surroundings.tools.asked if line.startswith("nvidia-smi")]) == 1  # type: ignore[attr-defined]
-
-
-def test_versions_to_compare(host: Host, answered: Answered) -> None:
-    devices = Devices(host(tools={"nvidia-smi -q -x": answered("nvidia_smi_550_h100.xml")}))
-    assert devices.versions()["driver"] == "550.54.15"

@@ -10,6 +10,7 @@ from elastictrain.preflight.devices.checks import Devices, device_checks
 from elastictrain.preflight.devices.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.devices.nvidia import parse_nvidia
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
+from tests.unit.examples import examples
 
 RECORDED = Path(__file__).parent / "recorded"
 NAMES = sorted(path.name for path in RECORDED.iterdir())
@@ -39,7 +40,7 @@ def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(cut=st.floats(0, 1), wrong=noise, code=st.sampled_from([0, 1, 15]))
 def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, bytes]], code: int) -> None:
     text = damaged(name, cut, wrong)
@@ -54,7 +55,7 @@ def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, 
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".xml")])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(cut=st.floats(0, 1))
 def test_a_gpu_that_is_read_is_read_right(name: str, cut: float) -> None:
     whole = parse_nvidia(ToolOutput(0, damaged(name, 1, []), ""))

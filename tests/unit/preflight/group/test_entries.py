@@ -4,28 +4,10 @@ from collections.abc import Callable
 
 from elastictrain.preflight.group.entries import Attendance, Entries
 from elastictrain.preflight.group.lane import Lane, State, Word
+from tests.unit.preflight.table import Table
 
 DONE = Word(State.DONE, {"figure": 1.5})
 LIMIT_S, GRACE_S = 0.2, 0.1
-
-
-class Table:
-    """An exchange in memory."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, bytes] = {}
-        self.changed = threading.Condition()
-
-    def put(self, key: str, value: bytes) -> None:
-        value.decode("ascii")
-        with self.changed:
-            self.rows[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str, *, limit_s: float) -> bytes | None:
-        with self.changed:
-            self.changed.wait_for(lambda: key in self.rows, timeout=limit_s)
-            return self.rows.get(key)
 
 
 def settle(behaviour: list[Callable[[Entries, float], Attendance | None]]) -> list[Attendance | None]:

@@ -17,6 +17,7 @@ from elastictrain.preflight.host.ports import find_holder
 from elastictrain.preflight.host.storage_trip import judge_trip, parse_words
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict
+from tests.unit.examples import examples
 
 WORDS = st.sampled_from(
     [
@@ -45,7 +46,7 @@ FILES = [
 ]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(st.sampled_from(FILES), TEXTS, max_size=8))
 def test_every_check_answers(files: dict[str, str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def test_every_check_answers(files: dict[str, str]) -> None:
         assert find_holder(host, 29500) is None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(TEXTS)
 def test_every_parser_answers(text: str) -> None:
     mount_of("/a/b", parse_mounts(text))

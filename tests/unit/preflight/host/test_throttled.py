@@ -5,8 +5,8 @@ import pytest
 from elastictrain.preflight.check import run_checks
 from elastictrain.preflight.host.cgroup import Throttling
 from elastictrain.preflight.host.checks import HostOptions, host_checks
-from elastictrain.preflight.host.kept import keep
 from elastictrain.preflight.host.throttled import keep_throttling, load_throttling
+from elastictrain.preflight.kept import keep
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.host.conftest import HostMaker

@@ -6,27 +6,10 @@ from typing import Any
 
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
+from tests.unit.preflight.table import Table
 
 QUICK = LinkOptions(roster_s=5.0, stream_s=0.05)
 """Short streams: on loopback, bytes flow at once."""
-
-
-class Table:
-    """An exchange in memory."""
-
-    def __init__(self) -> None:
-        self.rows: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self.rows[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, *, limit_s: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self.rows, timeout=limit_s)
-            return self.rows.get(key)
 
 
 def member(rank: int, num_hosts: int, **changed: Any) -> Member:

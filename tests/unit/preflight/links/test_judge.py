@@ -1,10 +1,7 @@
 from dataclasses import replace
 
-import pytest
-
-from elastictrain.preflight.links.judge import Evidence, decode_verdicts, encode_verdicts, judge, next_baseline
+from elastictrain.preflight.links.judge import Evidence, judge, next_baseline
 from elastictrain.preflight.links.judge_roster import Silence
-from elastictrain.preflight.links.measured import GarbledError
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Status, failures
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster
@@ -17,7 +14,6 @@ def test_each_check_says_something() -> None:
     verdicts = judge(HEALTHY, options=OPTIONS)
     assert [verdict.check for verdict in verdicts] == ["roster", "reachable", "mtu", "latency", "clock", "bandwidth"]
     assert {verdict.status for verdict in verdicts} == {Status.PASS}
-    assert decode_verdicts(encode_verdicts(verdicts)) == verdicts
 
 
 def test_what_silence_explains_is_not_held_against_links() -> None:
@@ -54,9 +50,3 @@ def test_only_healthy_links_become_the_baseline() -> None:
     slow = tuple(flows(all_links(3), lambda link: 0.1 if 2 in link else 10.0))
     ill = replace(HEALTHY, flows=slow, flows_again=slow)
     assert next_baseline(ill, judge(ill, options=OPTIONS), before=baseline) is baseline
-
-
-@pytest.mark.parametrize("rows", [None, {}, [1], [{}], [{"scope": "host", "status": "fine"}]])
-def test_garbled_verdicts_are_an_error(rows: object) -> None:
-    with pytest.raises(GarbledError):
-        decode_verdicts(rows)

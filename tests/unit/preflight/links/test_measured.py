@@ -18,6 +18,7 @@ from elastictrain.preflight.links.measured import (
     merged,
 )
 from elastictrain.preflight.links.orders import Adopt, MakeContact, Measure, decode_order, encode_order
+from tests.unit.examples import examples
 from tests.unit.preflight.links.made import introduction, roster
 from tests.unit.preflight.made import verdict
 
@@ -35,7 +36,11 @@ def test_what_is_said_is_what_is_heard() -> None:
 
 @pytest.mark.parametrize(
     "order",
-    [MakeContact(((0, 1), (1, 0))), Measure((((0, 1),), ((0, 2),)), ((0, 1),)), Adopt((verdict(),))],
+    [
+        MakeContact(((0, 1), (1, 0))),
+        Measure((((0, 1),), ((0, 2),)), ((0, 1),)),
+        Adopt((verdict(), verdict("fail", measured=0.5))),
+    ],
     ids=["contact", "measure", "adopt"],
 )
 def test_orders_are_heard_as_given(order: MakeContact | Measure | Adopt) -> None:
@@ -57,6 +62,7 @@ def test_orders_are_heard_as_given(order: MakeContact | Measure | Adopt) -> None
         b'{"order": "contact", "links": [[0, 1, 2]]}',
         b'{"order": "measure", "rounds": 3, "met": []}',
         b'{"order": "adopt", "verdicts": [{"check": "mtu"}]}',
+        b'{"order": "adopt", "verdicts": "[{\\"check\\": \\"mtu\\"}]"}',
     ],
 )
 def test_a_garbled_order_is_an_error(text: bytes) -> None:
@@ -87,7 +93,7 @@ def test_findings_of_hosts_that_are_not_there_are_an_error() -> None:
         decode_findings(encode(FINDINGS), num_hosts=1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_other_json_is_an_error(value: object) -> None:
     for decode in (decode_introduction, decode_roster, lambda data: decode_findings(data, num_hosts=3)):

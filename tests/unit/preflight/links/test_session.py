@@ -11,8 +11,9 @@ from elastictrain.errors import TransportError
 from elastictrain.preflight.links.measured import Roster, encode
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
-from tests.unit.preflight.links.groups import QUICK, Table, member, run_group
+from tests.unit.preflight.links.groups import QUICK, member, run_group
 from tests.unit.preflight.links.made import introduction
+from tests.unit.preflight.table import Table
 
 QUICK_CHECKS = ["roster", "reachable", "mtu", "latency", "clock"]
 

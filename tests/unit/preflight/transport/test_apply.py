@@ -12,7 +12,7 @@ from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, re
 
 def plan(**values: str) -> TransportPlan:
     variables = tuple(Variable(name, value, "why") for name, value in values.items())
-    return TransportPlan("h1", variables, (), "eth0", None, None, Rdma.NONE, (), None)
+    return TransportPlan("h1", variables, (), "eth0", Rdma.NONE, (), None)
 
 
 def settings_of(root: Path, environment: dict[str, str]) -> dict[str, Setting]:

@@ -8,6 +8,7 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Device, LinkLayer, read_devices
 from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
 from elastictrain.preflight.transport.plan import Wishes, decide
+from tests.unit.examples import examples
 from tests.unit.preflight.transport.made import MadeHost, mapped
 
 
@@ -105,7 +106,7 @@ FILES = ["state", "phys_state", "link_layer", "rate", "gids/0", "gids/3", "gid_a
 WORDS = st.sampled_from([b"", b"4: ACTIVE", b"4:", b"9" * 400 + b" Gb/sec", b"\xff\xfe\x00", b"RoCE v3", b"::", b"4: \xd9\xa3"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50))
 @given(st.dictionaries(st.sampled_from([*FILES, "../../node_type", "../../device/uevent"]), st.binary() | WORDS))
 def test_garbled_files_are_unknown_and_never_stop_anything(
     tmp_path_factory: pytest.TempPathFactory, garbled: dict[str, bytes]

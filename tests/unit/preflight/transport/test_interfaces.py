@@ -22,8 +22,6 @@ def test_a_card(tmp_path: Path) -> None:
         kind=Kind.PHYSICAL,
         index=2,
         running=True,
-        operstate="up",
-        carrier=True,
         mtu_bytes=1500,
         speed_mbps=100_000,
         driver="mlx5_core",

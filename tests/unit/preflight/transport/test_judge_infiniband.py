@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 
 from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
-from elastictrain.preflight.transport.plan import TransportPlan
 from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.transport.made import MadeHost, mapped
@@ -139,23 +138,22 @@ def test_demanded_without_ports(host: MadeHost) -> None:
     assert (only(host, NCCL_NET="IB").status, only(host).remedy) == (Status.FAIL, "unset NCCL_NET")
 
 
-def made_plan(host: str, ports: int) -> TransportPlan:
-    hcas = tuple(f"mlx5_{number}:1" for number in range(ports))
-    return TransportPlan(host, (), (), "eth0", None, None, Rdma.INFINIBAND, hcas, None)
+def ports(count: int) -> list[str]:
+    return [f"mlx5_{number}:1" for number in range(count)]
 
 
 def test_all_hosts_alike() -> None:
     ib = frozenset({Rdma.INFINIBAND})
     kinds = {"h1": ib, "h2": ib}
-    assert judge_alike({"h1": made_plan("h1", 8), "h2": made_plan("h2", 8)}, kinds, agreed=Rdma.INFINIBAND) == []
-    (verdict,) = judge_alike({"h1": made_plan("h1", 8), "h2": made_plan("h2", 7)}, kinds, agreed=Rdma.INFINIBAND)
+    assert judge_alike({"h1": ports(8), "h2": ports(8)}, kinds, agreed=Rdma.INFINIBAND) == []
+    (verdict,) = judge_alike({"h1": ports(8), "h2": ports(7)}, kinds, agreed=Rdma.INFINIBAND)
     assert (verdict.subject, verdict.status, verdict.measured, verdict.expected) == ("h2", Status.WARN, 7, 8)
 
 
 def test_one_host_without() -> None:
     kinds = {"h1": frozenset({Rdma.INFINIBAND}), "h2": frozenset[Rdma](), "h3": frozenset({Rdma.INFINIBAND})}
-    plans = {name: made_plan(name, 0) for name in kinds}
-    (verdict,) = judge_alike(plans, kinds, agreed=Rdma.NONE)
+    hcas = {name: ports(0) for name in kinds}
+    (verdict,) = judge_alike(hcas, kinds, agreed=Rdma.NONE)
     assert (verdict.subject, verdict.status, verdict.measured) == ("h2", Status.WARN, "no usable infiniband port")
     assert verdict.remedy.endswith("until then all hosts use sockets")
-    assert judge_alike(plans, {name: frozenset() for name in plans}, agreed=Rdma.NONE) == []
+    assert judge_alike(hcas, {name: frozenset() for name in hcas}, agreed=Rdma.NONE) == []

@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.facts import Facts
 from elastictrain.preflight.transport.plan import TransportPlan, Wishes, decide, describe
 from elastictrain.preflight.transport.rdma import Rdma
-from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost, ethernet, set_by_hand
+from tests.unit.preflight.transport.made import AWS, GOOGLE, MadeHost
 
 PEERS = {"h2": "10.0.0.2", "h3": "10.0.0.3"}
 
@@ -27,7 +26,7 @@ def test_a_plain_host(tmp_path: Path) -> None:
     plan = decide(plain(tmp_path).facts(rendezvous="10.0.0.1", peers=PEERS), Wishes())
     assert values(plan) == {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_DISABLE": "1"}
     assert plan.variables[0].reason == "the kernel reaches the rendezvous and 2 of 2 peers through eth0 (10.0.0.1)"
-    assert (plan.interface, plan.nccl_address, plan.gloo_address, plan.link_gbps) == ("eth0", "10.0.0.1", "10.0.0.1", 10.0)
+    assert (plan.interface, plan.link_gbps) == ("eth0", 10.0)
     assert (plan.rdma, plan.hcas, plan.kept, plan.notes) == (Rdma.NONE, (), (), ())
     assert describe(plan)[2] == "NCCL_IB_DISABLE=1  # no port that is ACTIVE can be used here"
 
@@ -47,7 +46,7 @@ def test_an_overlay_beside_the_interface_to_the_internet(tmp_path: Path) -> None
     )
     host.way("100.64.0.2", "100.64.0.1")
     plan = decide(host.facts(rendezvous="100.64.0.2", peers={"h2": "100.64.0.2"}), Wishes())
-    assert (plan.interface, plan.link_gbps, plan.gloo_address) == ("tailscale0", None, "100.64.0.1")
+    assert (plan.interface, plan.link_gbps) == ("tailscale0", None)
 
 
 def test_a_bond_over_two_cards(tmp_path: Path) -> None:
@@ -66,11 +65,9 @@ def test_ipv6_only_and_ipv6_beside_ipv4(tmp_path: Path) -> None:
     host.way("fd00::2", "fd00::1")
     plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}), Wishes())
     assert values(plan).keys() == {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_DISABLE"} | socket_names(25)
-    assert plan.nccl_address == "fd00::1"
     host.addresses["eth0"] = ("192.168.7.1", "fd00::1", "fe80::1")
     plan = decide(host.facts(rendezvous="fd00::2", peers={"h2": "fd00::2"}), Wishes())
     assert values(plan)["NCCL_SOCKET_FAMILY"] == "AF_INET6"
-    assert plan.nccl_address == "fd00::1"
 
 
 def socket_names(gbps: float) -> set[str]:
@@ -113,7 +110,6 @@ def test_one_host_meets_over_loopback(tmp_path: Path) -> None:
     host = plain(tmp_path, speed="100000")
     plan = decide(host.facts(alone=True), Wishes())
     assert values(plan) == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-    assert plan.gloo_address == "127.0.0.1"
     host.addresses["lo"] = ("::1",)
     assert decide(host.facts(alone=True), Wishes()).interface is None
 
@@ -177,10 +173,4 @@ def test_what_a_person_has_set_is_kept(tmp_path: Path) -> None:
     kept = {one.name: (one.value, one.reason) for one in plan.kept}
     assert kept["GLOO_SOCKET_IFNAME"] == ("eth0", "set in the environment; as planned")
     assert kept["NCCL_SOCKET_IFNAME"][1].startswith("set in the environment; =eth0 was planned: the kernel reaches")
-    assert (plan.interface, plan.nccl_address, plan.gloo_address) == ("eth0", "10.1.0.1", "10.0.0.1")
-
-
-def test_a_pin_that_names_nothing_has_no_address() -> None:
-    settings = set_by_hand(NCCL_SOCKET_IFNAME="ib", GLOO_SOCKET_IFNAME="ib0")
-    plan = decide(Facts("h1", interfaces=(ethernet("eth0", "10.0.0.1"),), settings=settings), Wishes())
-    assert (plan.nccl_address, plan.gloo_address) == (None, None)
+    assert plan.interface == "eth0"

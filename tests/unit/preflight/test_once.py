@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from elastictrain.preflight.devices.once import Once
+from elastictrain.preflight.once import Once
 
 
 def test_many_threads_ask_once() -> None:

@@ -5,17 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.manifest import (
-    ChunkRecord,
-    FileRecord,
-    JsonValue,
-    Manifest,
-    TensorRecord,
-    digest_of,
-    encode_manifest,
-    parse_manifest,
-)
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, JsonValue, Manifest, TensorRecord, digest_of
+from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manifest
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError
+from tests.unit.examples import examples
 
 D = digest_of(b"")
 MANIFEST = Manifest(
@@ -87,7 +80,7 @@ def test_garbage(raw: bytes) -> None:
     expect_valid_or_rejected(raw)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_any_part_replaced_under_a_right_digest(data: st.DataObject) -> None:
     document = json.loads(RAW)

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.host.kept import keep, load_kept
+from elastictrain.preflight.kept import keep, load_kept
 
 
 def test_what_is_kept_is_found(tmp_path: Path) -> None:

@@ -1,0 +1,270 @@
+"""The bytes of a manifest. Free of torch.
+
+They are canonical JSON (sorted keys, no white space, ASCII) with a digest over themselves without the digest, so any byte
+that differs from what was written is noticed.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+
+import xxhash
+
+from elastictrain.checkpoint.dtypes import BY_NAME
+from elastictrain.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ChunkRecord,
+    FileRecord,
+    JsonValue,
+    Manifest,
+    TensorRecord,
+    digest_of,
+)
+from elastictrain.errors import InvalidCheckpointError, UnknownFormatError
+
+FORMAT = "elastictrain-checkpoint"
+VERSION = 1
+DIGEST_ALGORITHM = "xxh3_128"
+_ALGORITHM_KEY = b'"digest_algorithm":'
+"""Keys are sorted, so the digest goes before these bytes. Nothing before them can look alike: in values, quotation marks are
+escaped."""
+
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of `manifest.json`.
+
+    Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not).
+    """
+    document: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "digest_algorithm": DIGEST_ALGORITHM,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "incarnation": manifest.incarnation,
+        "created": manifest.created,
+        "config_digest": manifest.config_digest,
+        "versions": dict(manifest.versions),
+        "state": dict(manifest.state),
+        "files": [
+            {
+                "name": file.name,
+                "bytes": file.size_bytes,
+                "digest": file.digest,
+                "header_bytes": file.header_bytes,
+                "header_digest": file.header_digest,
+            }
+            for file in manifest.files
+        ],
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "chunks": [
+                    {
+                        "offsets": list(chunk.offsets),
+                        "sizes": list(chunk.sizes),
+                        "file": chunk.file,
+                        "start": chunk.start,
+                        "bytes": chunk.size_bytes,
+                        "digest": chunk.digest,
+                    }
+                    for chunk in tensor.chunks
+                ],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+    }
+    text = _canonical(document)
+    place = text.index(_ALGORITHM_KEY)
+    return b"".join((text[:place], _stated(digest_of(text)), text[place:]))
+
+
+def parse_manifest(raw: bytes, *, where: str) -> Manifest:
+    """The manifest, if `raw` is exactly what `encode_manifest` once wrote.
+
+    Raises: InvalidCheckpointError or UnknownFormatError, and nothing else, naming `where` and the reason.
+    """
+    try:
+        document = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{where}: {_what_is(raw)} ({type(error).__name__}: {error})") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise InvalidCheckpointError(f"{where}: is JSON, but not a checkpoint manifest (`format` must be {FORMAT!r})")
+    version, algorithm = document.get("version"), document.get("digest_algorithm")
+    unknown = UnknownFormatError(
+        f"{where}: is of format version {version!r}, but this release of elastictrain reads version {VERSION}; "
+        "use a release that reads it, or another `run.dir` for a new run. Nothing was changed"
+    )
+    if isinstance(version, int) and version != VERSION and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
+        raise unknown
+    try:
+        stated = document.get("digest")
+        exact = _canonical(document) == raw
+        computed = _digest_without(raw, stated)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{where}: is not in canonical form ({type(error).__name__}: {error})") from error
+    if stated != computed or not exact:
+        raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
+    if version != VERSION:
+        # Only now: a version that was garbled is damage, like any other byte.
+        raise unknown
+    try:
+        manifest = _manifest(document)
+        _check(manifest)
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidCheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def _what_is(raw: bytes) -> str:
+    if not raw:
+        return "is empty"
+    return "is cut short or garbled, not JSON" if raw.startswith(b"{") else "is garbled, not JSON"
+
+
+def _stated(digest: object) -> bytes:
+    return b'"digest":' + _canonical(digest) + b","
+
+
+def _digest_without(raw: bytes, stated: object) -> str:
+    """The digest of canonical bytes as they were before their own digest was put in."""
+    told = _stated(stated)
+    place = raw.find(told + _ALGORITHM_KEY)
+    view = memoryview(raw)
+    computed = xxhash.xxh3_128(view[: max(place, 0)])
+    computed.update(view[place + len(told) :] if place >= 0 else view)
+    return computed.hexdigest()
+
+
+def _canonical(document: object) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _manifest(document: Mapping[str, object]) -> Manifest:
+    created = document["created"]
+    if isinstance(created, bool) or not isinstance(created, int | float):
+        raise TypeError(f"`created` must be a number, but is {created!r}")
+    versions = _mapping(document["versions"], "versions")
+    return Manifest(
+        step=_count(document["step"], "step"),
+        world_size=_count(document["world_size"], "world_size"),
+        incarnation=_text(document["incarnation"], "incarnation"),
+        created=float(created),
+        config_digest=_text(document["config_digest"], "config_digest"),
+        versions={name: _text(version, f"versions.{name}") for name, version in versions.items()},
+        state=_json_mapping(document["state"]),
+        files=tuple(_file(_mapping(file, "files")) for file in _list(document["files"], "files")),
+        tensors={
+            name: _tensor(_mapping(tensor, name), name) for name, tensor in _mapping(document["tensors"], "tensors").items()
+        },
+    )
+
+
+def _file(document: Mapping[str, object]) -> FileRecord:
+    name = _text(document["name"], "files.name")
+    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
+        raise ValueError(f"{name!r} is not a name of a shard file")
+    return FileRecord(
+        name=name,
+        size_bytes=_count(document["bytes"], name),
+        digest=_digest(document["digest"], name),
+        header_bytes=_count(document["header_bytes"], name),
+        header_digest=_digest(document["header_digest"], name),
+    )
+
+
+def _tensor(document: Mapping[str, object], name: str) -> TensorRecord:
+    chunks = [_mapping(chunk, name) for chunk in _list(document["chunks"], name)]
+    return TensorRecord(
+        dtype=_text(document["dtype"], name),
+        shape=_counts(document["shape"], name),
+        chunks=tuple(
+            ChunkRecord(
+                offsets=_counts(chunk["offsets"], name),
+                sizes=_counts(chunk["sizes"], name),
+                file=_text(chunk["file"], name),
+                start=_count(chunk["start"], name),
+                size_bytes=_count(chunk["bytes"], name),
+                digest=_digest(chunk["digest"], name),
+            )
+            for chunk in chunks
+        ),
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    """What must hold between the parts, so that readers may index without looking."""
+    files = {file.name: file for file in manifest.files}
+    if len(files) != len(manifest.files):
+        raise ValueError("two files have the same name")
+    for name, tensor in manifest.tensors.items():
+        element = BY_NAME.get(tensor.dtype)
+        if element is None:
+            raise ValueError(f"tensor {name!r} has the unknown element type {tensor.dtype!r}")
+        for chunk in tensor.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
+                raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
+            if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
+                raise ValueError(f"a chunk of tensor {name!r} reaches beyond the tensor")
+            if chunk.size_bytes != math.prod(chunk.sizes) * element.size_bytes:
+                raise ValueError(f"a chunk of tensor {name!r} has another number of bytes than its sizes say")
+            file = files.get(chunk.file)
+            if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
+                raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
+        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
+            raise ValueError(f"the chunks of tensor {name!r} do not fill it")
+
+
+def _count(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TypeError(f"{what}: must be a whole number >= 0, but is {value!r}")
+    return value
+
+
+def _counts(value: object, what: str) -> tuple[int, ...]:
+    return tuple(_count(item, what) for item in _list(value, what))
+
+
+def _text(value: object, what: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{what}: must be a text, but is {value!r}")
+    return value
+
+
+def _digest(value: object, what: str) -> str:
+    text = _text(value, what)
+    if not _DIGEST.fullmatch(text):
+        raise ValueError(f"{what}: {text!r} is not a digest")
+    return text
+
+
+def _list(value: object, what: str) -> list[object]:
+    if not isinstance(value, list):
+        raise TypeError(f"{what}: must be a list, but is {type(value).__name__}")
+    return value
+
+
+def _mapping(value: object, what: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{what}: must be an object, but is {type(value).__name__}")
+    return value
+
+
+def _json_mapping(value: object) -> dict[str, JsonValue]:
+    state: dict[str, JsonValue] = {}
+    for name, item in _mapping(value, "state").items():
+        state[name] = _json(item)
+    return state
+
+
+def _json(value: object) -> JsonValue:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [_json(item) for item in value]
+    return {str(name): _json(item) for name, item in _mapping(value, "state").items()}

@@ -1,0 +1,39 @@
+from elastictrain.checkpoint.keeper.outstanding import Outstanding, Saved, SaveFailure
+
+
+def test_a_successor_is_told_what_nobody_has_looked_at_and_whether_it_is_still_to_be_written() -> None:
+    books = Outstanding()
+    first = books.announce(0, 10, durable=True, now_s=1.0)
+    assert first == {"op": "snapshot", "slot": 0, "step": 10, "durable": True}
+    books.announce(1, 20, durable=False, now_s=2.0)
+    books.seen(1, 10)
+    assert [one["slot"] for one in books.announcements()] == [0, 1], "another step was in that slot"
+    books.seen(1, 20)
+    books.saved(Saved(10, "c", 5))
+    assert books.announcements() == [{**first, "durable": False}]
+
+
+def test_only_what_is_to_be_durable_and_neither_saved_nor_failed_is_overdue() -> None:
+    books = Outstanding()
+    for slot, step in enumerate((10, 20, 30)):
+        books.announce(slot, step, durable=True, now_s=float(step))
+    books.announce(3, 5, durable=False, now_s=0.0)
+    books.saved(Saved(10, "c", 5))
+    books.failed(SaveFailure(20, "full"))
+    assert books.overdue(now_s=40.0, limit_s=10.0) is None
+    assert books.overdue(now_s=40.1, limit_s=10.0) == 30
+    # Its slot may be used again, and it is not durable yet.
+    books.released(30)
+    assert books.overdue(now_s=40.1, limit_s=10.0) == 30
+
+
+def test_what_is_given_up_has_failed_for_that_reason() -> None:
+    books = Outstanding()
+    books.announce(0, 20, durable=True, now_s=0.0)
+    books.announce(1, 10, durable=True, now_s=0.0)
+    books.announce(2, 30, durable=False, now_s=0.0)
+    books.give_up("no keeper")
+    assert books.take_failures() == [SaveFailure(10, "no keeper"), SaveFailure(20, "no keeper")]
+    assert books.take_failures() == []
+    assert not any(books.needs(slot, step) for slot, step in ((0, 20), (1, 10), (2, 30)))
+    assert books.overdue(now_s=99.0, limit_s=1.0) is None
