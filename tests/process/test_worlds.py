@@ -1,13 +1,15 @@
 """One run on 2, then 1, then 3, then 2 processes, with a global batch that 3 does not divide: it stays the same run."""
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from torchruns import TINY, Run, events, kill, last_step, started, torchrun, train, wait_until
+from torchruns import TINY, Run, events, kill, last_step, started, torchrun, train_warm, wait_until
 
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -17,13 +19,14 @@ from elastictrain.storage.opening import open_store
 STEPS = 50
 BATCH = 8
 LEG_STEPS = 6
+SAVE_EVERY = 5
 ARGUMENTS = (
     *TINY,
     "task._target_=tests.process.paced.PacedLlama",
     f"train.steps={STEPS}",
     f"train.global_batch={BATCH}",
     "train.eval_every_steps=0",
-    "checkpoint.every_steps=5",
+    f"checkpoint.every_steps={SAVE_EVERY}",
     "data.ledger=true",
     "fault.heartbeat_s=0.2",
 )
@@ -66,11 +69,20 @@ def stop_after_a_while(run: Run, run_dir: Path, *, disturb: Callable[[], None] =
     run.wait(30)
 
 
+def stop_between_saves(worker: psutil.Process, run_dir: Path) -> int:
+    """Freeze a worker, and thereby all, while there are steps that no save has; returns the last of them."""
+    while True:
+        worker.suspend()
+        time.sleep(0.3)  # the others go on until they need it
+        if (step := last_step(run_dir)) % SAVE_EVERY:
+            return step
+        worker.resume()
+        wait_until(lambda: last_step(run_dir) > step, what="another step")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train([*ARGUMENTS, f"run.dir={folder}/run"], world_size=2, folder=folder)
-    return folder / "run"
+    return train_warm(ARGUMENTS, world_size=2, folder=tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
@@ -83,20 +95,20 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torchrun(arguments, world_size=2, folder=folder / "ddp2") as run:
         stop_after_a_while(run, run_dir)
 
-    with started([sys.executable, "-m", "elastictrain.run", *arguments], log=folder / "alone.txt") as run:
+    with started([sys.executable, "-m", "elastictrain.run", *arguments], log=folder / "alone.txt", warm=True) as run:
         stop_after_a_while(run, run_dir)
 
     with torchrun(arguments, world_size=3, folder=folder / "ddp3", max_restarts=1) as run:
 
         def kill_one() -> None:
-            before = last_step(run_dir)
-            kill(run.workers()[1])
+            victim = run.workers()[1]
+            before = stop_between_saves(victim, run_dir)
+            kill(victim)
             wait_until(lambda: last_step(run_dir) > before + 1, what="more steps after the restart")
 
         stop_after_a_while(run, run_dir, disturb=kill_one)
 
-    train([*ARGUMENTS, "parallel=fsdp", f"run.dir={run_dir}"], world_size=2, folder=folder / "fsdp2")
-    return run_dir
+    return train_warm([*ARGUMENTS, "parallel=fsdp"], world_size=2, folder=folder)
 
 
 def test_every_world_did_a_part(travelled: Path) -> None:
