@@ -254,6 +254,28 @@ class Failure(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hang(Event):
+    """Ranks made no progress for longer than they may, and are ended. Told by whoever ends them: themselves, or their host."""
+
+    event: ClassVar[str] = "hang"
+    guilty: tuple[str, ...]
+    """`rank 3 on host b`; empty where all wait at the same place."""
+
+    hosts: tuple[str, ...]
+    reason: str
+    phase: str
+    step: int
+    silent_s: float
+    bound_s: float
+    waiting: Mapping[str, str]
+    """For each rank that waited for them, as far as it was heard: where."""
+
+    text: str
+    stacks: str | None
+    """Key of the stacks of the ranks of this host; written after this record."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stop(Event):
     """The run ends on purpose: finished, or asked to."""
 
@@ -262,6 +284,11 @@ class Stop(Event):
     reason: str
     exit_code: int
     seconds: float
+    saved: str
+    """The safest place that `saved_step` had reached by then: `storage`, `peer`, `memory` or `nothing`. Keepers go on writing
+    what is in memory as long as their hosts live."""
+
+    saved_step: int
 
 
 def encode(event: Event, *, now: float, incarnation: str, rank: int) -> bytes:

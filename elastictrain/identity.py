@@ -6,6 +6,24 @@ from dataclasses import dataclass
 
 from elastictrain.errors import ConfigError, Problem
 
+LAUNCHER, GENERATION, RESTARTED, FOLDER = (
+    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER")
+)
+"""Variables that our launcher sets for its workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The process of `python -m elastictrain.launch` on this host, which starts torchrun again and again."""
+
+    pid: int
+    generation: int
+    restarted: bool
+    """Whether this start follows another one of the same launch."""
+
+    folder: str
+    """Where workers leave word for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -18,6 +36,9 @@ class Identity:
     host: str
     launched: bool
     """Whether torchrun started us; without it we are a world of one and need no rendezvous."""
+
+    launcher: Launcher | None = None
+    """Who started torchrun, if that was our own launcher."""
 
     @property
     def speaks(self) -> bool:
@@ -57,4 +78,12 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         local_world_size=values["LOCAL_WORLD_SIZE"],
         host=host,
         launched=True,
+        launcher=_read_launcher(environment),
     )
+
+
+def _read_launcher(environment: Mapping[str, str]) -> Launcher | None:
+    pid, generation, folder = (environment.get(name, "") for name in (LAUNCHER, GENERATION, FOLDER))
+    if not (pid.isdecimal() and generation.isdecimal() and folder):
+        return None
+    return Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder)

@@ -2,12 +2,16 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, ElasticTrainError
+from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.fault.speaker import must_speak
+from elastictrain.fault.stop import STOP_SIGNALS
+from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import Identity, read_identity
 
 
@@ -42,7 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
     """Say once per host what is wrong; returns the exit code."""
-    # A SIGTERM ends this process here: nothing listens to it yet.
+    if identity is not None and identity.launcher is not None:
+        leave_reason(identity.launcher.folder, Reason(identity.rank, error.exit_code, str(Phase.START), 0, str(error)))
+    # A SIGTERM ends this process here: nothing listens to it yet. A launcher may have held it back.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if identity is None or must_speak(identity.local_rank, ending=lambda: False):
         sys.stderr.write(f"elastictrain: {error}\n")
     return error.exit_code

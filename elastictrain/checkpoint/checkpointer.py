@@ -20,6 +20,7 @@ from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
 from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
@@ -79,8 +80,10 @@ class Checkpointer:
         incarnation: str,
         config_digest: str,
         record: Callable[[Event], None],
+        generation: int | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`generation` is that of the hosts, if a launcher started this incarnation."""
         self._store = store
         self._options = options
         self._group = group
@@ -89,6 +92,7 @@ class Checkpointer:
         self._incarnation = incarnation
         self._config_digest = config_digest
         self._record = record
+        self._generation = generation
         self._clock = clock
         self._saved: SaveResult | None = None
         self._listing = Listing((), begun=False)
@@ -170,6 +174,7 @@ class Checkpointer:
         while True:
             offer = offer_from_bytes(from_first(lambda: walk.offer().to_bytes(), group=self._group))
             if not offer.folder:
+                self._note_origin(step=0, parent="")
                 return None
             chosen = time.monotonic()
             folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
@@ -183,6 +188,7 @@ class Checkpointer:
                 continue
             if self._rank == 0:
                 walk.accepted(offer.folder)
+            self._note_origin(step=manifest.step, parent=manifest.incarnation)
             return RestoreResult(
                 step=manifest.step,
                 checkpoint=offer.folder,
@@ -192,6 +198,18 @@ class Checkpointer:
                 bytes=verdict.bytes_read,
                 seconds={"choose": chosen - begin, "read": time.monotonic() - chosen},
             )
+
+    def _note_origin(self, *, step: int, parent: str) -> None:
+        """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
+        if self._generation is None:
+            return
+        origin = Origin(self._generation, self._incarnation, step, parent)
+
+        def write() -> bytes:
+            Lineage(self._store).write(origin)
+            return b""
+
+        from_first(write, group=self._group)
 
     def _restore_from_memory(self, recall: Recall, walk: Walk, loader: Loader) -> RestoreResult | None:
         """The newest step in memory, if storage has none that is newer. What is damaged is passed over. Collective: yes."""
@@ -215,6 +233,7 @@ class Checkpointer:
             finally:
                 opened.source.close()
             if isinstance(verdict, Accepted):
+                self._note_origin(step=chosen.step, parent=chosen.incarnation)
                 return RestoreResult(
                     step=chosen.step,
                     checkpoint=name,

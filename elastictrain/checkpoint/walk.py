@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastictrain.checkpoint.choose import (
@@ -16,6 +16,7 @@ from elastictrain.checkpoint.choose import (
     refusal_message,
 )
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of
+from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed
 from elastictrain.checkpoint.second_look import find_missing, read_twice
@@ -65,15 +66,16 @@ class Walk:
         self._rejected: list[Reject] = []
         self._listing = Listing((), begun=False)
         self._listed = False
+        self._off_line: frozenset[str] = frozenset()
 
     def newest_step(self) -> int:
-        """Of the checkpoints that are committed and not known to be damaged; -1 without one. Reads none of them.
+        """Of the checkpoint that is offered first, unless it is found to be damaged; -1 without one. Reads none of them.
 
         Raises: StorageError.
         """
         self._list()
-        steps = [folder.step for folder in self._listing.folders if folder.has_manifest and not folder.quarantined]
-        return max(steps, default=-1)
+        steps = (folder.step for folder in self._listing.folders if folder.has_manifest and not folder.quarantined)
+        return next(steps, -1)
 
     def offer(self) -> Offer:
         """The next candidate whose manifest is valid and whose files are all there, in their sizes.
@@ -108,11 +110,16 @@ class Walk:
     def accepted(self, folder: str) -> None:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
         self._tell(passed_over(self._listing, chosen=folder))
+        if folder not in self._off_line:
+            reason = "committed by a generation that others had gone on without"
+            self._tell(tuple(Reject(name, None, reason) for name in sorted(self._off_line)))
         mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
 
     def _list(self) -> None:
         if not self._listed:
-            self._listing = list_checkpoints(self._store)
+            listing = list_checkpoints(self._store)
+            folders, self._off_line = Lineage(self._store).line_first(listing.folders)
+            self._listing = replace(listing, folders=folders)
             self._listed = True
 
     def _examine(self, decision: Resume) -> bytes | Reject:

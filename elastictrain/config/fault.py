@@ -25,8 +25,19 @@ class FaultGroup:
     shutdown_grace_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
     """For the end of a run to be orderly; after that the process ends itself."""
 
+    notice_s: Annotated[float, Range(0.0, exclusive=True)] = 30.0
+    """How long after a signal this host, or its workers, will be ended; where a notice names a time, that counts. 30 s are what
+    Kubernetes leaves a pod, torchrun its workers, and Google Cloud and Azure a spot instance. What is not in storage by then
+    stays in host memory."""
+
     heartbeat_s: Annotated[float, Range(0.0, exclusive=True)] = 1.0
     """Interval at which each rank tells the others where it is."""
+
+    hang_multiple: Annotated[float, Range(1.0)] = 10.0
+    """A part of a step may last this many times as long as this rank's own steps usually do, once it has done some of them."""
+
+    hang_floor_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
+    """A shorter silence is never taken for a hang, however short the steps are; `fault.step_timeout_s` is the longest."""
 
     flight_recorder_entries: Annotated[int, Range(0)] = 2000
     """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""

@@ -14,8 +14,10 @@ def check_ladder(fault: FaultGroup, *, preflight: PreflightGroup) -> list[Proble
     rungs = (
         ("heartbeat_s", "<", "step_timeout_s", "a rank must be heard several times before it counts as hung"),
         ("heartbeat_s", "<", "rendezvous_timeout_s", "a rank must be heard before the others stop waiting for it"),
+        ("heartbeat_s", "<", "hang_floor_s", "a rank must be heard several times before its silence counts"),
         ("step_timeout_s", "<=", "init_timeout_s", "the first step also starts up, restores and compiles"),
         ("step_timeout_s", "<", "save_timeout_s", "a save writes all state to storage, a step does not"),
+        ("shutdown_grace_s", "<", "notice_s", "an orderly end must be over before this host is taken away"),
     )
     for lower, relation, upper, reason in rungs:
         low, high = getattr(fault, lower), getattr(fault, upper)

@@ -30,7 +30,7 @@ from elastictrain.data.dataset import Batch, Dataset
 from elastictrain.errors import ElasticTrainError
 
 _PR_SET_PDEATHSIG = 1
-_IGNORED = (signal.SIGTERM, signal.SIGINT)
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 # One that it works on and one that waits: few enough that neither side ever blocks on a full pipe.
 _PER_WORKER = 2
 

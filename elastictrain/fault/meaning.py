@@ -46,16 +46,19 @@ class Meaning:
     exit_code: int
     sentence: str
     show_stack: bool
+    alone: bool = False
+    """Whether it is this rank's own trouble: the others do not find it too, and wait for this rank."""
 
 
 def meaning(error: BaseException, *, mark: Mark, last_heard: Mapping[str, str]) -> Meaning:
     """Judge an exception that ends a worker. `last_heard` says for each other rank where it was, and how long ago."""
     if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
-        return Meaning(error.exit_code, str(error), show_stack=False)
+        # What has a class of its own is found by all ranks alike, or ends a run for good; a data worker's death does not.
+        return Meaning(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
     if isinstance(error, TransportError) or _is_transport(error, mark.phase):
         sentence = f"a collective failed in {mark}: {_first_line(error)}{describe_heard(last_heard)}"
-        return Meaning(EXIT_TRANSPORT, sentence, show_stack=False)
-    return Meaning(EXIT_BUG, f"{type(error).__name__} in {mark}: {_first_line(error)}", show_stack=True)
+        return Meaning(EXIT_TRANSPORT, sentence, show_stack=False, alone=True)
+    return Meaning(EXIT_BUG, f"{type(error).__name__} in {mark}: {_first_line(error)}", show_stack=True, alone=True)
 
 
 def describe_heard(last_heard: Mapping[str, str]) -> str:

@@ -6,19 +6,49 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from elastictrain.fault.stop_file import StopNote, read_stop_note
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_FILE_VARIABLE = "ELASTICTRAIN_STOP_FILE"
+"""Names, in a worker's environment, the file that tells why it is stopped: there before the signal is sent."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+"""The last two are what Slurm is commonly told to send before the time limit of a job."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """Somebody wants this run to end; `since_s` is monotonic."""
+    """Somebody wants this run to end; times are monotonic."""
 
     reason: str
     since_s: float
+    deadline_s: float | None = None
+    """When this process will be ended, whatever it does then; None: nobody said that it will."""
+
+
+def after_signal(
+    request: StopRequest | None, note: StopNote | None, *, name: str, now_s: float, now: float, notice_s: float | None
+) -> StopRequest:
+    """The request once a signal has come. Pure. `now_s` and `now` are the same moment, monotonic and in unix seconds.
+
+    The first reason stays, and its deadline can only be brought forward, by a note. A deadline that is past says nothing: it is
+    left over from an earlier stop, or else it makes no difference any more.
+    """
+    noted_s = now_s + note.deadline - now if note is not None and note.deadline is not None and note.deadline > now else None
+    if request is None:
+        alone_s = None if notice_s is None else now_s + notice_s
+        return StopRequest(note.reason if note is not None else name, now_s, alone_s if noted_s is None else noted_s)
+    return brought_forward(request, noted_s)
+
+
+def brought_forward(request: StopRequest, deadline_s: float | None) -> StopRequest:
+    """The request with the earlier of two deadlines. Pure."""
+    if deadline_s is None or (request.deadline_s is not None and request.deadline_s <= deadline_s):
+        return request
+    return replace(request, deadline_s=deadline_s)
 
 
 class StopListener:
@@ -28,9 +58,23 @@ class StopListener:
     handler writes to the wake-up descriptor is read by a thread of our own.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        notice_s: float | None = None,
+        stop_file: str | None = None,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`notice_s`: how long after a signal this process is ended, where `stop_file` does not say; None: never. `wall`: unix
+        seconds."""
         self._clock = clock
+        self._wall = wall
+        self._notice_s = notice_s
+        self._stop_file = stop_file
+        self._lock = threading.Lock()
         self.request: StopRequest | None = None
+        """Any thread may look at it; replaced whole."""
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._reader, True)
         self._previous_wakeup = -1
@@ -42,6 +86,8 @@ class StopListener:
         for number in STOP_SIGNALS:
             self._previous_handlers[number] = signal.signal(number, _ignore)
         self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        # Whoever started this process may have held them back until somebody listens.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._thread.start()
 
     def close(self) -> None:
@@ -54,17 +100,31 @@ class StopListener:
         self._thread.join(timeout=1.0)
         os.close(self._reader)
 
-    def ask(self, reason: str) -> None:
-        """Request a stop; the first reason stays."""
-        if self.request is None:
-            self.request = StopRequest(reason, self._clock())
-            logger.warning("asked to stop (%s)", reason)
+    def ask(self, reason: str, *, deadline: float | None = None) -> None:
+        """Request a stop, to be over by `deadline` (unix seconds); the first reason stays, and the earliest deadline."""
+        now_s = self._clock()
+        deadline_s = None if deadline is None else now_s + deadline - self._wall()
+        with self._lock:
+            self._adopt(brought_forward(self.request or StopRequest(reason, now_s), deadline_s))
+
+    def _hear(self, name: str) -> None:
+        """In the listener's thread: a signal has come."""
+        note = read_stop_note(self._stop_file)
+        now_s, now = self._clock(), self._wall()
+        with self._lock:
+            self._adopt(after_signal(self.request, note, name=name, now_s=now_s, now=now, notice_s=self._notice_s))
+
+    def _adopt(self, request: StopRequest) -> None:
+        if request != self.request:
+            self.request = request
+            left = "" if request.deadline_s is None else f"; {request.deadline_s - self._clock():.0f} s are left"
+            logger.warning("asked to stop (%s)%s", request.reason, left)
 
     def _listen(self) -> None:
         while data := os.read(self._reader, 64):
             for number in data:
                 if number in STOP_SIGNALS:
-                    self.ask(signal.Signals(number).name)
+                    self._hear(signal.Signals(number).name)
 
 
 def _ignore(number: int, frame: object) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
+from elastictrain.config.fault import FaultGroup
 from elastictrain.config.task_signature import build_task
 from elastictrain.distributed.board import Board
 from elastictrain.distributed.environment import choose_backend, plan_environment
@@ -25,8 +26,10 @@ from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
 from elastictrain.errors import ConfigError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
+from elastictrain.fault.hang.standing import to_beat
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.fault.watchdog import bound_s
+from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
@@ -187,7 +190,7 @@ def _meet(
         shared,
         rank=identity.rank,
         hosts=incarnation.hosts,
-        where=lambda: str(whereabouts.mark),
+        tell=lambda: beat_of(whereabouts.mark, options=config.fault),
         interval_s=config.fault.heartbeat_s,
     )
     board.start()
@@ -199,6 +202,11 @@ def _meet(
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
     return Met(incarnation, shared, store, journal, board, unwritable)
+
+
+def beat_of(mark: Mark, *, options: FaultGroup) -> dict[str, object]:
+    """What this rank tells the others of itself."""
+    return to_beat(mark, now_s=time.monotonic(), bound_s=bound_s(mark, options))
 
 
 def _leave_if_asked(stop_request: StopRequested) -> None:

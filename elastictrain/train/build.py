@@ -10,6 +10,7 @@ from torch import nn
 
 from elastictrain import __version__
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
@@ -21,10 +22,12 @@ from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, wrap
 from elastictrain.errors import DataError, Problem
 from elastictrain.events import Resume, Start
+from elastictrain.fault.reasons import leave_begun
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.leaving import left_s
 from elastictrain.train.loop import LoopParts
 from elastictrain.train.memory import Memory, make_saving, meet_keepers
 from elastictrain.train.observing import make_observer
@@ -97,10 +100,22 @@ def build(
 
     def tighten() -> None:
         limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.step_timeout_s)
+        if identity.launcher is not None and identity.local_rank == 0:
+            leave_begun(identity.launcher.folder, resumed_step=resume.step)
 
     saving = make_saving(
         memory,
-        _saving_parts(config, identity, started, checkpointer, state, whereabouts=whereabouts, ledger=ledger, say=observer.say),
+        _saving_parts(
+            config,
+            identity,
+            started,
+            checkpointer,
+            state,
+            whereabouts=whereabouts,
+            stop_request=stop_request,
+            ledger=ledger,
+            say=observer.say,
+        ),
         config=config,
         identity=identity,
         started=started,
@@ -120,6 +135,8 @@ def build(
         record=record,
         whereabouts=whereabouts,
         stop_request=stop_request,
+        any_reason=lambda own: next((str(one) for one in gather_json(own, group=started.group.control) if one), ""),
+        in_storage=resume.tier in ("storage", "none"),
         on_first_step=tighten,
         tokens_per_sample=tokens,
     )
@@ -132,7 +149,7 @@ def build(
     )
 
 
-def _saving_parts(
+def _saving_parts(  # noqa: PLR0913 -- what saving works with comes from everywhere
     config: RunConfig,
     identity: Identity,
     started: Started,
@@ -140,6 +157,7 @@ def _saving_parts(
     state: TrainState,
     *,
     whereabouts: Whereabouts,
+    stop_request: StopRequested,
     ledger: Ledger | None,
     say: Callable[[str], None],
 ) -> SavingParts:
@@ -157,6 +175,7 @@ def _saving_parts(
         max_failed_saves=config.checkpoint.max_failed_saves,
         save_timeout_s=config.fault.save_timeout_s,
         finish_timeout_s=config.fault.shutdown_grace_s / 4,
+        left_s=lambda: left_s(stop_request(), now_s=time.monotonic(), grace_s=config.fault.shutdown_grace_s),
         whereabouts=whereabouts,
         flush_records=flush_records,
         record=started.met.journal.record,
@@ -227,6 +246,7 @@ def _make_checkpointer(config: RunConfig, identity: Identity, started: Started) 
         incarnation=started.met.incarnation.name,
         config_digest=config_digest(config),
         record=started.met.journal.record,
+        generation=identity.launcher.generation if identity.launcher is not None else None,
     )
 
 

@@ -1,5 +1,7 @@
 """The loss on held-out samples: the same samples each time, on any world."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -43,13 +45,15 @@ class Evaluator:
         self._whereabouts = whereabouts
 
     @torch.no_grad()
-    def run(self, step: int) -> float:
-        """The mean loss after step `step`. Collective: yes."""
+    def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
+        """The mean loss after step `step`; None if `leave`, which all ranks answer alike, broke it off. Collective: yes."""
         module = self._wrapped.module
         figures = torch.zeros(2, dtype=torch.float64, device=self._device)
         module.eval()
         try:
             for index, portion in enumerate(self._portions):
+                if leave():
+                    return None
                 self._whereabouts.enter(Phase.EVAL, step=step, micro_batch=index)
                 batch = read_batch(self._dataset, range(portion.first, portion.end))
                 with self._wrapped.precision_context():

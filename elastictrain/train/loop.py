@@ -15,8 +15,9 @@ from elastictrain.events import Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
-from elastictrain.train.cadence import Following, Intervals, after_step
+from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.leaving import Reached
 from elastictrain.train.saving import Saving
 from elastictrain.train.schedule import learning_rate
 from elastictrain.train.skipping import check_skips, count_step
@@ -76,6 +77,12 @@ class LoopParts:
     record: Callable[[Event], None]
     whereabouts: Whereabouts
     stop_request: Callable[[], StopRequest | None]
+    any_reason: Callable[[str], str]
+    """The first reason to stop that a rank has, of those that all pass (empty: none). Collective: yes."""
+
+    in_storage: bool
+    """Whether the state that was restored is there, or there is none."""
+
     on_first_step: Callable[[], None]
     tokens_per_sample: int
     clock: Callable[[], float] = time.monotonic
@@ -102,15 +109,29 @@ class Loop:
         self._last_save_step = 0
         self._last_settled_s = parts.clock()
         self._first_step = parts.state.step + 1
+        self.reached = Reached(parts.state.step, "storage" if parts.state.step else "nothing")
+        """What a next start can go on from."""
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
         state = self._parts.state
-        if state.step >= self._intervals.total_steps:
+        done = state.step >= self._intervals.total_steps
+        if done:
             self._parts.observer.say(
                 f"nothing left to do: step {state.step} is done, and `train.steps` is {self._intervals.total_steps}"
             )
-        saving = self._parts.saving
+        # Restoring took time, and compiling will.
+        asked = self._any_reason()
+        if (done or asked) and not self._parts.in_storage:
+            # It was restored from memory, which is given back when the run is done, or may be gone with its host.
+            self._parts.saving.first_step_done()
+            self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
+        elif asked and not done:
+            raise StopRequestedError(asked)
+        self._train()
+
+    def _train(self) -> None:
+        state, saving = self._parts.state, self._parts.saving
         pending: PendingStep | None = None
         # What the ranks agreed on in a step that was settled at once; it is acted upon after the next, like any other.
         carried = Agreed()
@@ -132,10 +153,10 @@ class Loop:
                 self._parts.whereabouts.first_step_done()
                 self._parts.on_first_step()
                 saving.first_step_done()
+                if not following.leave and self._any_reason():
+                    # It took as long as many others, and with nothing under way leaving two steps later gains nothing.
+                    following = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
             self._follow(step, following, saved=early)
-            if agreed.stop and step < self._intervals.total_steps:
-                request = self._parts.stop_request()
-                raise StopRequestedError(request.reason if request else "another rank was asked to stop")
 
     def _launch(self, step: int) -> PendingStep:
         parts = self._parts
@@ -199,11 +220,12 @@ class Loop:
         return Agreed(facts.stop, facts.save and facts.step > self._last_save_step)
 
     def _follow(self, step: int, following: Following, *, saved: bool) -> None:
-        """`saved`: what is to be saved is on its way already."""
-        if following.evaluate:
-            self._evaluate(step)
+        """`saved`: what is to be saved is on its way already. Raises: StopRequestedError."""
+        if following.evaluate and not self._evaluate(step):
+            # Asked to stop while it ran: nothing is under way, so this is the step.
+            following = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
         if following.leave and following.save:
-            self._parts.saving.save_now(step, following.save)
+            self._save_and_leave(step, following.save, reason=self._any_reason())
         elif following.save and not saved:
             self._save(step, following)
         if following.evaluate or (following.save and not saved):
@@ -215,16 +237,30 @@ class Loop:
             self._last_save_s, self._last_save_step = self._parts.clock(), step
         self._parts.saving.snapshot(step, reason=following.save)
 
-    def _evaluate(self, step: int) -> None:
+    def _save_and_leave(self, step: int, save: SaveReason, *, reason: str) -> None:
+        """Raises: StopRequestedError if the run is not complete, or its last step not in storage."""
+        self.reached = self._parts.saving.save_now(step, save)
+        if save == "stop" or self.reached != Reached(step, "storage"):
+            raise StopRequestedError(reason or self._any_reason() or "another rank was asked to stop")
+
+    def _any_reason(self) -> str:
+        request = self._parts.stop_request()
+        return self._parts.any_reason(request.reason if request is not None else "")
+
+    def _evaluate(self, step: int) -> bool:
+        """Whether it ran to its end; else all ranks know that they are asked to stop."""
         parts = self._parts
         evaluator = parts.evaluator
         if evaluator is None:
-            return
+            return True
         began = parts.clock()
-        loss = evaluator.run(step)
+        loss = evaluator.run(step, leave=lambda: bool(self._any_reason()))
+        if loss is None:
+            return False
         if parts.identity.speaks:
             parts.record(Evaluated(step=step, loss=loss, samples=evaluator.num_samples, seconds=parts.clock() - began))
         parts.observer.on_eval(step, loss)
+        return True
 
 
 def _noting(source: Iterator[MicroBatch], taken: list[MicroBatch]) -> Iterator[MicroBatch]:

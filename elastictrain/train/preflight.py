@@ -198,7 +198,8 @@ class RunPreflight:
         if wanted != "auto":
             return Chosen(Level(wanted), f"preflight={wanted}")
         if self._identity.speaks:
-            first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+            launcher = self._identity.launcher
+            first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             ended, world_size = ([], 1) if first_start else within(_READ_S, self._past.ended) or ([], 1)
             level, reason = choose_level(wanted, first_start=first_start, ended=ended, world_size=world_size)
             after_failure = level is Level.FULL and not first_start

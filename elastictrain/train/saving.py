@@ -7,11 +7,14 @@ from typing import Protocol
 import torch.distributed as dist
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.failed_saves import FailedSaves
+from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import CheckpointError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.train.cadence import SaveReason
+from elastictrain.train.leaving import Reached, least
 from elastictrain.train.state import TrainState
 
 
@@ -44,8 +47,11 @@ class Saving(Protocol):
     def before_update(self) -> None:
         """The state is about to change."""
 
-    def save_now(self, step: int, reason: SaveReason) -> None:
-        """Save, and return when it is durable. Collective: yes. Raises: SavesFailingError."""
+    def save_now(self, step: int, reason: SaveReason) -> Reached:
+        """Save, and return when it is durable, or when this run has to go: then host memory may be all that was reached.
+
+        Collective: yes. Raises: SavesFailingError.
+        """
 
     def close(self, *, finished: bool) -> None:
         """No more saves. `finished`: the run is complete, and needs no memory any more."""
@@ -66,6 +72,9 @@ class SavingParts:
     save_timeout_s: float
     finish_timeout_s: float
     """How long the end of the run may wait for its keeper's."""
+
+    left_s: Callable[[], float | None]
+    """How long this rank may still wait for a save; None: as long as it takes."""
 
     whereabouts: Whereabouts
     flush_records: Callable[[], None]
@@ -102,14 +111,19 @@ class SynchronousSaving:
     def before_update(self) -> None:
         pass
 
-    def save_now(self, step: int, reason: SaveReason) -> None:
-        while not self._try(step, reason):
-            pass
+    def save_now(self, step: int, reason: SaveReason) -> Reached:
+        # Nothing else holds the state, so a save that has begun is not left alone, however late it is.
+        while (error := self._try(step, reason)) is not None:
+            left = least([_seconds(one) for one in gather_json(self._parts.left_s(), group=self._parts.group)])
+            if left is not None and left <= 0:
+                raise error
+        return Reached(step, "storage")
 
     def close(self, *, finished: bool) -> None:
         pass
 
-    def _try(self, step: int, reason: SaveReason) -> bool:
+    def _try(self, step: int, reason: SaveReason) -> CheckpointError | StorageError | None:
+        """Returns why it is not saved, if so."""
         parts = self._parts
         parts.whereabouts.enter(Phase.SAVE, step=step)
         # What the checkpoint covers is never done again, so its records must not be lost with this process.
@@ -126,9 +140,13 @@ class SynchronousSaving:
             if parts.rank == 0:
                 tell_failure(parts, step, error=str(error), in_a_row=self._failed.in_a_row)
             self._failed.check(error)
-            return False
+            return error
         self._failed = self._failed.succeeded()
-        return True
+        return None
+
+
+def _seconds(value: JsonValue) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def tell_failure(parts: SavingParts, step: int, *, error: str, in_a_row: int) -> None:

@@ -2,21 +2,31 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from elastictrain.checkpoint.exchange import from_first, gather_json
+from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.train.cadence import SaveReason
+from elastictrain.train.leaving import Reached, Verdict, copy_limit_s
+from elastictrain.train.save_wait import SHARE, SaveWait
 from elastictrain.train.saving import SavingParts, SynchronousSaving, tell_failure
 
 _PAUSE_S = 0.02
-_SHARE = 0.9
-"""Of the limit of a phase: what is waited for in it gives up before the watchdog does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What came of looking for a slot: its place, or None; `late`: because this run has to go."""
+
+    place: int | None
+    late: bool = False
 
 
 class SnapshotSaving:
@@ -49,7 +59,7 @@ class SnapshotSaving:
         self._failed = FailedSaves(parts.max_failed_saves)
         self._owed: SaveReason | None = None
         self._owed_since_s = 0.0
-        self._saved_step = -1
+        self._wait = SaveWait(parts, link, clock=clock)
         self._num_started = 0
         self._dropped_old = False
         self._fallback: SynchronousSaving | None = None
@@ -120,29 +130,37 @@ class SnapshotSaving:
         # Also when no more snapshots are taken: the last one may still be on its way.
         self._snapshots.before_update()
 
-    def save_now(self, step: int, reason: SaveReason) -> None:
+    def save_now(self, step: int, reason: SaveReason) -> Reached:
         parts = self._parts
         parts.whereabouts.enter(Phase.SAVE, step=step)
-        # What is being sent holds its slot; this step is on its way to storage, and needs no replica.
+        # What is being sent holds its slot, and this step is newer.
         self._link.replicate(on=False)
+        self._snapshots.spare(())
+        held: Reached | None = None
         while self._fallback is None:
-            place = self._wait_for_slot()
-            if place is None:
+            found = self._wait_for_slot()
+            if found.late:
+                return held or self._reached_before()
+            if found.place is None:
                 break
             parts.whereabouts.enter(Phase.SAVE, step=step)
-            self._begin(place, step, reason)
+            self._begin(found.place, step, reason)
             self._snapshots.before_update()
             self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
-            error = self._outcome(step)
+            verdict = self._outcome(step)
             parts.whereabouts.enter(Phase.SAVE, step=step)
-            if not error:
-                self._failed = self._failed.succeeded()
-                return
+            held = Reached(step, verdict.tier) if verdict.tier != "nothing" else held
+            if not verdict.error:
+                self._failed = self._failed.succeeded() if verdict.tier == "storage" else self._failed
+                return Reached(step, verdict.tier)
             self._failed = self._failed.failed()
             if parts.rank == 0:
-                tell_failure(parts, step, error=error, in_a_row=self._failed.in_a_row)
-            self._failed.check(CheckpointError(error))
-        (self._fallback or self._fall_back()).save_now(step, reason)
+                tell_failure(parts, step, error=verdict.error, in_a_row=self._failed.in_a_row)
+            if held is not None and verdict.limited and self._failed.in_a_row >= parts.max_failed_saves:
+                # Storage is of no use now. Memory has the step, and its keeper tries once more when we are gone.
+                return held
+            self._failed.check(CheckpointError(verdict.error))
+        return (self._fallback or self._fall_back()).save_now(step, reason)
 
     def close(self, *, finished: bool) -> None:
         self._snapshots.close()
@@ -181,62 +199,62 @@ class SnapshotSaving:
         for saying in sayings:
             self._parts.say(saying)
         in_a_row = self._failed.in_a_row
-        for one in saved:
-            self._saved_step = max(self._saved_step, one.step)
+        self._wait.note(saved)
+        if saved:
             in_a_row = 0
         for failure in failures:
             in_a_row += 1
             tell_failure(self._parts, failure.step, error=failure.error, in_a_row=in_a_row)
         return bool(failures), bool(saved)
 
-    def _wait_for_slot(self) -> int | None:
-        """The slot for a snapshot that cannot be put off; None if some rank can take none. Collective: yes."""
-        deadline = self._clock() + _SHARE * self._parts.save_timeout_s
+    def _wait_for_slot(self) -> _Found:
+        """The slot for a snapshot that cannot be put off. Collective: yes."""
+        deadline = self._clock() + SHARE * self._parts.save_timeout_s
         step = 1 << 62
+        # The step that is whole on two hosts stays as long as another slot can be had.
+        safe = (self._rounds.safe,) if self._rounds is not None else ()
         while True:
             status = self._snapshots.status(due=True)
-            late = bool(self._unusable()) or self._clock() > deadline
-            told = gather_json([[one.busy for one in status], [one.torn for one in status], late], group=self._parts.group)
+            cannot = bool(self._unusable()) or self._clock() > deadline
+            own: list[JsonValue] = [[one.busy for one in status], [one.torn for one in status], cannot, self._parts.left_s()]
             busy, torn = [False] * len(self._slots), [False] * len(self._slots)
-            for of_rank in told:
+            out_of_time = False
+            for of_rank in gather_json(own, group=self._parts.group):
                 assert isinstance(of_rank, list)  # noqa: S101
-                its_busy, its_torn, its_late = of_rank
-                if its_late:
-                    return None
+                its_busy, its_torn, it_cannot, its_left_s = of_rank
+                if it_cannot:
+                    return _Found(None)
                 busy = [a or bool(b) for a, b in zip(busy, its_busy, strict=True)]  # type: ignore[arg-type]
                 torn = [a or bool(b) for a, b in zip(torn, its_torn, strict=True)]  # type: ignore[arg-type]
+                out_of_time |= isinstance(its_left_s, int | float) and its_left_s <= 0
             self._book.hear(step, busy=busy, torn=torn)
-            place = self._book.choose()
+            place = self._book.choose(protected=safe)
+            place = self._book.choose() if place is None else place
             if place is not None:
-                return place
+                return _Found(place)
+            if out_of_time:
+                return _Found(None, late=True)
             time.sleep(_PAUSE_S)
 
-    def _outcome(self, step: int) -> str:
-        """Waits until the snapshot of a step is in storage; returns what went wrong, if so. Collective: yes."""
-        error = ""
+    def _reached_before(self) -> Reached:
+        """Of the steps before: all slots hold what is still being written, and no more than that will be had."""
+        in_memory = self._book.newest_whole()
+        if in_memory is None:
+            return Reached(max(0, self._wait.saved_step), "storage" if self._wait.saved_step >= 0 else "nothing")
+        return Reached(in_memory, "storage" if self._wait.saved_step >= in_memory else "memory")
+
+    def _outcome(self, step: int) -> Verdict:
+        """Waits until the snapshot of a step is whole, and then as long as there is time for storage. Collective: yes."""
+        error, left = "", self._parts.left_s()
         try:
-            self._snapshots.wait(step, timeout_s=_SHARE * self._parts.save_timeout_s)
+            self._snapshots.wait(step, timeout_s=copy_limit_s(left, most_s=SHARE * self._parts.save_timeout_s))
         except CheckpointError as exception:
             error = str(exception)
-        errors = [str(one) for one in gather_json(error, group=self._parts.group) if one]
+        told = [row for row in gather_json([error, left is not None], group=self._parts.group) if isinstance(row, list)]
+        errors = [str(row[0]) for row in told if row[0]]
         if errors:
-            return errors[0]
-        return from_first(lambda: self._wait_for_keeper(step).encode(), group=self._parts.group).decode()
-
-    def _wait_for_keeper(self, step: int) -> str:
-        """As rank 0."""
-        deadline = self._clock() + _SHARE * self._parts.save_timeout_s
-        while self._clock() < deadline:
-            for saved in self._link.take_saved():
-                self._saved_step = max(self._saved_step, saved.step)
-            if self._saved_step >= step:
-                return ""
-            for failure in self._link.take_failures():
-                if failure.step == step:
-                    return failure.error
-                tell_failure(self._parts, failure.step, error=failure.error, in_a_row=self._failed.in_a_row + 1)
-            self._link.wait_for_news(_PAUSE_S)
-        return f"it was not durable within {self._parts.save_timeout_s:g} s"
+            return Verdict("nothing", any(row[1] for row in told), errors[0])
+        return self._wait.until_safe(step, can_replicate=self._rounds is not None, in_a_row=self._failed.in_a_row)
 
     def _fall_back(self) -> SynchronousSaving:
         if self._parts.rank == 0:

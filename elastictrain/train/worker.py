@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -16,22 +17,26 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
-from elastictrain.events import Failure, Stop
+from elastictrain.events import Failure, Journal, Stop
 from elastictrain.fault.limit import limit_the_end
 from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
+from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.fault.speaker import TURN_S, must_speak
-from elastictrain.fault.stop import StopListener
-from elastictrain.fault.watchdog import LostPeer, Overdue, Watchdog
+from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
+from elastictrain.fault.watchdog import LostPeer, Others, Overdue, Watchdog
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
 from elastictrain.train.build import Built, build
+from elastictrain.train.hang_watch import Accusation, HangWatch
+from elastictrain.train.leaving import Reached, describe
 from elastictrain.train.loop import Loop
 from elastictrain.train.memory import start_keeper
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
+_LEAST_END_S = 1.0
 
 
 class Worker:
@@ -44,13 +49,15 @@ class Worker:
         self._parent = parent
         self._began_s = time.monotonic()
         self._whereabouts = Whereabouts()
-        self._stop = StopListener()
+        self._hangs = HangWatch(config, identity, self._whereabouts)
+        self._stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
         self._watchdog = Watchdog(
             config.fault,
             mark=lambda: self._whereabouts.mark,
             stop=lambda: self._stop.request,
             end=self._end_overdue,
-            lost=self._lost_peer,
+            others=lambda: Others(self._lost_peer(), self._hangs.in_vain),
+            beat=self._hangs.beat,
         )
         self._prefix = LogPrefix(identity.rank, step=lambda: self._whereabouts.mark.step)
         self._ending = threading.Lock()
@@ -87,7 +94,7 @@ class Worker:
             stop_request=lambda: self._stop.request,
             on_meeting=self._take_note,
         )
-        self._link = start_keeper(config, identity, started, agent=self._parent if identity.launched else os.getpid())
+        self._link = start_keeper(config, identity, started, agent=self._starter())
         built = build(
             config,
             identity,
@@ -97,46 +104,74 @@ class Worker:
             link=self._link,
         )
         self._built = built
+        loop = Loop(built.loop)
         code, reason = EXIT_OK, "done"
         try:
-            Loop(built.loop).run()
+            loop.run()
             self._whereabouts.enter(Phase.EVAL, step=built.loop.state.step)
             built.show_sample()
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
         self._whereabouts.enter(Phase.END)
-        self._say_goodbye(built, code=code, reason=reason)
+        self._say_goodbye(built, code=code, reason=reason, reached=loop.reached)
         leave(started.group)
+        self._hangs.close()
         started.met.journal.close()
         return code
+
+    def _starter(self) -> int:
+        """The process that would start this worker again."""
+        if self._identity.launcher is not None:
+            # Our launcher starts another torchrun each time.
+            return self._identity.launcher.pid
+        return self._parent if self._identity.launched else os.getpid()
 
     def _take_note(self, met: Met) -> None:
         """From now on failures can be recorded."""
         self._met = met
         self._prefix.incarnation = met.incarnation.name
+        self._hangs.begin(met)
 
-    def _say_goodbye(self, built: Built, *, code: int, reason: str) -> None:
+    def _say_goodbye(self, built: Built, *, code: int, reason: str, reached: Reached) -> None:
         step = built.loop.state.step
+        # Said before anything is closed: storage that is slow may keep us from coming back.
+        self._tell_launcher(code, reason)
+        if code == EXIT_STOPPED:
+            self._leave_in_time()
+        if self._met is not None and self._identity.speaks:
+            seconds, saved = time.monotonic() - self._began_s, reached.tier
+            self._met.journal.record(
+                Stop(step=step, reason=reason, exit_code=code, seconds=seconds, saved=saved, saved_step=reached.step)
+            )
+        if self._identity.speaks and code == EXIT_STOPPED:
+            several = self._identity.local_world_size < self._identity.world_size
+            where = describe(reached, step=step, run_dir=self._config.run.dir, several_hosts=several)
+            sys.stderr.write(
+                f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there\n"
+            )
+            sys.stderr.flush()
         built.close(finished=code == EXIT_OK)
         if self._met is not None:
-            if self._identity.speaks:
-                seconds = time.monotonic() - self._began_s
-                self._met.journal.record(Stop(step=step, reason=reason, exit_code=code, seconds=seconds))
             self._met.board.close()
             # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
             self._met.journal.flush()
-        if self._identity.speaks and code == EXIT_STOPPED:
-            sys.stderr.write(
-                f"elastictrain: stopped on request ({reason}) after step {step}, which is saved in {self._config.run.dir}; "
-                "the same command continues from there\n"
-            )
+
+    def _leave_in_time(self) -> None:
+        """What is left to do is not worth being killed over."""
+        request = self._stop.request
+        if request is not None and request.deadline_s is not None:
+            left_s = request.deadline_s - time.monotonic()
+            limit_the_end(max(_LEAST_END_S, min(self._config.fault.shutdown_grace_s, left_s)), exit_code=EXIT_STOPPED)
 
     def _end_failed(self, error: BaseException) -> int:
         self._limit_the_end(meaning(error, mark=self._whereabouts.mark, last_heard={}).exit_code)
         # The limit above takes the watchdog's place, and keeps the exit code.
+        self._hangs.say_ending()
         self._watchdog.close()
         heard = self._last_heard()
         what = meaning(error, mark=self._whereabouts.mark, last_heard=heard)
+        if what.alone:
+            self._hangs.tell_others(what.sentence)
         stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
         self._report(what, stack=stack, heard=heard)
         return what.exit_code
@@ -144,53 +179,65 @@ class Worker:
     def _end_overdue(self, overdue: Overdue) -> None:
         """From the watchdog's thread, while the main thread is stuck: say why, and end the process."""
         self._limit_the_end(overdue.exit_code)
+        self._hangs.say_ending()
         try:
+            accusation = self._hangs.accuse(overdue)
+            if overdue.exit_code == EXIT_TRANSPORT:
+                self._hangs.tell_others(overdue.reason)
             heard = self._last_heard()
-            sentence = overdue.reason + describe_heard(heard)
+            sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
             stack = _all_stacks() if overdue.show_stacks else ""
-            self._report(Meaning(overdue.exit_code, sentence, show_stack=overdue.show_stacks), stack=stack, heard=heard)
+            what = Meaning(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
+            self._report(what, stack=stack, heard=heard, accusation=accusation)
         finally:
             os._exit(overdue.exit_code)
 
     def _lost_peer(self) -> LostPeer | None:
         lost = self._link.lost if self._link is not None else None
-        return LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else None
+        return LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else self._hangs.fallen
 
     def _limit_the_end(self, exit_code: int) -> None:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
         limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
 
-    def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str]) -> None:
+    def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None) -> None:
         with self._ending:
             if self._speaks(what):
                 sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
                 sys.stderr.flush()
+            mark = self._whereabouts.mark
+            self._tell_launcher(what.exit_code, what.sentence)
             if self._met is None:
                 return
-            mark = self._whereabouts.mark
+            if accusation is not None:
+                self._hangs.keep(accusation)
             key = f"flight/{self._met.incarnation.name}-r{self._identity.rank:05d}.json"
-            self._met.journal.record(
-                Failure(
-                    exit_code=what.exit_code,
-                    error=what.sentence,
-                    phase=str(mark.phase),
-                    step=mark.step,
-                    last_heard=heard,
-                    flight_recorder=key if self._config.fault.flight_recorder_entries else None,
-                )
+            failure = Failure(
+                exit_code=what.exit_code,
+                error=what.sentence,
+                phase=str(mark.phase),
+                step=mark.step,
+                last_heard=heard,
+                flight_recorder=key if self._config.fault.flight_recorder_entries else None,
             )
-            self._met.journal.close()
+            # The main thread may hang in this very journal, since storage does.
+            within(self._config.fault.shutdown_grace_s / 2, partial(_record_last, self._met.journal, failure))
             # Last, since it asks the library that may be what hangs.
             within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
+
+    def _tell_launcher(self, exit_code: int, sentence: str) -> None:
+        launcher, mark = self._identity.launcher, self._whereabouts.mark
+        if launcher is not None:
+            leave_reason(launcher.folder, Reason(self._identity.rank, exit_code, str(mark.phase), mark.step, sentence))
 
     def _speaks(self, what: Meaning) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
         local_rank = self._identity.local_rank
         if what.exit_code == EXIT_STOPPED:
             return local_rank == 0
-        if what.show_stack or what.exit_code == EXIT_TRANSPORT:
+        if what.show_stack or what.alone or what.exit_code == EXIT_TRANSPORT:
             return True
         limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
         return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
@@ -202,6 +249,11 @@ class Worker:
 
     def _last_heard(self) -> dict[str, str]:
         return self._met.board.last_heard() if self._met is not None else {}
+
+
+def _record_last(journal: Journal, failure: Failure) -> None:
+    journal.record(failure)
+    journal.close()
 
 
 def _all_stacks() -> str:

@@ -59,7 +59,19 @@ EXAMPLES: list[Event] = [
     events.Failure(
         exit_code=71, error="line 1\nline 2 é", phase="reduce", step=3, last_heard={"rank 1": "x"}, flight_recorder=None
     ),
-    events.Stop(step=3, reason="SIGTERM", exit_code=75, seconds=3.0),
+    events.Hang(
+        guilty=("rank 1 on b",),
+        hosts=("b",),
+        reason="frozen",
+        phase="forward",
+        step=3,
+        silent_s=11.0,
+        bound_s=10.0,
+        waiting={"rank 0 on a": "reduce of step 3"},
+        text="hang: rank 1 on b",
+        stacks=None,
+    ),
+    events.Stop(step=3, reason="SIGTERM", exit_code=75, seconds=3.0, saved="memory", saved_step=3),
 ]
 NAMES = {
     "start",
@@ -81,6 +93,7 @@ NAMES = {
     "checkpoint_rejected",
     "checkpoints_pruned",
     "failure",
+    "hang",
     "stop",
 }
 

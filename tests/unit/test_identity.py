@@ -3,7 +3,7 @@ import socket
 import pytest
 
 from elastictrain.errors import ConfigError
-from elastictrain.identity import Identity, read_identity
+from elastictrain.identity import Identity, Launcher, read_identity
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PATH": "/bin"}
 
@@ -59,3 +59,34 @@ def test_a_world_of_nobody_is_refused(name: str) -> None:
 def test_a_rank_outside_the_world_is_refused(world: str) -> None:
     with pytest.raises(ConfigError, match=f"`RANK` must be < WORLD_SIZE={world}, but is 5"):
         read_identity(TORCHRUN | {"WORLD_SIZE": world})
+
+
+LAUNCHED = TORCHRUN | {
+    "ELASTICTRAIN_LAUNCHER": "77",
+    "ELASTICTRAIN_GENERATION": "3",
+    "ELASTICTRAIN_RESTARTED": "1",
+    "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-3",
+}
+
+
+def test_workers_of_our_launcher_know_it() -> None:
+    assert read_identity(LAUNCHED).launcher == Launcher(77, 3, True, "/tmp/x/generation-3")
+    assert read_identity(LAUNCHED | {"ELASTICTRAIN_RESTARTED": "0"}).launcher == Launcher(77, 3, False, "/tmp/x/generation-3")
+    assert read_identity(TORCHRUN).launcher is None
+
+
+def test_what_an_earlier_launcher_left_in_the_environment_is_nothing_without_torchrun() -> None:
+    environment = {name: value for name, value in LAUNCHED.items() if name not in TORCHRUN}
+    assert read_identity(environment) == Identity(0, 1, 0, 1, socket.gethostname(), launched=False)
+
+
+@pytest.mark.parametrize("name", ["ELASTICTRAIN_LAUNCHER", "ELASTICTRAIN_GENERATION", "ELASTICTRAIN_LAUNCH_FOLDER"])
+def test_half_a_launcher_is_none(name: str) -> None:
+    assert read_identity({key: value for key, value in LAUNCHED.items() if key != name}).launcher is None
+    assert read_identity(LAUNCHED | {name: ""}).launcher is None
+
+
+@pytest.mark.parametrize("name", ["ELASTICTRAIN_LAUNCHER", "ELASTICTRAIN_GENERATION"])
+@pytest.mark.parametrize("text", ["-1", "x", "1.0"])
+def test_a_launcher_whose_numbers_are_none_is_none(name: str, text: str) -> None:
+    assert read_identity(LAUNCHED | {name: text}).launcher is None

@@ -17,7 +17,7 @@ def board(
     interval_s: float = 0.005,
     clock: Callable[[], float] = time.time,
 ) -> Board:
-    return Board(store, rank=rank, hosts=("a", "b", "c"), where=lambda: where, interval_s=interval_s, clock=clock)
+    return Board(store, rank=rank, hosts=("a", "b", "c"), tell=lambda: {"where": where}, interval_s=interval_s, clock=clock)
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -138,3 +138,37 @@ def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monkey
     assert time.monotonic() - began_s < 5.0
     assert heard == {"the shared store": "does not answer: its host may be the one that is gone"}
     store.answer.set()
+
+
+def test_beats_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_say() -> None:
+    store = dist.HashStore()
+    now_s = [50.0]
+    reader = Board(store, rank=1, hosts=("a", "b"), tell=dict, interval_s=1.0, stopwatch=lambda: now_s[0])
+    assert reader.beats() == {0: None}
+    writer = board(store, 0, interval_s=60.0, clock=lambda: 1e9)
+    writer.add({"collective": "all_reduce no. 5"})
+    writer.start()
+    wait_for(lambda: reader.beats()[0] is not None)
+    now_s[0] += 4.0
+    first = reader.beats()[0]
+    writer.close()
+    assert first is not None
+    assert first.still_s == 4.0
+    assert (first.told["where"], first.told["collective"]) == ("reduce of step 3", "all_reduce no. 5")
+    store.set("beat/0", '{"number": 2, "time": 0}')
+    second = reader.beats()[0]
+    assert second is not None
+    assert second.still_s == 0.0
+
+
+def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:
+    store = dist.HashStore()
+    one, other = board(store, 0), board(store, 1)
+    assert other.fallen() is None
+    one.fall("a collective failed")
+    assert other.fallen() == "rank 0 on a"
+    assert one.fallen() is None
+
+
+def test_to_fall_where_the_store_is_lost_is_no_error() -> None:
+    board(LostStore(), 0).fall("x")  # type: ignore[arg-type]

@@ -100,3 +100,19 @@ def test_only_the_first_line_of_a_foreign_message_is_shown() -> None:
 
 def test_nobody_heard_is_nothing_said() -> None:
     assert describe_heard({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "alone"),
+    [
+        (errors.ElasticTrainError("data-worker-0 (pid 7) died of SIGKILL"), True),
+        (TRANSPORT[0], True),
+        (KeyError("tokens"), True),
+        (errors.NonFiniteError("11 steps in a row"), False),
+        (errors.StopRequestedError("SIGTERM"), False),
+        (ConfigError([Problem("train.steps", "must be >= 1")]), False),
+    ],
+    ids=repr,
+)
+def test_what_all_ranks_find_alike_is_nobodys_own_trouble(error: Exception, alone: bool) -> None:
+    assert meaning(error, mark=REDUCE, last_heard={}).alone is alone

@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest
+from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest, after_signal
+from elastictrain.fault.stop_file import StopNote, write_stop_note
 
 
 @contextmanager
-def listening(clock: Callable[[], float] = time.monotonic) -> Iterator[StopListener]:
-    listener = StopListener(clock)
+def listening(
+    clock: Callable[[], float] = time.monotonic, *, notice_s: float | None = None, stop_file: Path | None = None
+) -> Iterator[StopListener]:
+    """Its unix clock shows 1000 s more than `clock`."""
+    file = None if stop_file is None else str(stop_file)
+    listener = StopListener(clock, notice_s=notice_s, stop_file=file, wall=lambda: 1000.0 + clock())
     listener.start()
     try:
         yield listener
@@ -34,12 +39,14 @@ def request_of(listener: StopListener) -> StopRequest:
     return listener.request
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
-def test_a_signal_becomes_a_request(number: signal.Signals) -> None:
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_becomes_a_request(name: str) -> None:
     with listening(lambda: 42.0) as listener:
         assert listener.request is None
-        os.kill(os.getpid(), number)
-        assert request_of(listener) == StopRequest(number.name, 42.0)
+        # One that nobody listens to would end the tests.
+        if signal.Signals[name] in STOP_SIGNALS:
+            os.kill(os.getpid(), signal.Signals[name])
+        assert request_of(listener) == StopRequest(name, 42.0)
 
 
 def test_the_first_reason_stays() -> None:
@@ -87,14 +94,98 @@ def _unblock_and_raise() -> None:
 
 
 def test_other_signals_are_no_stop() -> None:
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+    before = signal.signal(signal.SIGWINCH, lambda number, frame: None)
     try:
         with listening() as listener:
-            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGWINCH)
             time.sleep(0.02)
             assert listener.request is None
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGWINCH, before)
+
+
+def test_a_signal_alone_leaves_the_time_that_is_configured() -> None:
+    with listening(lambda: 42.0, notice_s=30.0) as listener:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_of(listener) == StopRequest("SIGTERM", 42.0, 72.0)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
+def test_the_file_says_why_and_until_when(number: signal.Signals, tmp_path: Path) -> None:
+    write_stop_note(str(tmp_path / "stop"), StopNote("AWS takes it", 1162.0))
+    with listening(lambda: 42.0, notice_s=30.0, stop_file=tmp_path / "stop") as listener:
+        os.kill(os.getpid(), number)
+        assert request_of(listener) == StopRequest("AWS takes it", 42.0, 162.0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"\xff",
+        b"[]",
+        b'"SIGTERM"',
+        b'{"deadline": 1000000.0}',
+        b'{"reason": "", "deadline": 1000000.0}',
+        b'{"reason": "it", "deadline": "noon"}',
+        b'{"reason": "it", "deadline": true}',
+        b'{"reason": "it", "deadline": NaN}',
+        b'{"reason": "it", "deadline": 1e999}',
+        b'{"reason": "it", "deadline": %s}' % (b"9" * 400),
+        b"[" * 100_000,
+    ],
+)
+def test_a_file_that_says_nothing_is_passed_over(
+    content: bytes | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if content is not None:
+        (tmp_path / "stop").write_bytes(content)
+    with listening(lambda: 42.0, notice_s=30.0, stop_file=tmp_path / "stop") as listener:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert request_of(listener) == StopRequest("SIGTERM", 42.0, 72.0)
+    warned = [
+        message for message in caplog.messages if message.startswith(f"the reason to stop cannot be read from {tmp_path}")
+    ]
+    assert len(warned) == (content is not None)
+
+
+NOTE = StopNote("AWS takes it", 1050.0)
+BEFORE = StopRequest("SIGUSR1", 5.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("before", "note", "after"),
+    [
+        (None, None, StopRequest("SIGTERM", 10.0, 40.0)),
+        (None, NOTE, StopRequest("AWS takes it", 10.0, 50.0)),
+        (None, StopNote("it", None), StopRequest("it", 10.0, 40.0)),
+        # Left over from an earlier stop, most likely: there is no time in it to save anything.
+        (None, StopNote("it", 1010.0), StopRequest("it", 10.0, 40.0)),
+        (BEFORE, None, BEFORE),
+        (BEFORE, NOTE, StopRequest("SIGUSR1", 5.0, 50.0)),
+        (BEFORE, StopNote("it", 1061.0), BEFORE),
+        (BEFORE, StopNote("it", 1009.0), BEFORE),
+        (StopRequest("a person", 5.0), None, StopRequest("a person", 5.0)),
+        (StopRequest("a person", 5.0), NOTE, StopRequest("a person", 5.0, 50.0)),
+    ],
+)
+def test_the_first_reason_stays_and_the_earliest_deadline(
+    before: StopRequest | None, note: StopNote | None, after: StopRequest
+) -> None:
+    assert after_signal(before, note, name="SIGTERM", now_s=10.0, now=1010.0, notice_s=30.0) == after
+
+
+def test_what_is_not_a_signal_can_ask_too(caplog: pytest.LogCaptureFixture) -> None:
+    with listening(lambda: 42.0) as listener:
+        listener.ask("the time limit", deadline=1142.0)
+        assert listener.request == StopRequest("the time limit", 42.0, 142.0)
+        listener.ask("AWS takes it", deadline=1072.0)
+        listener.ask("something else", deadline=1090.0)
+        listener.ask("something else")
+        assert listener.request == StopRequest("the time limit", 42.0, 72.0)
+    asked = "asked to stop (the time limit)"
+    assert caplog.messages == [f"{asked}; 100 s are left", f"{asked}; 30 s are left"]
 
 
 def test_close_puts_everything_back() -> None:

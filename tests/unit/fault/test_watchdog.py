@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from elastictrain.config.fault import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.watchdog import LOST_PATIENCE_S, LostPeer, Overdue, Watchdog, bound_s, judge
+from elastictrain.fault.watchdog import LOST_PATIENCE_S, LostPeer, Others, Overdue, Watchdog, bound_s, judge
 from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 
 OPTIONS = FaultGroup(
@@ -189,7 +189,7 @@ def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:
         mark=lambda: mark_of(Phase.FORWARD, since_s=10.0),
         stop=lambda: None,
         end=end,
-        lost=lambda: LostPeer("rank 1 of this host", 10.0),
+        others=lambda: Others(LostPeer("rank 1 of this host", 10.0)),
         clock=lambda: 11.0,
         interval_s=0.001,
     )
@@ -197,3 +197,42 @@ def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:
     assert called.wait(10)
     watchdog.close()
     assert [one.exit_code for one in ended] == [EXIT_TRANSPORT]
+
+
+def test_a_watchdog_that_was_stopped_with_its_process_takes_that_for_no_silence() -> None:
+    ended = Ended()
+    beats: list[int] = []
+    now_s = [0.0]
+    watchdog = Watchdog(
+        OPTIONS,
+        mark=lambda: mark_of(Phase.REDUCE),
+        stop=lambda: None,
+        end=ended,
+        beat=lambda: beats.append(1),
+        clock=lambda: now_s[0],
+        interval_s=0.005,
+    )
+    watchdog.start()
+    assert not ended.happened.wait(0.05)
+    now_s[0] = 1000.0
+    assert not ended.happened.wait(0.1)
+    for _ in range(50):
+        now_s[0] += 1.0
+        ended.happened.wait(0.02)
+    assert ended.happened.wait(5.0)
+    assert now_s[0] > 1030.0
+    watchdog.close()
+    assert beats
+
+
+def test_a_silence_in_vain_is_ended_at_the_learned_bound() -> None:
+    mark = Mark(Phase.REDUCE, 3, 0, 0.0, True, usual_s=1.5)
+    assert bound_s(mark, OPTIONS) == 15.0
+    assert judge(mark, now_s=15.1, stop=None, options=OPTIONS) is None
+    overdue = judge(mark, now_s=15.1, stop=None, options=OPTIONS, in_vain=True)
+    assert overdue is not None
+    assert overdue.hangs
+    assert overdue.reason == "no progress for 15.1 s in reduce of step 3 (limit 15 s)"
+    lost = judge(mark, now_s=15.1, stop=None, options=OPTIONS, lost=LostPeer("rank 1", 0.0))
+    assert lost is not None
+    assert not lost.hangs

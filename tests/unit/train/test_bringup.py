@@ -90,7 +90,8 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         assert len(started.samples.train) == 64
         (introduction,) = started.met.incarnation.ranks
         assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")
-        started.met.journal.record(Stop(step=number, reason="done", exit_code=0, seconds=1.0))
+        stop = Stop(step=number, reason="done", exit_code=0, seconds=1.0, saved="storage", saved_step=number)
+        started.met.journal.record(stop)
         name = started.met.incarnation.name
         (line,) = (tmp_path / "run" / "events" / f"{name}-r00000.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["incarnation"]) == (number, name)

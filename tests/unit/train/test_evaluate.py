@@ -62,3 +62,17 @@ def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore)
     )
     assert evaluator.num_samples == 5
     assert evaluator.run(1) > 0
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_it_can_be_broken_off_between_any_two_portions(group_of_one: dist.HashStore, kind: str) -> None:
+    task = Squares()
+    wrapped, whereabouts = wrapped_model(task, kind=kind), Whereabouts()
+    evaluator = Evaluator(
+        task, wrapped, Points(), num_samples=8, micro_batch=2, identity=ALONE, device=CPU, whereabouts=whereabouts
+    )
+    for before in range(4):
+        answers = iter([*[False] * before, True])
+        assert evaluator.run(1, leave=lambda: next(answers)) is None  # noqa: B023
+        assert wrapped.module.training
+    assert evaluator.run(1) is not None

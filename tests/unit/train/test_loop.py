@@ -1,7 +1,7 @@
 """The loop with a stepper that computes nothing: who settles what when, and what follows."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
 
@@ -12,6 +12,7 @@ from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.data import DataGroup
 from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
@@ -24,6 +25,7 @@ from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop, LoopParts, StepReport
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.saving import SavingParts, SynchronousSaving
@@ -49,6 +51,7 @@ def config(
         parallel=ParallelGroup(kind="ddp"),
         checkpoint=CheckpointGroup(every_steps=save_every, every_minutes=every_minutes),
         fault=FaultGroup(),
+        launch=LaunchGroup(),
         preflight=PreflightGroup(level="off"),
         telemetry=TelemetryGroup(log_every_steps=1),
     )
@@ -73,6 +76,13 @@ class World:
     first: int = 0
     stop_at: int | None = None
     """A signal comes while this step is being computed."""
+
+    in_storage: bool = True
+    other_reason: str = ""
+    """Of another rank, told in collectives of their own only."""
+
+    eval_asks_at: int | None = None
+    """A signal comes while this step is being evaluated."""
 
     losses: dict[int, float] = field(default_factory=dict)
     refuse_saves: int = 0
@@ -123,6 +133,7 @@ class World:
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
                 save_timeout_s=1.0,
                 finish_timeout_s=1.0,
+                left_s=lambda: None,
                 whereabouts=whereabouts,
                 flush_records=lambda: self.flushed.append(self.of(Step)),
                 record=self.events.append,
@@ -142,6 +153,8 @@ class World:
             record=self.events.append,
             whereabouts=whereabouts,
             stop_request=lambda: self.request,
+            any_reason=self._any_reason,
+            in_storage=self.in_storage,
             on_first_step=self._count_first_step,
             tokens_per_sample=10,
             clock=lambda: self.now_s,
@@ -149,6 +162,9 @@ class World:
         loop = Loop(parts)
         loop.run()
         return loop
+
+    def _any_reason(self, own: str) -> str:
+        return own or self.other_reason
 
     def _count_first_step(self) -> None:
         self.first_steps += 1
@@ -162,7 +178,11 @@ class _Evaluator:
     world: World
     num_samples: int = 3
 
-    def run(self, step: int) -> float:
+    def run(self, step: int, *, leave: Callable[[], bool]) -> float | None:
+        if step == self.world.eval_asks_at:
+            self.world.request = StopRequest("SIGUSR2", self.world.now_s)
+        if leave():
+            return None
         self.world.evaluated.append(step)
         return 2.0
 
@@ -234,7 +254,7 @@ def test_only_rank_0_records_and_every_rank_saves() -> None:
     assert world.saved == [(2, "interval"), (4, "end")]
 
 
-@pytest.mark.parametrize("stop_at", [1, 2, 5, 6])
+@pytest.mark.parametrize("stop_at", [2, 5, 6])
 @pytest.mark.parametrize("save_every", [0, 1, 2, 3])
 @pytest.mark.parametrize("eval_every", [0, 1, 2])
 def test_a_stop_is_obeyed_within_three_steps_whatever_else_happens_at_each_step(
@@ -243,7 +263,7 @@ def test_a_stop_is_obeyed_within_three_steps_whatever_else_happens_at_each_step(
     world = World(config(steps=100, save_every=save_every, eval_every=eval_every), stop_at=stop_at)
     with pytest.raises(StopRequestedError, match="SIGUSR1"):
         world.train()
-    assert stop_at < world.launched[-1] <= stop_at + 3
+    assert stop_at <= world.launched[-1] <= stop_at + 3
     assert world.saved[-1][0] == world.launched[-1]
     assert world.of(Step) == world.launched
 
@@ -262,6 +282,67 @@ def test_a_stop_of_another_rank_is_obeyed_too(save_every: int) -> None:
         world.train()
     assert world.saved[-1] == (world.launched[-1], "stop")
     assert world.launched[-1] <= 6
+
+
+@pytest.mark.parametrize("save_every", [0, 1])
+@pytest.mark.parametrize("eval_every", [0, 1])
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_stop_while_the_first_step_compiles_is_obeyed_after_it(first: int, save_every: int, eval_every: int) -> None:
+    world = World(config(steps=100, save_every=save_every, eval_every=eval_every), first=first, stop_at=first + 1)
+    with pytest.raises(StopRequestedError, match="SIGUSR1"):
+        world.train()
+    assert world.launched == world.of(Step) == [first + 1]
+    assert world.saved[-1] == (first + 1, "stop")
+    assert world.evaluated == []
+
+
+@pytest.mark.parametrize("save_every", [0, 4])
+def test_an_evaluation_is_broken_off(save_every: int) -> None:
+    world = World(config(steps=100, save_every=save_every, eval_every=2), eval_asks_at=4)
+    with pytest.raises(StopRequestedError, match="SIGUSR2"):
+        world.train()
+    assert (world.evaluated, world.launched) == ([2], [1, 2, 3, 4])
+    assert world.of(Step) == world.launched
+    assert world.saved[-1] == (4, "stop")
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_stop_before_the_first_step_leaves_at_once(first: int) -> None:
+    world = World(config(steps=100), first=first, request=StopRequest("SIGTERM", 0.0))
+    with pytest.raises(StopRequestedError, match="SIGTERM"):
+        world.train()
+    assert (world.launched, world.saved) == ([], [])
+
+
+def test_a_stop_of_another_host_before_the_first_step_has_its_reason() -> None:
+    world = World(config(steps=100), other_reason="AWS takes it")
+    with pytest.raises(StopRequestedError, match="AWS takes it"):
+        world.train()
+    assert world.launched == []
+
+
+def test_a_step_that_only_memory_has_is_saved_before_leaving_with_it() -> None:
+    world = World(config(steps=100), first=3, request=StopRequest("SIGTERM", 0.0), in_storage=False)
+    with pytest.raises(StopRequestedError, match="SIGTERM"):
+        world.train()
+    assert (world.launched, world.saved) == ([], [(3, "stop")])
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_last_step_that_only_memory_has_is_saved_before_memory_is_given_back(asked: bool) -> None:
+    request = StopRequest("SIGTERM", 0.0) if asked else None
+    world = World(config(steps=5), first=5, request=request, in_storage=False)
+    world.train()
+    assert (world.launched, world.saved) == ([], [(5, "end")])
+
+
+def test_a_last_step_that_does_not_reach_storage_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of a run that is done gives memory back."""
+    monkeypatch.setattr(SynchronousSaving, "save_now", lambda self, step, reason: Reached(step, "memory"))
+    world = World(config(steps=5), stop_at=5)
+    with pytest.raises(StopRequestedError, match="SIGUSR1"):
+        world.train()
+    assert world.launched == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("stop_at", [6, 7])

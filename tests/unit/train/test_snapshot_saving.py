@@ -1,6 +1,6 @@
 """Saving through snapshots with everything around it made up: what it does when something does not work."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.keeper.link import KeeperLink, Saved, SaveFailure
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.keeper.outstanding import Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.train.cadence import SaveReason
+from elastictrain.train.leaving import Reached
 from elastictrain.train.saving import SavingParts
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.state import TrainState
@@ -87,6 +89,9 @@ class FakeLink:
     sent: list[int] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
+    replications: list[tuple[bool, bool]] = field(default_factory=list)
+    news: list[Callable[[], None]] = field(default_factory=list)
+    """What happens while it is waited for, one after another."""
 
     def send(self, step: int) -> None:
         self.sent.append(step)
@@ -107,14 +112,17 @@ class FakeLink:
     def sending(self) -> tuple[bool, bool]:
         return self.sends
 
-    def replicate(self, *, on: bool) -> None: ...
+    def replicate(self, *, on: bool, unpaced: bool = False) -> None:
+        self.replications.append((on, unpaced))
 
     def step_took(self, seconds: float) -> None: ...
 
     def tell(self, message: Mapping[str, object], *, standing: bool = False) -> None:
         self.told.append(message)
 
-    def wait_for_news(self, timeout_s: float) -> None: ...
+    def wait_for_news(self, timeout_s: float) -> None:
+        if self.news:
+            self.news.pop(0)()
 
 
 @dataclass
@@ -129,6 +137,8 @@ class Stage:
     events: list[Event]
     clock: list[float]
     unusable: list[str]
+    left: list[float | None]
+    """Seconds that are left to save in."""
 
     def step(self, step: int, *, reason: SaveReason | None = None) -> None:
         """As the loop does it: what was said when a step began is heard when the next one has."""
@@ -145,6 +155,7 @@ def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0
     said: list[str] = []
     events: list[Event] = []
     clock, unusable = [0.0], [""]
+    left: list[float | None] = [None]
     parts = SavingParts(
         checkpointer=cast(Checkpointer, checkpointer),
         state=cast(TrainState, FakeState()),
@@ -154,6 +165,7 @@ def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0
         max_failed_saves=2,
         save_timeout_s=save_timeout_s,
         finish_timeout_s=1.0,
+        left_s=lambda: left[0],
         whereabouts=Whereabouts(),
         flush_records=lambda: None,
         record=events.append,
@@ -169,7 +181,7 @@ def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
     )
-    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable)
+    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable, left)
 
 
 def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
@@ -289,3 +301,105 @@ def test_what_is_being_sent_keeps_its_slot_until_it_has_arrived_or_failed() -> N
     one.step(9)
     one.step(10)
     assert one.snapshots.spared[-1] == (second, one.link.sent[2])
+
+
+STOP = cast(SaveReason, "stop")
+
+
+def test_without_a_deadline_storage_is_waited_for_and_peers_are_not() -> None:
+    one = stage(replicates=True)
+    one.link.news = [lambda: None, lambda: one.link.saved.append(Saved(9, "step-9", 8))]
+    assert one.saving.save_now(9, STOP) == Reached(9, "storage")
+    assert (one.link.replications, one.link.sent) == ([(False, False)], [])
+    assert one.snapshots.spared[-1] == ()
+
+
+def test_storage_is_waited_for_as_long_as_there_is_time() -> None:
+    one = stage()
+    one.left[0] = 3.0
+    one.link.news = [lambda: None, lambda: one.link.saved.append(Saved(9, "step-9", 8))]
+    assert one.saving.save_now(9, STOP) == Reached(9, "storage")
+
+
+@pytest.mark.parametrize(("arrives", "tier"), [((False, False), "peer"), ((True, False), "memory"), ((False, True), "memory")])
+def test_out_of_time_memory_is_what_was_reached_and_the_peers_if_all_of_it_arrived(
+    arrives: tuple[bool, bool], tier: str
+) -> None:
+    one = stage(replicates=True)
+    one.left[0] = 3.0
+    one.link.news = [lambda: setattr(one.link, "sends", arrives), lambda: one.left.__setitem__(0, 0.0)]
+    assert one.saving.save_now(9, STOP) == Reached(9, tier)  # type: ignore[arg-type]
+    assert one.link.replications == [(False, False), (True, True)]
+    assert one.link.sent == [9]
+    assert one.snapshots.began == [(0, 9, "stop")]
+
+
+def test_a_request_that_comes_while_storage_is_waited_for_counts_too() -> None:
+    one = stage(replicates=True)
+    one.link.news = [lambda: one.left.__setitem__(0, 2.0), lambda: None, lambda: one.left.__setitem__(0, -0.1)]
+    assert one.saving.save_now(9, INTERVAL) == Reached(9, "memory")
+    assert one.link.sent == [9]
+
+
+def test_a_deadline_that_is_past_leaves_time_for_memory() -> None:
+    one = stage()
+    one.left[0] = -5.0
+    assert one.saving.save_now(9, STOP) == Reached(9, "memory")
+    assert one.snapshots.began == [(0, 9, "stop")]
+
+
+def test_without_a_slot_an_older_step_is_what_was_reached() -> None:
+    one = stage()
+    one.step(2)
+    one.step(4)
+    one.step(5)
+    one.snapshots.busy = True
+    one.left[0] = -1.0
+    assert one.saving.save_now(9, STOP) == Reached(4, "memory")
+    one = stage()
+    one.snapshots.busy = True
+    one.left[0] = -1.0
+    assert one.saving.save_now(9, STOP) == Reached(0, "nothing")
+
+
+def test_storage_that_refuses_is_no_reason_to_leave_with_an_error_what_memory_has() -> None:
+    one = stage()
+    one.left[0] = 3.0
+    one.link.failures = [SaveFailure(9, "503")]
+    one.link.news = [lambda: one.link.failures.append(SaveFailure(9, "503"))]
+    assert one.saving.save_now(9, STOP) == Reached(9, "memory")
+    assert [event.in_a_row for event in one.events if isinstance(event, CheckpointFailed)] == [1, 2]
+
+
+def test_storage_that_refuses_is_an_error_as_long_as_nobody_has_to_go() -> None:
+    one = stage()
+    one.link.failures = [SaveFailure(9, "503")]
+    one.link.news = [lambda: one.link.failures.append(SaveFailure(9, "503"))]
+    with pytest.raises(SavesFailingError, match="503"):
+        one.saving.save_now(9, STOP)
+
+
+def test_the_step_that_is_whole_on_two_hosts_stays_where_another_slot_can_be_had() -> None:
+    one = stage(every_steps=1, replicates=True)
+    for step in (1, 2, 3):
+        one.step(step)
+    one.link.sends = (False, False)
+    one.step(4)
+    one.step(5)
+    safe = one.saving._rounds and one.saving._rounds.safe
+    (kept,) = [place for place, step, _ in one.snapshots.began if step == safe]
+    one.link.saved = [Saved(9, "step-9", 8)]
+    one.saving.save_now(9, STOP)
+    assert one.snapshots.began[-1] == (1 - kept, 9, "stop")
+
+
+def test_training_that_waits_for_its_save_does_not_try_again_when_time_is_up() -> None:
+    one = stage()
+    one.unusable[0] = "gone"
+    one.checkpointer.fails = 1
+    assert one.saving.save_now(8, STOP) == Reached(8, "storage")
+    one.checkpointer.fails, one.left[0] = 1, -1.0
+    with pytest.raises(StorageError, match="the bucket is gone"):
+        one.saving.save_now(9, STOP)
+    one.left[0] = -1.0
+    assert one.saving.save_now(10, STOP) == Reached(10, "storage")

@@ -1,0 +1,134 @@
+"""Which checkpoints lie on the line that the run really took, where generations of hosts may overlap. Free of torch.
+
+A generation that was given up while it was frozen or cut off may still commit when it thaws, and no object store has a fence
+that could keep it from it. So each incarnation that a launcher starts writes down, when it has restored and before it commits
+anything, where it went on from: the step, and the incarnation that made it. A start follows these records back from the newest
+one. What is not on that line counts only where nothing on it is left.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from elastictrain.checkpoint.folders import FolderFacts
+from elastictrain.errors import ObjectNotFoundError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+ROOT = "lineage"
+_KEY = re.compile(rf"{ROOT}/(\d{{9}})-(.+)\.json")
+_SHARD = re.compile(r"(.+)-r\d{5,}-.+")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an incarnation went on from."""
+
+    generation: int
+    incarnation: str
+    step: int
+    """0 if it began at the beginning."""
+
+    parent: str
+    """The incarnation whose state that was; empty if it began at the beginning."""
+
+
+Lookup = Callable[[str], Origin | None]
+
+
+def is_on_line(incarnation: str, step: int, *, newest: Origin | None, lookup: Lookup) -> bool:
+    """Whether state of `step` that `incarnation` made is a part of the history that `newest` continues. Pure, but for `lookup`.
+
+    Where no record tells, it is: before the first launcher there were none, and one that is newer than all records has not
+    written its own yet, or needs none.
+    """
+    if newest is None or (lookup(incarnation) is None and _number(incarnation) > _number(newest.incarnation)):
+        return True
+    origin, last_step, passed = newest, step, {newest.incarnation}
+    while True:
+        if incarnation == origin.incarnation:
+            return origin.step < step <= last_step
+        last_step = origin.step
+        following = lookup(origin.parent)
+        if following is None:
+            # At the beginning this is step 0, which nobody commits.
+            return step <= last_step
+        if following.incarnation in passed:
+            # Records that go round in circles are damaged: they tell nothing.
+            return True
+        passed.add(following.incarnation)
+        origin = following
+
+
+def made_by(folder: FolderFacts) -> str | None:
+    """The incarnation whose shard files are in a folder; None if there are none, or of several."""
+    names = {match[1] for file in folder.files if (match := _SHARD.fullmatch(file))}
+    return names.pop() if len(names) == 1 else None
+
+
+class Lineage:
+    """The records of one run."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, Origin | None] = {}
+        self._keys: dict[str, str] | None = None
+
+    def write(self, origin: Origin) -> None:
+        """Before its incarnation commits anything. Raises: StorageError."""
+        self._store.write(f"{ROOT}/{origin.generation:09d}-{origin.incarnation}.json", json.dumps(asdict(origin)).encode())
+
+    def line_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
+        """The folders in their order, those off the line behind all others; and the names of these. Raises: StorageError."""
+        newest = self._newest()
+        on_line: list[FolderFacts] = []
+        off_line: list[FolderFacts] = []
+        for folder in folders:
+            name = made_by(folder)
+            there = name is None or is_on_line(name, folder.step, newest=newest, lookup=self._lookup)
+            (on_line if there else off_line).append(folder)
+        return (*on_line, *off_line), frozenset(folder.name for folder in off_line)
+
+    def _newest(self) -> Origin | None:
+        # The name begins with the generation: the last one that can be read is the newest.
+        for name in reversed(self._names()):
+            if (origin := self._lookup(name)) is not None:
+                return origin
+        return None
+
+    def _names(self) -> list[str]:
+        if self._keys is None:
+            keys = sorted(info.key for info in self._store.list(ROOT))
+            self._keys = {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
+        return list(self._keys)
+
+    def _lookup(self, incarnation: str) -> Origin | None:
+        if incarnation not in self._known:
+            self._known[incarnation] = self._read(incarnation) if incarnation in self._names() else None
+        return self._known[incarnation]
+
+    def _read(self, incarnation: str) -> Origin | None:
+        assert self._keys is not None  # noqa: S101
+        key = self._keys[incarnation]
+        try:
+            origin = Origin(**json.loads(self._store.read(key)))
+        except ObjectNotFoundError:
+            return None
+        except (ValueError, TypeError, RecursionError):
+            logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
+            return None
+        return origin if _is_sound(origin, incarnation) else None
+
+
+def _number(incarnation: str) -> int:
+    """Incarnations of a run folder are numbered in the order of their lives; two that met in a race may have the same."""
+    digits = incarnation.partition("-")[0]
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _is_sound(origin: Origin, incarnation: str) -> bool:
+    numbers = type(origin.generation) is int and type(origin.step) is int
+    return numbers and isinstance(origin.parent, str) and origin.incarnation == incarnation

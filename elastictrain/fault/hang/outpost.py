@@ -1,0 +1,153 @@
+"""A worker's part in being watched from outside: its marks, its stacks when asked, and the watcher of its host."""
+
+import json
+import logging
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.fault.hang.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
+from elastictrain.fault.marks import MarksFile, MarksReader
+from elastictrain.fault.watchdog import bound_s, limit_s
+from elastictrain.fault.whereabouts import Mark
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the watcher of a host has to know of an incarnation."""
+
+    incarnation: str
+    host: str
+    ranks: tuple[int, ...]
+    """Those of this host."""
+
+    run_dir: str
+    flush_s: float
+    close_s: float
+    launcher_folder: str = ""
+    """Where the launcher finds why ranks ended; empty if there is none."""
+
+
+class Outpost:
+    """One worker. Its files and its watcher go with `close`; where a worker ends otherwise, the watcher removes them."""
+
+    def __init__(self, facts: HostFacts, *, rank: int, options: FaultGroup, parent: str = "") -> None:
+        """Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
+        self._facts = facts
+        self._options = options
+        self.folder = f"{parent or default_parent()}/{facts.incarnation}-r{facts.ranks[0]:05d}"
+        _make_folder(self.folder)
+        stopped_s = min(options.hang_floor_s, options.step_timeout_s)
+        self._marks = MarksFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
+        try:
+            self._stacks = tell_stacks_when_asked(self.folder, rank)
+        except OSError:
+            self._marks.close()
+            raise
+        self._watcher: subprocess.Popen[bytes] | None = None
+
+    @property
+    def beat(self) -> Callable[[], None]:
+        """To be called as long as threads of this process can run."""
+        return self._marks.beat
+
+    def write(self, mark: Mark) -> None:
+        """Note a mark; never raises."""
+        self._marks.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
+
+    def say_ending(self) -> None:
+        """This process ends itself, and is left the time for that."""
+        self._marks.say_ending()
+
+    def start_watcher(self) -> None:
+        """For the whole host; it ends when the last of its workers has. Raises: OSError."""
+        # It must not look like a worker, or take the signals that are meant for one.
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        self._watcher = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "elastictrain.fault.hang", self.folder, json.dumps(asdict(self._facts))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def take_stacks(self) -> str:
+        """Of all workers of this host; within a bounded time."""
+        return take_stacks(self.folder, workers_of(self.folder, self._facts.ranks))
+
+    def close(self) -> None:
+        """Nobody watches any more; from the main thread."""
+        if self._watcher is not None:
+            self._watcher.kill()
+            self._watcher.wait()
+        no_stacks_any_more(self._stacks)
+        self._marks.close()
+        with suppress(OSError):
+            os.unlink(self._stacks.name)  # noqa: PTH108
+        remove_folder(self.folder, with_files=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def default_parent() -> str:
+    """The folder of this user for all incarnations."""
+    # On a disk a mark could wait for what else is written there.
+    memory = _MEMORY if os.path.isdir(_MEMORY) and os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()  # noqa: PTH112
+    return f"{memory}/elastictrain-{os.getuid()}-marks"
+
+
+def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """`(rank, pid)` of those that have marks."""
+    found = []
+    for rank in ranks:
+        with suppress(OSError, ValueError):
+            reader = MarksReader(folder, rank)
+            found.append((rank, reader.pid))
+            reader.close()
+    return found
+
+
+def remove_folder(folder: str, *, with_files: bool) -> None:
+    """Removes what is empty, or all of an incarnation; never raises."""
+    with suppress(OSError):
+        for entry in list(os.scandir(folder)) if with_files else ():
+            with suppress(OSError):
+                os.unlink(entry.path)  # noqa: PTH108
+        os.rmdir(folder)  # noqa: PTH106
+        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120
+
+
+def _make_folder(folder: str) -> None:
+    for last_try in (False, True):
+        try:
+            for path in (os.path.dirname(folder), folder):  # noqa: PTH120
+                _make_private(path)
+            return
+        except FileNotFoundError:
+            # The end of another run has removed the parent in between.
+            if last_try:
+                raise
+
+
+def _make_private(path: str) -> None:
+    """Raises: OSError if it belongs to somebody else, who could then have any process of ours ended."""
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)  # noqa: PTH102
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{path} must be a folder that user {os.getuid()} alone can enter")

@@ -1,0 +1,212 @@
+"""Watches the workers of one host from outside, and ends those that cannot end themselves, whatever they hold."""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from elastictrain.errors import EXIT_TRANSPORT
+from elastictrain.events import Hang
+from elastictrain.fault.hang.judge import PULSE_S, Seen, Sentence, judge
+from elastictrain.fault.hang.outpost import HostFacts, remove_folder
+from elastictrain.fault.hang.proc import look_at
+from elastictrain.fault.hang.stacks import take_stacks
+from elastictrain.fault.marks import MarksReader
+from elastictrain.fault.reasons import Reason, leave_reason
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.2
+_LONGEST_TURN_S = 1.0
+"""What is beyond that was no waiting: this process was not running, and so the others may not have been either."""
+
+_NOBODY_S = 10.0
+"""The marks of the first worker are there before its watcher: without any, that worker is gone."""
+
+
+class Worker(Protocol):
+    """One watched process."""
+
+    def look(self, awake_s: float) -> Seen | None:
+        """How it is, `awake_s` after the last look; None while it has nothing to show."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
+class LiveWorker:
+    """A process of this host with its marks."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Raises: OSError if it has none, or is gone; ValueError."""
+        self._reader = MarksReader(folder, rank)
+        try:
+            # What has this number from now on is the process that the marks are of.
+            self._descriptor = os.pidfd_open(self._reader.pid)
+        except OSError:
+            self._reader.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._seen: Seen | None = None
+
+    def look(self, awake_s: float) -> Seen | None:
+        """How it is."""
+        marks = self._reader.read()
+        if marks is None:
+            return None
+        before = self._seen or Seen(marks, 0.0, 0.0)
+        changed = marks.sequence != before.marks.sequence
+        goes_on = marks.pulse != before.marks.pulse
+        seen = Seen(
+            marks,
+            unchanged_s=0.0 if changed else before.unchanged_s + awake_s,
+            still_s=0.0 if goes_on else before.still_s + awake_s,
+            gone_s=None if before.gone_s is None else before.gone_s + awake_s,
+        )
+        task = look_at(marks.pid)
+        if seen.gone_s is None and (self._poll.poll(0) or task is None or task.exiting):
+            seen = replace(seen, gone_s=0.0)
+        self._seen = replace(seen, stopped=task is not None and task.state in "Tt")
+        return self._seen
+
+    def kill(self) -> None:
+        """A process that is stopped is ended, too."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+
+class Watcher:
+    """Looks at the workers turn by turn, until the last one is gone."""
+
+    def __init__(
+        self,
+        folder: str,
+        facts: HostFacts,
+        *,
+        find: Callable[[str, int], Worker] = LiveWorker,
+        record: Callable[[Hang, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record` keeps an event and the stacks that belong to it; it may take its time."""
+        self._folder = folder
+        self._facts = facts
+        self._find = find
+        self._record = record
+        self._clock = clock
+        self._last_s = self._began_s = clock()
+        self._workers: dict[int, Worker] = {}
+        self._ended: set[int] = set()
+        self._records: list[threading.Thread] = []
+
+    def run(self) -> None:
+        """Until nobody is left."""
+        while self.turn():
+            time.sleep(TURN_S)
+        deadline = self._clock() + self._facts.close_s
+        for thread in self._records:
+            thread.join(max(0.0, deadline - self._clock()))
+
+    def turn(self) -> bool:
+        """Look once, and act; whether anybody is left to watch."""
+        now_s = self._clock()
+        awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
+        for rank in self._facts.ranks:
+            if rank not in self._workers:
+                with suppress(OSError, ValueError):
+                    self._workers[rank] = self._find(self._folder, rank)
+        looks = {rank: worker.look(awake_s) for rank, worker in self._workers.items()}
+        seen = [one for one in looks.values() if one is not None]
+        sentences = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
+        if sentences:
+            self._carry_out(sentences, seen)
+        if not self._workers:
+            return now_s - self._began_s < _NOBODY_S
+        return any(one is None or one.gone_s is None for one in looks.values())
+
+    def _carry_out(self, sentences: Sequence[Sentence], seen: Sequence[Seen]) -> None:
+        hanging = [one for one in sentences if one.hangs]
+        text = describe(sentences, seen, host=self._facts.host)
+        stacks = ""
+        if hanging:
+            alive = [(one.marks.rank, one.marks.pid) for one in seen if one.gone_s is None]
+            stacks = take_stacks(self._folder, alive)
+        with suppress(OSError):
+            sys.stderr.write(f"elastictrain: {text}\n{stacks}")
+            sys.stderr.flush()
+        for one in sentences:
+            marks = one.seen.marks
+            self._ended.add(marks.rank)
+            self._workers[marks.rank].kill()
+            if self._facts.launcher_folder:
+                reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one in hanging)
+                leave_reason(self._facts.launcher_folder, reason)
+        if hanging:
+            event = hang_event(hanging, seen, host=self._facts.host, text=text)
+            # Storage may be what hangs.
+            thread = threading.Thread(target=self._record, args=(event, stacks), name="record", daemon=True)
+            thread.start()
+            self._records.append(thread)
+
+
+def describe(sentences: Sequence[Sentence], seen: Sequence[Seen], *, host: str) -> str:
+    """What is done to whom and why, for a person. Pure."""
+    parts = [f"rank {one.seen.marks.rank} on {host} {_why(one)}" for one in sentences]
+    hanging = any(one.hangs for one in sentences)
+    condemned = {one.seen.marks.rank for one in sentences}
+    waiting = [one for one in seen if one.gone_s is None and one.marks.rank not in condemned]
+    text = ("hang: " if hanging else "") + "; ".join(parts)
+    if hanging and waiting:
+        places = ", ".join(f"rank {one.marks.rank} in {one.marks.mark}" for one in waiting[:8])
+        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+        text += f". Of this host there are besides {places}{more}"
+    return f"{text}. {'They are' if len(sentences) > 1 else 'It is'} ended from outside, so that the group can start again"
+
+
+def _why(one: Sentence) -> str:
+    mark = one.seen.marks.mark
+    match one.kind:
+        case "stopped":
+            return f"was stopped by a signal {one.silent_s:.1f} s ago in {mark}, and was not continued within {one.bound_s:g} s"
+        case "frozen":
+            return (
+                f"has been in {mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s), and none of its other threads has run "
+                f"for {one.seen.still_s:.1f} s: one of them holds the interpreter's lock"
+            )
+        case "stuck":
+            return f"has been in {mark} for {one.silent_s:.1f} s, and does not end itself as it should"
+        case "left behind":
+            return f"waits in {mark} for a rank of this host that is gone"
+
+
+def hang_event(hanging: Sequence[Sentence], seen: Sequence[Seen], *, host: str, text: str) -> Hang:
+    """The record of a hang that was seen from outside. Pure."""
+    first, condemned = hanging[0], {one.seen.marks.rank for one in hanging}
+    waiting = [one.marks for one in seen if one.gone_s is None and one.marks.rank not in condemned]
+    return Hang(
+        guilty=tuple(f"rank {rank} on {host}" for rank in sorted(condemned)),
+        hosts=(host,),
+        reason=first.kind,
+        phase=str(first.seen.marks.mark.phase),
+        step=first.seen.marks.mark.step,
+        silent_s=round(first.silent_s, 3),
+        bound_s=first.bound_s,
+        waiting={f"rank {marks.rank} on {host}": str(marks.mark) for marks in waiting},
+        text=text,
+        stacks=None,
+    )
+
+
+def clear(folder: str) -> None:
+    """The incarnation is over on this host."""
+    remove_folder(folder, with_files=True)
+
+
+assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks

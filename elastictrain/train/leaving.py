@@ -1,0 +1,108 @@
+"""How long a run that was asked to stop waits for its state to be safe, and what it has reached. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from elastictrain.fault.stop import StopRequest
+
+Tier = Literal["storage", "peer", "memory", "nothing"]
+
+_SHARE_OF_THE_END = 0.25
+_LEAST_COPY_S = 5.0
+"""A snapshot in host memory is tried, however late it is: it takes a second at most, and what comes then may be late, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """The newest step that a next start can go on from, and the safest place that has it."""
+
+    step: int
+    tier: Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What one rank says while all wait for one save. All decide by the words of all, and so alike."""
+
+    left_s: float | None
+    """Until it has to go; None: nobody asked it to, or nobody said by when."""
+
+    sending: bool
+    """Whether its host still sends replicas."""
+
+    unsent: bool
+    """Whether they did not arrive."""
+
+    saved: bool = False
+    """Whether the keeper has committed the step; rank 0 alone knows."""
+
+    error: str = ""
+    """Why it has not, and will not."""
+
+
+def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
+    """How long a save may still be waited for; None: as long as it takes. All times are monotonic.
+
+    The end of a run needs its own time: `grace_s`, or a quarter of a notice that is short.
+    """
+    if request is None or request.deadline_s is None:
+        return None
+    margin_s = min(grace_s, _SHARE_OF_THE_END * max(0.0, request.deadline_s - request.since_s))
+    return request.deadline_s - margin_s - now_s
+
+
+def least(times_s: Sequence[float | None]) -> float | None:
+    """The shortest of those that are limited."""
+    return min((one for one in times_s if one is not None), default=None)
+
+
+def copy_limit_s(left: float | None, *, most_s: float) -> float:
+    """How long to wait for a copy into host memory."""
+    return most_s if left is None else min(most_s, max(left, _LEAST_COPY_S))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Waiting for the save of one step is over, on all ranks alike."""
+
+    tier: Tier
+    """The safest place that has the step by now."""
+
+    limited: bool
+    """Whether this run has to go by some time."""
+
+    error: str = ""
+    """Why the save came to nothing, while there is time to try it again."""
+
+
+def judge(words: Sequence[Word], *, replicating: bool) -> Verdict | None:
+    """Whether waiting is over, from what the ranks say in one round; None if not.
+
+    `replicating`: whether replicas of the step were asked for. Storage is waited for as long as there is time, and what the
+    peers have counts only when there is none.
+    """
+    left = least([word.left_s for word in words])
+    limited = left is not None
+    if any(word.saved for word in words):
+        return Verdict("storage", limited)
+    tier: Tier = "peer" if replicating and not any(word.sending or word.unsent for word in words) else "memory"
+    if left is not None and left <= 0:
+        return Verdict(tier, limited)
+    error = next((word.error for word in words if word.error), "")
+    return Verdict(tier, limited, error) if error else None
+
+
+def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) -> str:
+    """Where the state of a run is that stopped after step `step`: goes on from a sentence that names this step."""
+    if reached.tier == "nothing":
+        return "; nothing is saved yet"
+    hosts, they_live = ("these hosts", "they live") if several_hosts else ("this host", "it lives")
+    memory = f"storage was not reached in time, and is still written to as long as {they_live}"
+    places = {
+        "storage": f"saved in {run_dir}",
+        "peer": f"only in the memory of {hosts}, but twice: {memory}",
+        "memory": f"only in the memory of {hosts}: {memory}",
+    }
+    place = places[reached.tier]
+    return f", which is {place}" if reached.step == step else f"; the newest step that is safe is {reached.step}, {place}"

@@ -1,0 +1,128 @@
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.checkpoint.folders import FolderFacts, folder_name
+from elastictrain.checkpoint.lineage import Lineage, Origin, is_on_line, made_by
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import open_store
+
+FIRST, SECOND, THIRD = "000001-aa", "000002-bb", "000003-cc"
+
+
+def folder(step: int, incarnation: str, *, attempt: int = 1) -> FolderFacts:
+    name = folder_name(step, attempt=attempt)
+    files = {f"{incarnation}-r{rank:05d}-0001.safetensors": 10 for rank in range(2)} | {"manifest.json": 5}
+    return FolderFacts(name, step, attempt, files)
+
+
+def on_line(incarnation: str, step: int, *origins: Origin) -> bool:
+    known = {origin.incarnation: origin for origin in origins}
+    newest = max(origins, key=lambda origin: (origin.generation, origin.incarnation), default=None)
+    return is_on_line(incarnation, step, newest=newest, lookup=known.get)
+
+
+def test_without_records_everything_counts() -> None:
+    assert on_line(FIRST, 10)
+
+
+@pytest.mark.parametrize(
+    ("incarnation", "step", "counts"),
+    [
+        (FIRST, 10, True),
+        (FIRST, 20, True),  # what the second one went on from
+        (FIRST, 25, False),  # committed when nobody followed it any more
+        (SECOND, 25, True),
+        (SECOND, 30, True),
+        (SECOND, 31, False),
+        (THIRD, 31, True),
+        ("000004-dd", 40, True),  # newer than all records: started without a launcher
+        ("000003-zz", 31, False),  # not newer than all records
+        ("000002-xx", 22, False),  # a third one that nobody went on from
+    ],
+)
+def test_a_line_of_three(incarnation: str, step: int, counts: bool) -> None:
+    origins = (
+        Origin(1, FIRST, 0, ""),
+        Origin(2, SECOND, 20, FIRST),
+        Origin(3, THIRD, 30, SECOND),
+        Origin(2, "000002-xx", 10, FIRST),
+    )
+    assert on_line(incarnation, step, *origins) is counts
+
+
+def test_what_was_there_before_the_first_launcher_counts() -> None:
+    assert on_line(FIRST, 20, Origin(1, SECOND, 20, FIRST))
+    assert not on_line(FIRST, 21, Origin(1, SECOND, 20, FIRST))
+
+
+def test_the_generation_is_what_makes_a_record_the_newest() -> None:
+    # The frozen one wrote down where it went on from after its successor did, and both found the same number free.
+    frozen, successor = Origin(4, "000005-zz", 10, FIRST), Origin(5, "000005-aa", 12, FIRST)
+    first = Origin(1, FIRST, 0, "")
+    assert on_line(successor.incarnation, 15, first, frozen, successor)
+    assert not on_line(frozen.incarnation, 15, first, frozen, successor)
+    assert on_line(FIRST, 12, first, frozen, successor)
+
+
+def test_records_that_go_round_in_circles_end() -> None:
+    origins = (Origin(2, SECOND, 20, FIRST), Origin(1, FIRST, 10, SECOND))
+    assert on_line("000001-other", 5, *origins)
+
+
+@given(st.integers(0, 10_000))
+def test_no_history_mixes_two_generations(seed: int) -> None:
+    """Random lives: each goes on from any commit on its own line, and the frozen ones commit later."""
+    chance = random.Random(seed)
+    origins: dict[str, Origin] = {}
+    lines: dict[str, set[tuple[str, int]]] = {}
+    commits: set[tuple[str, int]] = set()
+    for generation in range(1, chance.randint(2, 8)):
+        name = f"{generation:06d}-x"
+        newest = max(origins.values(), key=lambda origin: origin.generation, default=None)
+        usable = sorted(one for one in commits if is_on_line(*one, newest=newest, lookup=origins.get))
+        parent, step = chance.choice([*usable, ("", 0)]) if usable else ("", 0)
+        origins[name] = Origin(generation, name, step, parent)
+        # The truth, kept in another way: everything that it stands on.
+        lines[name] = {one for one in lines.get(parent, set()) if one[1] <= step} | ({(parent, step)} if parent else set())
+        for other in chance.sample(sorted(origins), chance.randint(1, len(origins))):
+            last_step = max([origins[other].step, *(step for name, step in commits if name == other)])
+            made = (other, last_step + chance.randint(1, 5))
+            commits.add(made)
+            lines[other] = lines[other] | {made}
+    newest = max(origins.values(), key=lambda origin: origin.generation)
+    for one in commits:
+        assert is_on_line(*one, newest=newest, lookup=origins.get) == (one in lines[newest.incarnation]), (one, origins)
+
+
+def test_folders_off_the_line_come_last(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    lineage = Lineage(store)
+    lineage.write(Origin(1, FIRST, 0, ""))
+    lineage.write(Origin(2, SECOND, 20, FIRST))
+    folders = [folder(30, FIRST), folder(25, SECOND), folder(20, FIRST), FolderFacts("step-000000010", 10, 1, {})]
+    ordered, off_line = Lineage(store).line_first(folders)
+    assert [one.step for one in ordered] == [25, 20, 10, 30]
+    assert off_line == {"step-000000030"}
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"generation": 2}', json.dumps([1]).encode(), b"\xff"])
+def test_a_damaged_record_tells_nothing(damage: bytes, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    assert isinstance(store, LocalStore)
+    Lineage(store).write(Origin(1, FIRST, 0, ""))
+    store.write(f"lineage/000000002-{SECOND}.json", damage)
+    ordered, off_line = Lineage(store).line_first([folder(30, FIRST), folder(25, SECOND)])
+    assert [one.step for one in ordered] == [30, 25]
+    assert not off_line
+
+
+def test_who_made_a_folder_is_told_by_its_files() -> None:
+    assert made_by(folder(10, FIRST)) == FIRST
+    assert made_by(FolderFacts("step-000000010", 10, 1, {"manifest.json": 1})) is None
+    mixed = {**folder(10, FIRST).files, **folder(10, SECOND).files}
+    assert made_by(FolderFacts("step-000000010", 10, 1, mixed)) is None

@@ -1,0 +1,126 @@
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from elastictrain.fault.notices import gcp
+from elastictrain.fault.notices.aws import ACTION_PATH, AwsSource
+from elastictrain.fault.notices.gcp import GcpSource
+from elastictrain.fault.notices.metadata import MetadataError, MetadataService
+from elastictrain.fault.notices.notice import Notice, Source, is_news
+from elastictrain.fault.notices.poller import NoticePoller
+from tests.unit.fault.notices.clouds import FakeAws, FakeGcp, serving
+
+NOTICE = Notice("preempt", "taken", 100.0)
+
+
+@pytest.mark.parametrize(
+    ("notice", "before", "news"),
+    [
+        (NOTICE, None, True),
+        (NOTICE, NOTICE, False),
+        (replace(NOTICE, deadline=102.0), NOTICE, False),
+        (replace(NOTICE, deadline=99.5), NOTICE, False),
+        (replace(NOTICE, deadline=98.0), NOTICE, True),
+        (NOTICE, replace(NOTICE, deadline=None), True),
+        (replace(NOTICE, deadline=None), NOTICE, False),
+        (replace(NOTICE, kind="limit"), NOTICE, True),
+        (replace(NOTICE, leave=False), NOTICE, True),
+    ],
+)
+def test_news(notice: Notice, before: Notice | None, news: bool) -> None:
+    assert is_news(notice, before=before) is news
+
+
+@dataclass
+class Script:
+    """Answers one after another, the last one for ever; `done` once it was given."""
+
+    answers: list[Notice | Exception | None]
+    name: str = "the script"
+    given: int = 0
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def look(self) -> Notice | None:
+        answer = self.answers[min(self.given, len(self.answers) - 1)]
+        self.given += 1
+        if self.given > len(self.answers):
+            self.done.set()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@contextmanager
+def polling(*sources: Source) -> Iterator["queue.SimpleQueue[Notice]"]:
+    heard: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    poller = NoticePoller(sources, on_notice=heard.put, interval_s=0.001)
+    poller.start()
+    try:
+        yield heard
+    finally:
+        poller.close()
+        poller._thread.join(5.0)
+        assert not poller._thread.is_alive()
+
+
+def all_of(heard: "queue.SimpleQueue[Notice]") -> list[Notice]:
+    found = []
+    while not heard.empty():
+        found.append(heard.get())
+    return found
+
+
+def test_what_is_new_is_passed_on_once_and_again_after_it_was_called_off() -> None:
+    hint = Notice("rebalance", "soon", None, leave=False)
+    script = Script([None, hint, hint, NOTICE, NOTICE, None, NOTICE])
+    with polling(script) as heard:
+        assert script.done.wait(5.0)
+        assert all_of(heard) == [hint, NOTICE, NOTICE]
+
+
+def test_errors_are_survived_and_told_when_they_change(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "elastictrain.fault.notices.poller")
+    gone, odd = MetadataError("no answer"), KeyError("bug")
+    script = Script([gone, gone, odd, odd, None, gone, NOTICE])
+    with polling(script) as heard:
+        assert script.done.wait(5.0)
+        assert all_of(heard) == [NOTICE]
+    unknown = "whether the script has a notice for this host is not known"
+    assert caplog.messages == [
+        f"{unknown}: no answer",
+        f"{unknown}: KeyError: 'bug'",
+        "the script answers again",
+        f"{unknown}: no answer",
+        "the script answers again",
+    ]
+
+
+def test_a_notice_that_could_not_be_passed_on_is_passed_on_again() -> None:
+    heard: queue.SimpleQueue[Notice] = queue.SimpleQueue()
+    times: Iterator[int] = iter(range(10))
+
+    def listen(notice: Notice) -> None:
+        if next(times) == 0:
+            raise OSError("disk full")
+        heard.put(notice)
+
+    poller = NoticePoller([Script([NOTICE])], on_notice=listen, interval_s=0.001)
+    poller.start()
+    assert heard.get(timeout=5.0) == NOTICE
+    poller.close()
+
+
+def test_a_source_that_fails_does_not_silence_the_others() -> None:
+    with serving(FakeAws(misbehave="error")) as aws, serving(FakeGcp(items={gcp.PREEMPTED_PATH: b"TRUE"})) as google:
+        sources = AwsSource(MetadataService(aws.url)), GcpSource(MetadataService(google.url))
+        with polling(*sources) as heard:
+            assert heard.get(timeout=5.0).reason == "Google Cloud takes this spot instance"
+            # It gets better, and has something to say.
+            aws.items[ACTION_PATH] = b'{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+            aws.misbehave = ""
+            assert heard.get(timeout=5.0).reason == "AWS terminates this spot instance"

@@ -1,0 +1,84 @@
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.fault.marks import MarksFile, MarksReader, marks_path
+from elastictrain.fault.whereabouts import Mark, Phase
+
+marks = st.builds(
+    Mark,
+    st.sampled_from(list(Phase)),
+    st.integers(0, 2**40),
+    st.integers(0, 2**20),
+    st.floats(0.0, 1e9),
+    st.booleans(),
+    compiling=st.booleans(),
+)
+
+
+def pair(folder: Path, rank: int = 3) -> tuple[MarksFile, MarksReader]:
+    writer = MarksFile(str(folder), rank=rank, stopped_s=8.0, grace_s=20.0)
+    return writer, MarksReader(str(folder), rank)
+
+
+@settings(max_examples=30)
+@given(marks)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, mark: Mark) -> None:
+    writer, reader = pair(tmp_path_factory.mktemp("marks"))
+    writer.write(mark, bound_s=10.0, limit_s=120.0)
+    found = reader.read()
+    assert found is not None
+    assert (found.mark, found.bound_s, found.limit_s) == (mark, 10.0, 120.0)
+    assert (found.pid, found.rank, found.stopped_s, found.grace_s) == (os.getpid(), 3, 8.0, 20.0)
+    writer.close()
+    reader.close()
+
+
+def test_marks_and_pulses_are_seen_to_go_on(tmp_path: Path) -> None:
+    writer, reader = pair(tmp_path)
+    first = reader.read()
+    writer.beat()
+    second = reader.read()
+    writer.write(Mark(Phase.DATA, 1, 0, 1.0, True), bound_s=1.0, limit_s=2.0)
+    writer.say_ending()
+    third = reader.read()
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (second.sequence - first.sequence, second.pulse - first.pulse) == (0, 1)
+    assert (third.sequence - second.sequence, third.pulse - second.pulse) == (1, 0)
+    assert (first.ending, third.ending) == (False, True)
+
+
+def test_a_writer_that_was_stopped_in_the_middle_leaves_what_stood_there_before(tmp_path: Path) -> None:
+    writer, reader = pair(tmp_path)
+    writer.write(Mark(Phase.REDUCE, 9, 0, 1.0, True), bound_s=1.0, limit_s=2.0)
+    before = reader.read()
+    with open(marks_path(str(tmp_path), 3), "r+b") as file:  # noqa: PTH123
+        file.seek(64 + 20)
+        file.write(b"\xff\xff")
+    assert reader.read() == before
+    assert MarksReader(str(tmp_path), 3).read() is None
+
+
+def test_a_deleted_file_is_still_read_and_a_closed_one_takes_no_more(tmp_path: Path) -> None:
+    writer, reader = pair(tmp_path)
+    writer.close()
+    writer.write(Mark(Phase.DATA, 1, 0, 1.0, True), bound_s=1.0, limit_s=2.0)
+    writer.beat()
+    writer.say_ending()
+    found = reader.read()
+    assert found is not None
+    assert found.mark.phase is Phase.START
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_files_are_no_marks(tmp_path: Path) -> None:
+    Path(marks_path(str(tmp_path), 3)).write_bytes(b"x" * 4096)
+    with pytest.raises(ValueError, match="holds no marks"):
+        MarksReader(str(tmp_path), 3)
+    with pytest.raises(FileNotFoundError):
+        MarksReader(str(tmp_path), 4)

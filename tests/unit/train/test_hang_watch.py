@@ -1,0 +1,100 @@
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.events import Event, Hang
+from elastictrain.fault.watchdog import Overdue
+from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.train import hang_watch as module
+from elastictrain.train.hang_watch import HangWatch
+
+ALONE = Identity(0, 1, 0, 1, "a", launched=False)
+HUNG = Overdue(71, "no progress for 11.0 s in reduce of step 7 (limit 10 s)", hangs=True)
+
+
+class StalledJournal:
+    """Storage that does not come back while somebody else waits for it."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.records: list[Event] = []
+
+    def record(self, event: Event) -> None:
+        self.records.append(event)
+        self.released.wait(10.0)
+
+
+def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, Whereabouts]:
+    config = SimpleNamespace(fault=FaultGroup())
+    whereabouts = Whereabouts()
+    made = HangWatch(config, identity, whereabouts)  # type: ignore[arg-type]
+    incarnation = SimpleNamespace(name="000001-abc")
+    made.begin(SimpleNamespace(incarnation=incarnation, journal=journal, board=None))  # type: ignore[arg-type]
+    return made, whereabouts
+
+
+@pytest.fixture
+def journal() -> Iterator[StalledJournal]:
+    made = StalledJournal()
+    yield made
+    made.released.set()
+
+
+def test_a_rank_that_nobody_starts_again_is_not_watched_from_outside() -> None:
+    hangs, _ = watch(ALONE)
+    assert not hangs.in_vain
+    assert hangs.fallen is None
+    hangs.beat()
+    hangs.say_ending()
+    hangs.close()
+
+
+def test_a_rank_that_is_alone_is_guilty_itself() -> None:
+    hangs, whereabouts = watch(ALONE)
+    whereabouts.enter(Phase.REDUCE, step=7)
+    accusation = hangs.accuse(HUNG)
+    assert accusation.text.startswith("\nhang: rank 0 on a has been in reduce of step 7 for 0.0 s")
+    assert isinstance(accusation.hang, Hang)
+    assert (accusation.hang.guilty, accusation.hang.hosts, accusation.hang.step) == (("rank 0 on a",), ("a",), 7)
+
+
+def test_what_is_no_hang_accuses_nobody() -> None:
+    hangs, _ = watch(ALONE)
+    accusation = hangs.accuse(Overdue(71, "rank 1 is gone", show_stacks=False))
+    assert (accusation.text, accusation.hang, accusation.stacks) == ("", None, "")
+
+
+def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, journal: StalledJournal) -> None:
+    monkeypatch.setattr(module, "_STORE_LIMIT_S", 0.05)
+    hangs, _ = watch(ALONE, journal)
+    hangs.keep(hangs.accuse(HUNG))
+    assert len(journal.records) == 1
+    assert not journal.released.is_set()
+
+
+def test_a_host_whose_marks_cannot_be_made_trains_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(self: HangWatch, met: object) -> None:
+        raise PermissionError("no room")
+
+    class NoLookout:
+        in_vain = False
+
+        def __init__(self, board: object, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(module, "Lookout", NoLookout)
+    monkeypatch.setattr(module.HangWatch, "_open_outpost", refuse)
+    hangs, whereabouts = watch(Identity(0, 2, 0, 2, "a", launched=True))
+    assert "not watched from outside (no room)" in caplog.text
+    whereabouts.enter(Phase.DATA, step=1)
+    hangs.close()
