@@ -21,6 +21,7 @@ class Command:
 
 COMMANDS = (
     Command("run", "elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
+    Command("launch", "elastictrain.launch.__main__", "one per host: train, start again after failures, shrink and grow"),
     Command("data", "elastictrain.data.__main__", "prepare text into token files, and inspect them"),
     Command("preflight", "elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
     Command("checkpoint", "elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),

@@ -1,10 +1,14 @@
 """Decides which combinations of otherwise good keys are impossible. A group that is None is not known to be good: no rule
 about it applies."""
 
+import ipaddress
+
 from elastictrain.config.data import DataGroup
 from elastictrain.config.describe import show
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.roster_address import read_roster_address
 from elastictrain.config.train import TrainGroup
 from elastictrain.errors import Problem
 
@@ -46,6 +50,51 @@ def check_parallel(parallel: ParallelGroup) -> list[Problem]:
             message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
             problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
     return problems
+
+
+def check_launch(launch: LaunchGroup) -> list[Problem]:
+    """What is waited for can come, and the others can be told where this host is."""
+    problems = []
+    if launch.address and not _is_address(launch.address):
+        message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
+        problems.append(Problem("launch.address", message))
+    if 0 < launch.max_hosts < launch.min_hosts:
+        message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
+        problems.append(Problem("launch.max_hosts", message))
+    problems += _check_roster(launch)
+    if launch.poll_s >= launch.lost_s:
+        message = (
+            f"must be < `launch.lost_s` = {launch.lost_s:g}, but is {launch.poll_s:g}: a host must be heard before it is lost"
+        )
+        problems.append(Problem("launch.poll_s", message))
+    if launch.backoff_s > launch.backoff_limit_s:
+        message = f"must be <= `launch.backoff_limit_s` = {launch.backoff_limit_s:g}, but is {launch.backoff_s:g}"
+        problems.append(Problem("launch.backoff_s", message))
+    return problems
+
+
+def _check_roster(launch: LaunchGroup) -> list[Problem]:
+    try:
+        address = read_roster_address(launch.roster)
+    except ValueError as error:
+        message = f'must be "storage", or "tcp://HOST:PORT" as in tcp://10.0.0.7:29400, but is {show(launch.roster)}: {error}'
+        return [Problem("launch.roster", message)]
+    literal = None if address is None else address.literal
+    if literal is None or not literal.is_loopback or launch.min_hosts == 1:
+        return []
+    message = (
+        f"must be an address at which the other hosts reach the one that serves, as `launch.min_hosts` is {launch.min_hosts}, "
+        f"but is {show(launch.roster)}"
+    )
+    return [Problem("launch.roster", message)]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_combinations(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.data import DataGroup
 from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
@@ -30,3 +31,4 @@ class RunConfig:
     fault: FaultGroup
     preflight: PreflightGroup
     telemetry: TelemetryGroup
+    launch: LaunchGroup

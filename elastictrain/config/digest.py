@@ -23,6 +23,7 @@ _ANSWER: Mapping[str, frozenset[str]] = {
     "fault": frozenset(),
     "preflight": frozenset(),
     "telemetry": frozenset(),
+    "launch": frozenset(),
 }
 
 _HOSTS_OWN_DATA_KEYS = frozenset({"cache_dir", "cache_gb", "workers", "prefetch"})
@@ -56,7 +57,8 @@ def group_digest(config: RunConfig, *, data_digest: str) -> str:
     tree = to_tree(config)
     data = {key: value for key, value in asdict(config.data).items() if key not in _HOSTS_OWN_DATA_KEYS}
     checkpoint = {key: value for key, value in asdict(config.checkpoint).items() if key != "memory_dir"}
-    own = {**tree, "data": data, "checkpoint": checkpoint}
+    # How many workers a host has, and how long it waits for others, concerns its launcher alone.
+    own = {**tree, "data": data, "checkpoint": checkpoint, "launch": {}}
     return hashlib.sha256(_canonical([own, data_digest]).encode()).hexdigest()
 
 
@@ -75,7 +77,7 @@ def answer_keys(config: RunConfig) -> dict[str, object]:
       step, so that a run with a constant schedule can be made longer. Not `micro_batch`, `compile`,
       `activation_checkpointing` (how the same sums are computed), `max_skipped` (when to give up), `eval_*` (only looked at).
     - `optim.*`: all, but not `final_lr_ratio` with a constant schedule, which does not read it.
-    - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`: machines come and go.
+    - Not `parallel`, `checkpoint`, `fault`, `preflight`, `telemetry`, `launch`: machines come and go.
     """
     return _answers(to_tree(config))
 

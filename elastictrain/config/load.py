@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import TypeVar
 
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.combinations import check_combinations
+from elastictrain.config.combinations import check_combinations, check_launch
 from elastictrain.config.compose import Composed, compose
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.data import DataGroup
 from elastictrain.config.describe import show
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.ladder import check_ladder
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
@@ -85,6 +86,7 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
     fault = group(FaultGroup, "fault")
     preflight = group(PreflightGroup, "preflight")
     telemetry = group(TelemetryGroup, "telemetry")
+    launch = group(LaunchGroup, "launch")
     call: TaskCall | None = None
     uses_token_files = False
     if task and with_task:
@@ -95,13 +97,14 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
         problems += found
     problems += check_combinations(train=train, optim=optim, data=data, parallel=parallel, uses_token_files=uses_token_files)
     problems += check_ladder(fault, preflight=preflight) if fault and preflight else []
+    problems += check_launch(launch) if launch else []
     if problems or not (
-        run and task and data and train and optim and parallel and checkpoint and fault and preflight and telemetry
+        run and task and data and train and optim and parallel and checkpoint and fault and preflight and telemetry and launch
     ):
         return None, problems
     if call:
         task, model = replace(task, options=call.options()), call.model()
-    return RunConfig(run, task, model, data, train, optim, parallel, checkpoint, fault, preflight, telemetry), problems
+    return RunConfig(run, task, model, data, train, optim, parallel, checkpoint, fault, preflight, telemetry, launch), problems
 
 
 def _unknown_groups(tree: Mapping[str, object]) -> list[Problem]:

@@ -20,7 +20,7 @@ class PreflightChecks:
     """Names and addresses are looked up without stalling."""
 
     ports: Mode = "fail"
-    """The ports that are needed are free."""
+    """The ports of `preflight.ports` are free when a launcher starts."""
 
     shared_memory: Mode = "fail"
     """Room for snapshots in `checkpoint.memory_dir`."""

@@ -5,6 +5,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from typing import get_type_hints
 
@@ -12,6 +13,7 @@ from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.data import DataGroup
 from elastictrain.config.describe import describe, show
 from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
@@ -29,6 +31,7 @@ DATACLASSES: Mapping[str, type] = {
     "fault": FaultGroup,
     "preflight": PreflightGroup,
     "telemetry": TelemetryGroup,
+    "launch": LaunchGroup,
 }
 """Groups whose keys are a dataclass of the program's own; `task` and `model` are declared by the task's class."""
 
@@ -83,6 +86,7 @@ def keys_of(cls: type, *, path: str) -> list[Key]:
     return keys
 
 
+@cache
 def all_keys() -> tuple[str, ...]:
     """The dotted keys of all groups that are dataclasses, and `task._target_`."""
     return (*(key.path for name, cls in DATACLASSES.items() for key in keys_of(cls, path=name)), "task._target_")

@@ -9,6 +9,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.data import DataGroup
 from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, group_digest, to_tree, to_yaml
 from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
@@ -31,6 +32,7 @@ CONFIG = RunConfig(
     fault=FaultGroup(),
     preflight=PreflightGroup(),
     telemetry=TelemetryGroup(progress="off"),
+    launch=LaunchGroup(),
 )
 
 FREE = {
@@ -112,3 +114,9 @@ def test_ranks_must_not_differ_in_any_other_group_nor_in_their_data() -> None:
     assert group_digest(replace(CONFIG, run=replace(CONFIG.run, seed=1)), data_digest="d") != digest
     assert group_digest(replace(CONFIG, model={**CONFIG.model, "dim": 5}), data_digest="d") != digest
     assert group_digest(replace(CONFIG, checkpoint=CheckpointGroup(every_steps=1)), data_digest="d") != digest
+
+
+def test_how_hosts_are_launched_concerns_neither_the_answer_nor_the_group() -> None:
+    other = replace(CONFIG, launch=LaunchGroup(min_hosts=2, processes=3, address="10.0.0.1", lost_s=9.0))
+    assert group_digest(other, data_digest="d") == group_digest(CONFIG, data_digest="d")
+    assert answer_keys(other) == answer_keys(CONFIG)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.config.validate import check_dataclass, check_value
 from elastictrain.errors import ConfigError, Problem
+from tests.unit.examples import examples
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ plain = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.dictionaries(st.sampled_from([*Outer.__dataclass_fields__, "other"]), plain))
 def test_any_plain_values_give_a_result_or_problems_but_never_an_exception(values: dict[str, object]) -> None:
     outer, problems = check_dataclass(Outer, values=values, path="outer")

@@ -1,0 +1,231 @@
+"""`python -m elastictrain.launch recipe=...`: one per host. Finds the other hosts, trains with them, and goes on without them.
+
+Exit codes: 0 done; 75 stopped on request, the same command goes on; 69 this host is unfit; 78 the configuration is wrong;
+70 the run fails again and again; 74 storage.
+"""
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from elastictrain.checkpoint.folders import ROOT, read_listing
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.help import text_asked_for
+from elastictrain.config.load import load
+from elastictrain.config.roster_address import read_roster_address
+from elastictrain.distributed.bounded import within
+from elastictrain.errors import EXIT_OK, EXIT_UNFIT, ElasticTrainError, StorageError
+from elastictrain.fault.stop import StopListener
+from elastictrain.launch.cluster.detect import detect
+from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.host_check import why_unfit
+from elastictrain.launch.membership.lost import patience_s
+from elastictrain.launch.membership.objects import Objects
+from elastictrain.launch.membership.records import Entry, HostState
+from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.membership.serving import Site
+from elastictrain.launch.membership.tcp_joining import Around, JoinedRoster
+from elastictrain.launch.notices import watch_notices
+from elastictrain.launch.probing import count_gpus, default_interface, own_address, own_names, usable_interfaces
+from elastictrain.launch.records import Recorder
+from elastictrain.launch.roster import Roster
+from elastictrain.launch.sole import Claim, claim_run
+from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.torchrun import Torchrun, free_port
+from elastictrain.launch.turns import take_turn, wait_for_launcher
+from elastictrain.launch.watch.star import Watch
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+
+_PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
+_LISTING_S = 5.0
+_NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Launch to the end; returns the exit code."""
+    logging.basicConfig(level=logging.WARNING, format="elastictrain: %(message)s", stream=sys.stderr)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        text = text_asked_for(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
+        if text is not None:
+            sys.stdout.write(f"{text}\n")
+            return EXIT_OK
+        config = load(arguments, with_task=False)
+        surroundings = Surroundings()
+        place = _find_place(config, surroundings)
+        if place.role == "idle":
+            return wait_for_launcher(place.job)
+        if place.kind == "slurm":
+            take_turn(place.job, say=say)
+        return _launch(config, tuple(arguments), place, surroundings)
+    except ElasticTrainError as error:
+        say(str(error))
+        return error.exit_code
+
+
+def say(text: str) -> None:
+    """To the person at the terminal."""
+    sys.stderr.write(f"elastictrain: {text}\n")
+    sys.stderr.flush()
+
+
+def _find_place(config: RunConfig, surroundings: Surroundings) -> Place:
+    interfaces = usable_interfaces(surroundings)
+    probes = Probes(
+        names=(*own_names(), *(address for interface in interfaces for address in interface.addresses)),
+        interfaces=interfaces,
+        default_interface=default_interface(surroundings),
+    )
+    place = detect(os.environ, probes, hosts=config.launch.hosts)
+    for sentence in place.conclusions:
+        say(sentence)
+    for sentence in place.warnings:
+        say(f"warning: {sentence}")
+    return place
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What this process holds, and gives back at its end."""
+
+    claim: Claim
+    listener: StopListener
+    torchrun: Torchrun
+    folder: Path
+    ending: ExitStack
+    """What is to be ended after all else."""
+
+
+def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings) -> int:
+    claim = claim_run(config.run.dir)
+    listener = StopListener(notice_s=config.fault.notice_s)
+    listener.start()
+    held = Held(claim, listener, Torchrun(), Path(tempfile.mkdtemp(prefix="elastictrain-launch-")), ExitStack())
+    held.torchrun.prepare()
+    try:
+        if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
+            say(f"this host is unfit: {unfit}")
+            return EXIT_UNFIT
+        parts = _put_together(config, arguments, place, surroundings, held=held)
+        notices = watch_notices(config, place, listener=listener, recorder=parts.recorder, say=say)
+        try:
+            return Supervisor(parts).run()
+        finally:
+            notices.close()
+            parts.recorder.close()
+    finally:
+        held.ending.close()
+        held.torchrun.close()
+        held.claim.close()
+        shutil.rmtree(held.folder, ignore_errors=True)
+
+
+def _put_together(
+    config: RunConfig,
+    arguments: tuple[str, ...],
+    place: Place,
+    surroundings: Surroundings,
+    *,
+    held: Held,
+) -> Parts:
+    """Raises: StorageError if the run's folder or the roster cannot be used; ConfigError; StopRequestedError."""
+    store = open_store(config.run.dir)
+    try:
+        token = Registry(store).token()
+    except StorageError as error:
+        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
+    name = socket.gethostname()
+    host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
+    options = config.launch
+    site = Site(own_names(), _own_addresses(config, surroundings), alone=place.num_hosts <= 1 and options.min_hosts <= 1)
+    around = Around(store, token, site, asked_to_stop=lambda: held.listener.request is not None, say=say)
+    objects = _meet(config, around, host=host, ending=held.ending)
+    watch = Watch(host, token=token, lost_s=options.lost_s)
+    entry = Entry(
+        host=host,
+        name=name,
+        address=options.address or place.address or own_address(place.peers, surroundings=surroundings),
+        watch_port=watch.port,
+        master_port=free_port(),
+        processes=_processes(config, place),
+        order=place.order,
+        state=HostState.READY,
+        reason="",
+        beat=0,
+        ended=0,
+    )
+    registry = Registry(objects)
+    if held.claim.before:
+        # It did not come to say so itself.
+        registry.bury(held.claim.before)
+    held.claim.sign(host)
+    roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s)
+    watch.start()
+    roster.start()
+    log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
+    return Parts(
+        config=config,
+        run_arguments=arguments,
+        roster=roster,
+        watch=watch,
+        torchrun=held.torchrun,
+        recorder=Recorder(log),
+        folder=held.folder,
+        expected_hosts=place.num_hosts,
+        stop_request=lambda: held.listener.request,
+        check_host=partial(why_unfit, config, surroundings, processes=entry.processes),
+        committed_step=partial(committed_step, store),
+        say=say,
+    )
+
+
+def _meet(config: RunConfig, around: Around, *, host: str, ending: ExitStack) -> Objects:
+    """Where this host meets the others."""
+    options = config.launch
+    address = read_roster_address(options.roster)
+    if address is None:
+        return around.store
+    joined = JoinedRoster(address, around)
+    ending.callback(joined.close, host=host, quiet_s=patience_s(HostState.BUSY, options))
+    joined.join(wait_s=options.wait_s)
+    return joined.objects
+
+
+def _own_addresses(config: RunConfig, surroundings: Surroundings) -> frozenset[str]:
+    found = [address for interface in usable_interfaces(surroundings) for address in interface.addresses]
+    return frozenset([*found, *filter(None, [config.launch.address])])
+
+
+def _processes(config: RunConfig, place: Place) -> int:
+    if config.launch.processes:
+        return config.launch.processes
+    if config.parallel.backend == "gloo":
+        return place.processes or 1
+    return place.processes or count_gpus(os.environ) or 1
+
+
+def committed_step(store: Store) -> int:
+    """The newest step in storage; 0 if there is none, or storage does not answer in time."""
+
+    def look() -> int:
+        folders = read_listing(store.list(ROOT)).folders
+        return max((folder.step for folder in folders if folder.has_manifest and not folder.quarantined), default=0)
+
+    return within(_LISTING_S, look) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

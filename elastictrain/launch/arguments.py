@@ -1,0 +1,61 @@
+"""From a generation to one host's torchrun. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastictrain.fault.stop import STOP_FILE_VARIABLE
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED
+from elastictrain.launch.membership.records import Generation
+from elastictrain.launch.orders import CODES_NAME, Orders
+
+_LOOPBACK = "127.0.0.1"
+_MONITOR_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """What only this host knows."""
+
+    host: str
+    address: str
+    pid: int
+    folder: str
+    """For words between the launcher and the workers of one generation."""
+
+    run_arguments: tuple[str, ...]
+    """As on the launcher's command line."""
+
+    restarted: bool
+    stop_file: str
+
+
+def plan_torchrun(generation: Generation, here: Here, *, present: Mapping[str, str]) -> Orders:
+    """The torchrun of this host, which must be a member. `present` is the environment that it inherits."""
+    members = generation.members
+    index = next(place for place, member in enumerate(members) if member.host == here.host)
+    # A single host needs no network, not even its own address.
+    alone = len(members) == 1
+    arguments: Sequence[str] = (
+        *("--nnodes", str(len(members))),
+        *("--node-rank", str(index)),
+        *("--nproc-per-node", str(members[index].processes)),
+        *("--master-addr", _LOOPBACK if alone else members[0].address),
+        *("--master-port", str(generation.master_port)),
+        *("--local-addr", _LOOPBACK if alone else here.address),
+        # What follows an end is decided by the hosts together, not by each torchrun for itself.
+        *("--max-restarts", "0"),
+        *("--monitor-interval", str(_MONITOR_INTERVAL_S)),
+        *("-m", "elastictrain.run"),
+        *here.run_arguments,
+    )
+    environment = {
+        LAUNCHER: str(here.pid),
+        GENERATION: str(generation.number),
+        RESTARTED: "1" if here.restarted else "0",
+        FOLDER: here.folder,
+        STOP_FILE_VARIABLE: here.stop_file,
+    }
+    if "OMP_NUM_THREADS" not in present:
+        # What torchrun sets for several workers, with a warning; `run.num_threads` is what counts.
+        environment["OMP_NUM_THREADS"] = "1"
+    return Orders(tuple(arguments), environment, f"{here.folder}/{CODES_NAME}")

@@ -1,0 +1,30 @@
+"""What a launcher says to a person: what it waits for, and at its end what happened and what to type next. Pure."""
+
+from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, EXIT_USAGE
+from elastictrain.launch.membership.decisions import Wait
+
+
+def say_waiting(wait: Wait, *, now_s: float) -> str:
+    """One sentence."""
+    if wait.until_s is None:
+        return f"waiting for {wait.for_what}"
+    return f"waiting for {wait.for_what}, for {max(0.0, wait.until_s - now_s):.0f} s at most"
+
+
+def last_words(code: int, reason: str, *, run_dir: str, committed_step: int) -> str:
+    """One paragraph: what happened, what is saved, what to type next."""
+    saved = f"step {committed_step} is saved in {run_dir}" if committed_step else f"nothing is saved in {run_dir} yet"
+    if code == EXIT_OK:
+        return f"done: {reason}; {saved}."
+    return f"stopped with exit code {code}: {reason}; {saved}. {_advice(code)}"
+
+
+def _advice(code: int) -> str:
+    match code:
+        case _ if code == EXIT_STOPPED:
+            return "The same command goes on from there."
+        case _ if code in (EXIT_CONFIG, EXIT_USAGE):
+            return "Trying again cannot help: change what the message names, then give the same command."
+        case _ if code == EXIT_UNFIT:
+            return "Mend or replace this host; the same command on another one goes on from there."
+    return "The events of the run and the output above tell more; the same command tries again from there."

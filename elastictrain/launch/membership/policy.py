@@ -1,0 +1,171 @@
+"""What follows the end of a generation: the next one, or the end of the run. Pure, and the same on every host that asks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.errors import (
+    EXIT_BUG,
+    EXIT_CONFIG,
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_STORAGE,
+    EXIT_TRANSPORT,
+    EXIT_UNFIT,
+    EXIT_USAGE,
+)
+from elastictrain.launch.membership import blame, words
+from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, Outcome
+
+_BLAMED_TIMES = 3
+"""So many failures in a row that one host is to blame for, and it is left out for a while."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aftermath:
+    """What is known of a generation that has ended, once nobody is waited for any more."""
+
+    generation: Generation
+    ends: Mapping[str, End]
+    ready: frozenset[str]
+    """Hosts that can take part in the next generation, members or not."""
+
+    unaware: frozenset[str] = frozenset()
+    """Hosts that this generation had excluded, and that have not read so yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """What the next generation is for; its fields are those of `Generation`."""
+
+    outcome: Outcome
+    reason: str
+    failures: tuple[Failure, ...] = ()
+    excluded: tuple[str, ...] = ()
+    pause_s: float = 0.0
+    exit_code: int = EXIT_OK
+
+
+BEGIN = Next(outcome=Outcome.RUN, reason="")
+"""The first generation of a run, or the first after one that had been for good."""
+
+
+def judge(aftermath: Aftermath, options: LaunchGroup) -> Next:
+    """The next generation's purpose, what it remembers of failures, and whom it leaves out."""
+    generation, ends = aftermath.generation, _of_members(aftermath)
+    names = {member.host: member.name for member in generation.members}
+    if generation.members and len(ends) == len(names) and all(end.kind is EndKind.DONE for end in ends.values()):
+        return Next(outcome=Outcome.DONE, reason="the last step is done")
+    cause = blame.find_cause(tuple(ends.values()))
+    if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
+        reason = f"{names[cause.host]}: {cause.reason}"
+        return Next(outcome=Outcome.GIVE_UP, exit_code=cause.exit_code, reason=reason)
+    for end in ends.values():
+        if end.kind is EndKind.STOPPED:
+            return Next(outcome=Outcome.STOP, exit_code=EXIT_STOPPED, reason=end.reason)
+    failures = _since_progress(generation.failures, ends)
+    if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
+        left_out = _excluded(aftermath, [host for host in unfit if host not in aftermath.ready])
+        reason = f"{names[unfit[0]]} is unfit: {ends[unfit[0]].reason}"
+        return Next(outcome=Outcome.RUN, failures=failures, excluded=left_out, reason=reason)
+    if (harmless := _harmless_reason(aftermath, ends, cause, names)) is not None:
+        return Next(outcome=Outcome.RUN, failures=failures, excluded=_excluded(aftermath), reason=harmless)
+    failure = _failure(generation, ends, cause, before=failures)
+    return _after_failure(aftermath, (*failures, failure), names, options)
+
+
+def pause_s(times: int, *, options: LaunchGroup) -> float:
+    """Before the next start, after `times` failures without progress: none after the first, then longer and longer."""
+    if times <= 1:
+        return 0.0
+    return min(options.backoff_limit_s, options.backoff_s * 2.0 ** min(times - 2, 60))
+
+
+def _of_members(aftermath: Aftermath) -> dict[str, End]:
+    """The members' ends, in the order of ranks: whoever asks gets the same answer."""
+    return {
+        member.host: aftermath.ends[member.host] for member in aftermath.generation.members if member.host in aftermath.ends
+    }
+
+
+def _since_progress(failures: tuple[Failure, ...], ends: Mapping[str, End]) -> tuple[Failure, ...]:
+    """The failures that still count: none once a newer step is committed than when the last of them happened."""
+    committed_step = max((end.committed_step for end in ends.values()), default=0)
+    return () if failures and committed_step > failures[-1].committed_step else failures
+
+
+def _excluded(aftermath: Aftermath, hosts: Sequence[str] = ()) -> tuple[str, ...]:
+    return tuple(sorted(aftermath.unaware.union(hosts)))
+
+
+def _harmless_reason(aftermath: Aftermath, ends: Mapping[str, End], cause: End | None, names: Mapping[str, str]) -> str | None:
+    """Why this end counts as nobody's failure; None if it does not.
+
+    Where a host has left or is lost, the others' workers fail: whatever they say is only what they noticed.
+    """
+    if not aftermath.generation.members:
+        return aftermath.generation.reason
+    if leaving := [host for host, end in ends.items() if end.kind is EndKind.LEAVING]:
+        return f"{words.listed(names[host] for host in leaving)} left: {ends[leaving[0]].reason}"
+    away = [host for host in names if host not in aftermath.ready and _said_nothing(ends.get(host))]
+    if away:
+        return f"{words.listed(names[host] for host in away)} {'is' if len(away) == 1 else 'are'} lost"
+    only_noticed = cause is None or cause.exit_code in (EXIT_TRANSPORT, EXIT_STOPPED)
+    grow = next((end for end in ends.values() if end.kind is EndKind.GROW), None)
+    return grow.reason if grow is not None and only_noticed else None
+
+
+def _said_nothing(end: End | None) -> bool:
+    """Of a host that is not there any more: whether it says nothing of its own end, but at most that another is silent."""
+    return end is None or end.kind is EndKind.LOST
+
+
+def _failure(generation: Generation, ends: Mapping[str, End], cause: End | None, *, before: tuple[Failure, ...]) -> Failure:
+    known = [end.committed_step for end in ends.values()] + [failure.committed_step for failure in before]
+    committed_step = max(known, default=0)
+    names = {member.host: member.name for member in generation.members}
+    if cause is not None:
+        hosts = blame.to_blame(cause, ends, members=tuple(names))
+        reason = f"{names[cause.host]}: {cause.reason}"
+        return Failure(generation.number, hosts, cause.exit_code, cause.phase, cause.step, committed_step, reason)
+    lost = [end for end in ends.values() if end.kind is EndKind.LOST]
+    if lost:
+        pairs = words.listed(f"{names[end.host]} did not hear {names.get(end.lost, end.lost)}" for end in lost)
+        reason = f"{pairs}, though all of them live: UDP between the launchers' ports does not get through, or they were frozen"
+        hosts = blame.most_accused(ends, members=tuple(names))
+        return Failure(generation.number, hosts, EXIT_TRANSPORT, "", 0, committed_step, reason)
+    return Failure(generation.number, (), EXIT_BUG, "", 0, committed_step, "its hosts stopped, and none said why")
+
+
+def _after_failure(aftermath: Aftermath, failures: tuple[Failure, ...], names: Mapping[str, str], options: LaunchGroup) -> Next:
+    culprit = _always_to_blame(failures)
+    if culprit is not None and culprit in aftermath.ready and len(aftermath.ready - {culprit}) >= options.min_hosts:
+        # One is remembered: if the same goes on without this host, it was not to blame.
+        return Next(
+            outcome=Outcome.RUN,
+            failures=failures[-1:],
+            excluded=_excluded(aftermath, [culprit]),
+            reason=f"{names.get(culprit, culprit)} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: "
+            f"{failures[-1].reason}",
+        )
+    if len(failures) >= options.max_failures:
+        reason = words.give_up(failures)
+        return Next(outcome=Outcome.GIVE_UP, failures=failures, exit_code=EXIT_BUG, reason=reason)
+    # Storage that fails is given time even before the first try.
+    times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
+    return Next(
+        outcome=Outcome.RUN,
+        failures=failures,
+        excluded=_excluded(aftermath),
+        pause_s=pause_s(times, options=options),
+        reason=failures[-1].reason,
+    )
+
+
+def _always_to_blame(failures: Sequence[Failure]) -> str | None:
+    """The host that each of the last failures has among its culprits."""
+    last = failures[-_BLAMED_TIMES:]
+    if len(last) < _BLAMED_TIMES:
+        return None
+    common = set(last[0].hosts).intersection(*(failure.hosts for failure in last))
+    return min(common, default=None)

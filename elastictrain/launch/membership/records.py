@@ -1,0 +1,191 @@
+"""What hosts write down about themselves and about generations. Frozen, and plain JSON in storage.
+
+A *generation* is one attempt of an ordered set of hosts to train together. Generations are numbered from 1 without gaps; the
+one with the largest number is the current one, and each is created once, atomically, by whichever host comes first.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class HostState(StrEnum):
+    """What a host says of itself."""
+
+    READY = "ready"
+    """Nothing runs on it: it can take part in the next generation."""
+
+    BUSY = "busy"
+    """Its torchrun runs, or is being stopped."""
+
+    UNFIT = "unfit"
+    """It failed a check, and cannot take part until it passes."""
+
+    GONE = "gone"
+    """It has left in an orderly way, and is not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A host's own line in the roster.
+
+    `beat` grows with each writing: whoever sees it change knows that the host lives, whatever the clocks say.
+    """
+
+    host: str
+    """Name and boot of one launcher process, unique: a launcher that is started again is another host."""
+
+    name: str
+    """The host's name, for people; two hosts may have the same."""
+
+    address: str
+    watch_port: int
+    """UDP port at which its launcher hears the others."""
+
+    master_port: int
+    """A port that was free for torchrun's store when this was written."""
+
+    processes: int
+    order: int
+    """Place among hosts that the cluster numbers; -1 where it does not."""
+
+    state: HostState
+    reason: str
+    """Why it is unfit or gone."""
+
+    beat: int
+    ended: int
+    """The newest generation whose end this host has finished with: nothing of it runs here any more. 0 for none."""
+
+
+class EndKind(StrEnum):
+    """Why a generation ended, in the eyes of one of its hosts."""
+
+    DONE = "done"
+    """Every worker of the host has reached the last step."""
+
+    STOPPED = "stopped"
+    """The run was asked to stop as a whole (a person, a time limit), and state is saved."""
+
+    LEAVING = "leaving"
+    """This host was asked to leave; the others may go on."""
+
+    GROW = "grow"
+    """More hosts are there: stopped in order to start again with them."""
+
+    FAILED = "failed"
+    """A worker of the host failed; `exit_code` says how."""
+
+    LOST = "lost"
+    """Another host, `lost`, is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a generation ended for one host; written once for each host and generation."""
+
+    generation: int
+    host: str
+    kind: EndKind
+    exit_code: int
+    """The sysexits code of the host's workers that explains most; 0 where they ended well."""
+
+    phase: str
+    """Where the worker was that failed first; empty if unknown."""
+
+    step: int
+    """The step in which it was; 0 if none."""
+
+    committed_step: int
+    """The newest step that a committed checkpoint held, as this host knows; 0 if none."""
+
+    reason: str
+    """A sentence for people."""
+
+    lost: str = ""
+    """The host that is silent, where `kind` is LOST."""
+
+    blames: tuple[str, ...] = ()
+    """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A generation that failed, as the following ones remember it."""
+
+    generation: int
+    hosts: tuple[str, ...]
+    """The hosts that are to blame; empty where none is."""
+
+    exit_code: int
+    phase: str
+    step: int
+    committed_step: int
+    reason: str
+
+
+class Outcome(StrEnum):
+    """What a generation is for."""
+
+    RUN = "run"
+    """Its hosts train."""
+
+    DONE = "done"
+    """Nothing more is to be done."""
+
+    STOP = "stop"
+    """Stopped on request; the next start goes on."""
+
+    GIVE_UP = "give up"
+    """It failed for good, with `exit_code` and `reason`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A host's part in a generation."""
+
+    host: str
+    name: str
+    address: str
+    watch_port: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One attempt. Whoever finds itself among `members` of the newest one takes part, as host number `members.index`."""
+
+    number: int
+    outcome: Outcome
+    members: tuple[Member, ...]
+    master_port: int
+    """On the first member."""
+
+    proposer: str
+    failures: tuple[Failure, ...]
+    """Failures since the last progress, oldest first: what the restart policy goes by."""
+
+    excluded: tuple[str, ...]
+    """Hosts that were found unfit and are left out until they say that they are ready again."""
+
+    pause_s: float
+    """How long its hosts wait before they start."""
+
+    exit_code: int
+    """0 unless `outcome` is STOP or GIVE_UP."""
+
+    reason: str
+    """Why it was made, for people."""
+
+    @property
+    def terminal(self) -> bool:
+        """Whether the run is over; another start of the launchers then begins anew."""
+        return self.outcome is not Outcome.RUN
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all hosts."""
+        return sum(member.processes for member in self.members)
+
+    def has(self, host: str) -> bool:
+        """Whether a host is a member."""
+        return any(member.host == host for member in self.members)

@@ -1,0 +1,131 @@
+"""The roster and the generations, in the run's storage or at one host. Acts; what follows from them is decided elsewhere."""
+
+import logging
+import re
+import secrets
+from contextlib import suppress
+from dataclasses import replace
+
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
+from elastictrain.launch.membership.codec import decode, encode
+from elastictrain.launch.membership.objects import Objects
+from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
+
+logger = logging.getLogger(__name__)
+
+ROOT = "launch"
+HOSTS, GENERATIONS, ENDS = f"{ROOT}/hosts", f"{ROOT}/generations", f"{ROOT}/ends"
+_TOKEN = f"{ROOT}/token"
+_GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
+_TOKEN_BYTES = 32
+
+
+class Registry:
+    """What hosts tell each other, through a store or through one host. Every method raises StorageError."""
+
+    def __init__(self, store: Objects) -> None:
+        self._store = store
+        self._newest: Generation | None = None
+        self._listed = False
+
+    def token(self) -> bytes:
+        """The run's secret, known to whoever may read its storage; made by whoever comes first."""
+        with suppress(ObjectExistsError):
+            self._store.create(_TOKEN, secrets.token_bytes(_TOKEN_BYTES))
+        return self._store.read(_TOKEN)
+
+    def write_entry(self, entry: Entry) -> None:
+        """Replace a host's line."""
+        self._store.write(_host_key(entry.host), encode(entry))
+
+    def entries(self) -> list[Entry]:
+        """All lines that can be read."""
+        found = []
+        for info in self._store.list(HOSTS):
+            try:
+                entry = decode(Entry, self._store.read(info.key))
+            except ObjectNotFoundError:
+                continue
+            if entry is not None and info.key == _host_key(entry.host):
+                found.append(entry)
+        return found
+
+    def forget(self, host: str) -> None:
+        """Remove a host's line."""
+        self._store.delete(_host_key(host))
+
+    def bury(self, host: str) -> None:
+        """Say of a launcher that is known to be dead that it is gone, if it did not do so itself."""
+        try:
+            entry = decode(Entry, self._store.read(_host_key(host)))
+        except ObjectNotFoundError:
+            return
+        if entry is not None and entry.state is not HostState.GONE:
+            self.write_entry(replace(entry, state=HostState.GONE, reason="its launcher was ended", beat=entry.beat + 1))
+
+    def newest(self) -> Generation | None:
+        """The generation with the largest number; None if there is none."""
+        if not self._listed:
+            numbers = (_GENERATION.fullmatch(info.key) for info in self._store.list(GENERATIONS))
+            last = max((int(match[1]) for match in numbers if match), default=0)
+            self._newest, self._listed = self._read(last) if last else None, True
+        # A list may lag behind, a read of a name does not.
+        while (following := self._read(self._newest.number + 1 if self._newest else 1)) is not None:
+            self._newest = following
+        return self._newest
+
+    def follows_another(self, number: int) -> bool:
+        """Whether generation `number` continues a launch: the one before it was not its last."""
+        before = self._read(number - 1) if number > 1 else None
+        return before is not None and not before.terminal
+
+    def create(self, generation: Generation) -> bool:
+        """Whether this became the generation of its number; False if another was there before."""
+        data = encode(generation)
+        try:
+            self._store.create(_generation_key(generation.number), data)
+        except ObjectExistsError:
+            # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
+            return self._store.read(_generation_key(generation.number)) == data
+        return True
+
+    def write_end(self, end: End) -> None:
+        """Note how a generation ended for a host."""
+        self._store.write(_end_key(end.generation, end.host), encode(end))
+
+    def ends(self, number: int) -> dict[str, End]:
+        """How generation `number` ended, by host."""
+        found = {}
+        for info in self._store.list(f"{ENDS}/{number:09d}"):
+            try:
+                end = decode(End, self._store.read(info.key))
+            except ObjectNotFoundError:
+                continue
+            if end is not None and info.key == _end_key(number, end.host) and end.generation == number:
+                found[end.host] = end
+        return found
+
+    def _read(self, number: int) -> Generation | None:
+        try:
+            data = self._store.read(_generation_key(number))
+        except ObjectNotFoundError:
+            return None
+        generation = decode(Generation, data)
+        if generation is None or generation.number != number:
+            logger.warning(
+                "%s/%s is damaged: it counts as a generation without hosts", self._store.url, _generation_key(number)
+            )
+            return Generation(number, Outcome.RUN, (), 0, "", (), (), 0.0, 0, "its record is damaged")
+        return generation
+
+
+def _host_key(host: str) -> str:
+    return f"{HOSTS}/{host}.json"
+
+
+def _end_key(generation: int, host: str) -> str:
+    return f"{ENDS}/{generation:09d}/{host}.json"
+
+
+def _generation_key(number: int) -> str:
+    return f"{GENERATIONS}/{number:09d}.json"

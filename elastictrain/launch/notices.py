@@ -1,0 +1,54 @@
+"""What may take this host away, asked in a thread: the cloud, the scheduler's time limit, and our own."""
+
+import time
+from collections.abc import Callable
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.fault.notices.detect import detect, source_of
+from elastictrain.fault.notices.limits import LimitSource, TimeLimits
+from elastictrain.fault.notices.notice import Notice, Source
+from elastictrain.fault.notices.poller import NoticePoller
+from elastictrain.fault.stop import StopListener
+from elastictrain.launch.cluster.place import Place
+from elastictrain.launch.records import NoticeGiven, Recorder
+
+_LEAD_S = 120.0
+"""A limit that is known beforehand is met in time, however large the state is that has to be saved."""
+
+
+class CloudSource:
+    """The metadata service of whatever cloud this is; which one is found out with the first question."""
+
+    name = "the cloud's metadata service"
+
+    def __init__(self) -> None:
+        self._source: Source | None = None
+        self._looked = False
+
+    def look(self) -> Notice | None:
+        """Nothing, outside of clouds. Raises: MetadataError."""
+        if not self._looked:
+            cloud = detect()
+            self._source, self._looked = source_of(cloud) if cloud is not None else None, True
+        return self._source.look() if self._source is not None else None
+
+
+def watch_notices(
+    config: RunConfig, place: Place, *, listener: StopListener, recorder: Recorder, say: Callable[[str], None]
+) -> NoticePoller:
+    """Begin to ask; what comes becomes a stop request, or is only told where it is a hint."""
+
+    def on_notice(notice: Notice) -> None:
+        recorder.record(0, NoticeGiven(reason=notice.reason, leave=notice.leave, deadline=notice.deadline))
+        if notice.leave:
+            listener.ask(notice.reason, deadline=notice.deadline)
+        else:
+            say(f"this host may be taken away soon ({notice.reason}); training goes on")
+
+    limits = TimeLimits(time.time(), config.launch.max_hours, place.deadline)
+    sources: list[Source] = [LimitSource(limits, lead_s=max(config.fault.notice_s, _LEAD_S))]
+    if config.launch.notices:
+        sources.append(CloudSource())
+    poller = NoticePoller(sources, on_notice=on_notice)
+    poller.start()
+    return poller

@@ -1,0 +1,73 @@
+"""What a launcher adds to the records of a run."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from elastictrain.events import AppendLog, Event, encode
+
+logger = logging.getLogger(__name__)
+
+NO_RANK = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationBegun(Event):
+    """This host takes part in a generation."""
+
+    event: ClassVar[str] = "generation"
+    hosts: tuple[str, ...]
+    world_size: int
+    reason: str
+    """Why it was made."""
+
+    pause_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationEnded(Event):
+    """Nothing of a generation runs on this host any more."""
+
+    event: ClassVar[str] = "generation_ended"
+    kind: str
+    exit_code: int
+    phase: str
+    step: int
+    reason: str
+    lost: str
+    """The host that fell silent, if that is why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeGiven(Event):
+    """Somebody announced that this host is about to be taken away, or may be."""
+
+    event: ClassVar[str] = "notice"
+    reason: str
+    leave: bool
+    """Whether the host leaves; otherwise it was only a hint."""
+
+    deadline: float | None
+    """Unix seconds."""
+
+
+class Recorder:
+    """Appends a launcher's events to a log of its own. Never raises: a launcher outlives its storage."""
+
+    def __init__(self, log: AppendLog, *, clock: Callable[[], float] = time.time) -> None:
+        self._log = log
+        self._clock = clock
+
+    def record(self, generation: int, event: Event) -> None:
+        """Append one event of a generation (0: of none)."""
+        try:
+            self._log.append(encode(event, now=self._clock(), incarnation=f"generation-{generation}", rank=NO_RANK))
+        except Exception:
+            # The log is written through storage, which may be what failed.
+            logger.exception("an event could not be recorded")
+
+    def close(self) -> None:
+        """Make all events durable, as far as storage allows."""
+        self._log.close()

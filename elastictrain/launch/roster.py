@@ -1,0 +1,192 @@
+"""The launcher's thread for storage: a store that stalls must not keep the launcher from watching its workers."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from elastictrain.errors import StorageError
+from elastictrain.launch.membership.records import End, Entry, Generation, HostState
+from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.membership.sight import Seen, outdated, see
+from elastictrain.storage.failures import reason_of
+
+logger = logging.getLogger(__name__)
+
+_HURRIED_S = 0.2
+"""Interval while a group is forming: every look that is saved is time that nobody trains."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What storage said when it was read last. Times are monotonic."""
+
+    began_s: float = 0.0
+    """When storage was read for the first time."""
+
+    read_s: float = float("-inf")
+    """When the other hosts' lines were read last."""
+
+    newest: Generation | None = None
+    newest_since_s: float = 0.0
+    follows_another: bool = False
+    """Whether the generation before the newest one was not the last of a launch."""
+
+    ends: Mapping[str, End] = field(default_factory=dict)
+    ended_since_s: float | None = None
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+    reads: int = 0
+    """How often storage has been read; 0: nothing is known yet."""
+
+    created: frozenset[int] = frozenset()
+    """Numbers of generations that this host has tried to create."""
+
+    trouble: str = ""
+    """Why storage could not be read the last time; empty if it could."""
+
+
+class Roster:
+    """Writes this host's line, and reads those of the others."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        entry: Entry,
+        *,
+        poll_s: float,
+        lost_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._poll_s = poll_s
+        self._lost_s = lost_s
+        self._clock = clock
+        self._entry = entry
+        self._beat = 0
+        self._written: Entry | None = None
+        self._written_s = float("-inf")
+        self.attentive = True
+        """Whether the other hosts' lines are read; while it trains, only the first host of a group needs them."""
+
+        self._posts: deque[Generation | End] = deque()
+        self._awake = threading.Event()
+        self._closed = threading.Event()
+        self._known = Known()
+        self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
+
+    def start(self) -> None:
+        """Begin to read and to write."""
+        self._thread.start()
+
+    def close(self, *, limit_s: float) -> None:
+        """Write what is still to be written, as far as that is possible within `limit_s`."""
+        self._closed.set()
+        self._awake.set()
+        self._thread.join(timeout=limit_s)
+
+    @property
+    def known(self) -> Known:
+        """The latest reading."""
+        return self._known
+
+    @property
+    def entry(self) -> Entry:
+        """What this host says of itself."""
+        return self._entry
+
+    def say(self, state: HostState, *, reason: str = "", ended: int | None = None, master_port: int | None = None) -> None:
+        """Change this host's line."""
+        self._entry = replace(
+            self._entry,
+            state=state,
+            reason=reason,
+            ended=self._entry.ended if ended is None else ended,
+            master_port=self._entry.master_port if master_port is None else master_port,
+        )
+        self._awake.set()
+
+    def post(self, record: Generation | End) -> None:
+        """Have a generation created, or an end written, in the order of the calls and before a later change of the line.
+
+        An end is written in any case. A generation is tried once, and may be asked for again: what is proposed then is newer.
+        """
+        waiting = [post.number for post in tuple(self._posts) if isinstance(post, Generation)]
+        if not isinstance(record, Generation) or record.number not in waiting:
+            self._posts.append(record)
+        self._awake.set()
+
+    def wake(self) -> None:
+        """Read at once."""
+        self._awake.set()
+
+    def _run(self) -> None:
+        while True:
+            # In this order: what comes after it is either seen in this turn, or ends the wait after it.
+            self._awake.clear()
+            last = self._closed.is_set()
+            try:
+                self._turn()
+            except Exception as error:  # noqa: BLE001  # the edge of the thread: without it this host would wait for ever
+                self._complain(str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {reason_of(error)}")
+                if last:
+                    return
+                # Whoever cannot be answered asks again and again: storage is not to be asked as often.
+                self._closed.wait(self._poll_s)
+                continue
+            self._known = replace(self._known, trouble="")
+            if last and not self._posts:
+                return
+            forming = self._known.newest is None or self._known.newest.terminal or bool(self._known.ends)
+            self._awake.wait(min(self._poll_s, _HURRIED_S) if forming else self._poll_s)
+
+    def _turn(self) -> None:
+        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
+        entry = self._entry
+        while self._posts:
+            self._write_post(self._posts[0])
+            self._posts.popleft()
+        self._write_entry(entry)
+        known, now_s = self._known, self._clock()
+        newest = self._registry.newest()
+        if newest != known.newest or known.reads == 0:
+            follows = newest is not None and self._registry.follows_another(newest.number)
+            known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows, ends={}, ended_since_s=None)
+        ends = {**known.ends, **self._registry.ends(newest.number)} if newest is not None and not newest.terminal else {}
+        since_s = known.ended_since_s if known.ended_since_s is not None or not ends else now_s
+        if self.attentive:
+            entries, read_s = self._registry.entries(), self._clock()
+            known = replace(known, seen=see(known.seen, entries, own=self._entry.host, now_s=read_s), read_s=read_s)
+            there = {one.host for one in entries}
+            for host in there.intersection(outdated(known.seen, now_s=read_s)):
+                self._registry.forget(host)
+        began_s = known.began_s if known.reads else now_s
+        self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=known.reads + 1)
+
+    def _write_post(self, post: Generation | End) -> None:
+        if isinstance(post, End):
+            self._registry.write_end(post)
+            return
+        try:
+            self._registry.create(post)
+        except Exception:
+            # By the time that storage answers again, another generation may be due.
+            self._posts.popleft()
+            raise
+        self._known = replace(self._known, created=self._known.created | {post.number})
+
+    def _write_entry(self, entry: Entry) -> None:
+        now_s = self._clock()
+        # While it trains a host is watched in another way; its line is only there for those who come.
+        interval_s = self._lost_s / 2 if entry.state is HostState.BUSY else self._poll_s
+        if entry == self._written and now_s - self._written_s < interval_s:
+            return
+        self._beat += 1
+        self._registry.write_entry(replace(entry, beat=self._beat))
+        self._written, self._written_s = entry, now_s
+
+    def _complain(self, trouble: str) -> None:
+        if trouble != self._known.trouble:
+            logger.warning("the roster cannot be reached, and is tried again: %s", trouble)
+        self._known = replace(self._known, trouble=trouble)

@@ -1,0 +1,366 @@
+"""The launcher's loop: asks what is to be done, and does it. What is decided elsewhere is only carried out here."""
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.errors import EXIT_STOPPED, EXIT_UNFIT
+from elastictrain.fault.reasons import read_begun, read_reasons
+from elastictrain.fault.stop import StopRequest
+from elastictrain.fault.stop_file import StopNote, write_stop_note
+from elastictrain.launch.arguments import Here, plan_torchrun
+from elastictrain.launch.ending import Remains, judge_end
+from elastictrain.launch.last_words import last_words, say_waiting
+from elastictrain.launch.membership.decide import decide
+from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
+from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
+from elastictrain.launch.membership.view import View
+from elastictrain.launch.membership.words import listed
+from elastictrain.launch.orders import CODES_NAME
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder
+from elastictrain.launch.roster import Roster
+from elastictrain.launch.torchrun import Torchrun, free_port
+from elastictrain.launch.watch.star import Watch
+
+logger = logging.getLogger(__name__)
+
+_TURN_S = 0.1
+_STOP_NAME = "stop.json"
+_DEAD_GROUP_S = 1.5
+"""How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
+
+_WORTH_SAYING_S = 1.5
+"""A wait that is over sooner is of no interest to anybody."""
+
+_LEAVING_LIMIT_S = 10.0
+"""How long the last words of a launcher may take to reach storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the loop works with; put together in __main__.py."""
+
+    config: RunConfig
+    run_arguments: tuple[str, ...]
+    roster: Roster
+    watch: Watch
+    torchrun: Torchrun
+    recorder: Recorder
+    folder: Path
+    """Private to this launcher."""
+
+    expected_hosts: int
+    stop_request: Callable[[], StopRequest | None]
+    check_host: Callable[[], str]
+    """Why this host is unfit; empty if it is not."""
+
+    committed_step: Callable[[], int]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A generation in which this host takes part."""
+
+    generation: Generation
+    starts_s: float
+    """When its torchrun is due."""
+
+    started: bool = False
+    asked: End | None = None
+    """Why it is being ended here, if it is; the word of another host where that one came first."""
+
+    begun: bool = False
+    """Whether its first step is through, as far as this host's workers said."""
+
+    kill_s: float = float("inf")
+    """When workers that have not ended by themselves are killed."""
+
+
+class Supervisor:
+    """One launcher's life, from its first look at the roster to its exit code."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._began_s = parts.clock()
+        self._stop_limit_s = parts.config.fault.save_timeout_s + parts.config.fault.shutdown_grace_s
+        self._attempt: Attempt | None = None
+        self._ended_s: float | None = None
+        self._restart_cost_s = 0.0
+        self._left_step = 0
+        self._said = self._waits_for = ""
+        self._waits_since_s = 0.0
+        self._retry_s = float("inf")
+
+    def run(self) -> int:
+        """Until there is nothing more to do here; returns the exit code."""
+        parts = self._parts
+        while True:
+            self._look_after_workers()
+            code = self._leave_if_asked()
+            if code is None:
+                code = self._retry_if_unfit()
+            if code is not None:
+                return code
+            decision = decide(self._view(), parts.config.launch) if parts.roster.known.reads else None
+            if isinstance(decision, Leave):
+                return self._leave(decision.exit_code, decision.reason)
+            if decision is not None:
+                self._act(decision)
+            if parts.watch.take_news():
+                parts.roster.wake()
+            parts.sleep(_TURN_S)
+
+    def _view(self) -> View:
+        known, parts = self._parts.roster.known, self._parts
+        return View(
+            now_s=parts.clock(),
+            me=parts.roster.entry,
+            began_s=known.began_s,
+            running=self._attempt.generation if self._attempt is not None else None,
+            newest=known.newest,
+            newest_since_s=known.newest_since_s,
+            ends=known.ends,
+            ended_since_s=known.ended_since_s,
+            seen=known.seen,
+            read_s=known.read_s,
+            silent=parts.watch.silent,
+            expected_hosts=parts.expected_hosts,
+            restart_cost_s=self._restart_cost_s,
+            most_processes=parts.config.train.global_batch,
+            left_s=self._left_s(),
+            stop_limit_s=self._stop_limit_s,
+            wants_to_leave=parts.stop_request() is not None,
+        )
+
+    def _act(self, decision: Decision) -> None:
+        match decision:
+            case Adopt(generation):
+                self._adopt(generation)
+            case Create(generation) if generation.number not in self._parts.roster.known.created:
+                self._parts.roster.post(generation)
+            case Finish(end, at_once):
+                self._finish(end, at_once=at_once)
+            case Rest(generation, reason):
+                self._rest(reason, ended=generation)
+            case Wait():
+                self._wait(decision)
+            case _:
+                pass
+
+    def _adopt(self, generation: Generation) -> None:
+        parts = self._parts
+        if self._attempt is not None:
+            return
+        self._attempt = Attempt(generation, parts.clock() + generation.pause_s)
+        parts.roster.say(HostState.BUSY)
+        parts.roster.attentive = generation.members[0].host == parts.roster.entry.host
+        parts.watch.follow(generation)
+        self._said = ""
+        names = listed(member.name for member in generation.members)
+        because = f", because {generation.reason}" if generation.reason else ""
+        parts.say(f"generation {generation.number}: {generation.world_size} worker(s) on {names}{because}")
+        parts.recorder.record(
+            generation.number,
+            GenerationBegun(
+                hosts=tuple(member.name for member in generation.members),
+                world_size=generation.world_size,
+                reason=generation.reason,
+                pause_s=generation.pause_s,
+            ),
+        )
+
+    def _start(self, attempt: Attempt) -> None:
+        parts, generation = self._parts, attempt.generation
+        folder = self._folder_of(generation)
+        folder.mkdir(exist_ok=True)
+        here = Here(
+            host=parts.roster.entry.host,
+            address=parts.roster.entry.address,
+            pid=os.getpid(),
+            folder=str(folder),
+            run_arguments=parts.run_arguments,
+            restarted=parts.roster.known.follows_another,
+            stop_file=str(folder / _STOP_NAME),
+        )
+        parts.torchrun.start(plan_torchrun(generation, here, present=os.environ))
+        attempt.started = True
+
+    def _finish(self, end: End, *, at_once: bool) -> None:
+        """Have this host's part of the generation end, and tell the others if that is this host's word."""
+        parts, attempt = self._parts, self._attempt
+        if attempt is None:
+            return
+        request, now_s = parts.stop_request(), parts.clock()
+        if at_once:
+            # Also where an orderly end is under way, which will not come any more.
+            attempt.kill_s = min(attempt.kill_s, now_s + _DEAD_GROUP_S)
+        if attempt.asked is not None:
+            return
+        attempt.asked = end
+        if end.host == parts.roster.entry.host:
+            parts.roster.post(end)
+            parts.watch.say_ended()
+        if not at_once:
+            attempt.kill_s = now_s + self._stop_limit_s
+            if request is not None and request.deadline_s is not None:
+                attempt.kill_s = request.deadline_s
+            folder = self._folder_of(attempt.generation)
+            folder.mkdir(exist_ok=True)
+            write_stop_note(str(folder / _STOP_NAME), StopNote(end.reason, time.time() + attempt.kill_s - now_s))
+            parts.torchrun.ask_to_stop()
+
+    def _look_after_workers(self) -> None:
+        parts, attempt = self._parts, self._attempt
+        if attempt is None:
+            return
+        now_s = parts.clock()
+        if not attempt.started:
+            if attempt.asked is not None:
+                self._over(attempt, attempt.asked)
+            elif now_s >= attempt.starts_s:
+                self._start(attempt)
+            return
+        if attempt.asked is not None and now_s >= attempt.kill_s:
+            parts.torchrun.kill()
+        code = parts.torchrun.poll()
+        if code is None:
+            self._note_begin(attempt)
+            return
+        self._over(attempt, self._judge(attempt, code))
+
+    def _judge(self, attempt: Attempt, code: int) -> End:
+        """How it ended here."""
+        parts, folder = self._parts, self._folder_of(attempt.generation)
+        went_on_from = read_begun(str(folder)) or 0
+        committed = max(parts.committed_step(), went_on_from)
+        reasons = read_reasons(str(folder))
+        self._left_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
+        remains = Remains(code, _signals(folder / CODES_NAME), reasons, committed, self._first_rank(attempt.generation))
+        end = judge_end(remains, generation=attempt.generation.number, host=parts.roster.entry.host)
+        # What workers do when they are asked to end is no news, but that they were at the last step already is.
+        return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
+
+    def _first_rank(self, generation: Generation) -> int:
+        """Of this host's workers."""
+        before = itertools.takewhile(lambda member: member.host != self._parts.roster.entry.host, generation.members)
+        return sum(member.processes for member in before)
+
+    def _over(self, attempt: Attempt, end: End) -> None:
+        """Nothing of the generation runs here any more."""
+        parts = self._parts
+        self._attempt, self._ended_s = None, parts.clock()
+        if end is not attempt.asked:
+            parts.roster.post(end)
+            parts.watch.say_ended()
+        parts.recorder.record(
+            attempt.generation.number,
+            GenerationEnded(
+                kind=end.kind, exit_code=end.exit_code, phase=end.phase, step=end.step, reason=end.reason, lost=end.lost
+            ),
+        )
+        if end.kind is not EndKind.DONE:
+            parts.say(f"generation {attempt.generation.number} has ended here: {end.reason}")
+        parts.roster.attentive = True
+        if end.host == parts.roster.entry.host and end.exit_code == EXIT_UNFIT:
+            self._rest(end.reason, ended=attempt.generation.number)
+        else:
+            parts.roster.say(HostState.READY, ended=attempt.generation.number, master_port=free_port())
+
+    def _rest(self, reason: str, *, ended: int) -> None:
+        """Take no part for a while."""
+        parts = self._parts
+        if parts.roster.entry.state is not HostState.UNFIT:
+            self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
+        parts.roster.say(HostState.UNFIT, reason=reason, ended=max(ended, parts.roster.entry.ended))
+
+    def _note_begin(self, attempt: Attempt) -> None:
+        """Once the first step is through there is time to start the next torchrun ahead."""
+        if attempt.begun or read_begun(str(self._folder_of(attempt.generation))) is None:
+            return
+        attempt.begun = True
+        if self._ended_s is not None:
+            self._restart_cost_s = self._parts.clock() - self._ended_s
+        self._parts.torchrun.prepare()
+
+    def _leave_if_asked(self) -> int | None:
+        """A person, a scheduler or the cloud wants this host back."""
+        parts, attempt = self._parts, self._attempt
+        request = parts.stop_request()
+        if request is None:
+            return None
+        if attempt is None:
+            return self._leave(EXIT_STOPPED, f"asked to stop ({request.reason})")
+        if attempt.asked is None:
+            reason = f"asked to stop ({request.reason})"
+            host, number = parts.roster.entry.host, attempt.generation.number
+            self._finish(End(number, host, EndKind.LEAVING, EXIT_STOPPED, "", 0, 0, reason), at_once=False)
+        return None
+
+    def _retry_if_unfit(self) -> int | None:
+        """A host that was left out is looked at again, or leaves."""
+        parts = self._parts
+        if parts.roster.entry.state is not HostState.UNFIT or parts.clock() < self._retry_s:
+            return None
+        if parts.config.launch.retry_unfit_s == 0:
+            return self._leave(EXIT_UNFIT, parts.roster.entry.reason)
+        if unfit := parts.check_host():
+            parts.say(f"this host is still unfit: {unfit}")
+            self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
+        else:
+            parts.say("this host passes its checks again, and waits to be taken in")
+            parts.roster.say(HostState.READY)
+        return None
+
+    def _wait(self, decision: Wait) -> None:
+        """Say what is waited for, each time that it changes."""
+        now_s = self._parts.clock()
+        if decision.for_what != self._waits_for:
+            self._waits_for, self._waits_since_s = decision.for_what, now_s
+        if decision.for_what and decision.for_what != self._said and now_s - self._waits_since_s >= _WORTH_SAYING_S:
+            self._said = decision.for_what
+            self._parts.say(say_waiting(decision, now_s=now_s))
+
+    def _leave(self, code: int, reason: str) -> int:
+        parts = self._parts
+        if self._attempt is not None:
+            parts.torchrun.kill()
+        parts.torchrun.close()
+        if code == EXIT_STOPPED:
+            self._wait_for_keeper()
+        parts.roster.say(HostState.GONE, reason=reason)
+        parts.roster.close(limit_s=_LEAVING_LIMIT_S)
+        parts.watch.close()
+        parts.say(last_words(code, reason, run_dir=parts.config.run.dir, committed_step=parts.committed_step()))
+        return code
+
+    def _wait_for_keeper(self) -> None:
+        """What workers could only leave in memory is on its way to storage, and in a container all ends with this process."""
+        request = self._parts.stop_request()
+        until_s = request.deadline_s if request is not None and request.deadline_s is not None else self._parts.clock()
+        while self._parts.clock() < until_s and self._parts.committed_step() < self._left_step:
+            self._parts.sleep(_TURN_S)
+
+    def _left_s(self) -> float:
+        """Until our own limit on the time that all may take."""
+        hours = self._parts.config.launch.max_hours
+        return max(0.0, self._began_s + 3600 * hours - self._parts.clock()) if hours else float("inf")
+
+    def _folder_of(self, generation: Generation) -> Path:
+        return self._parts.folder / f"generation-{generation.number}"
+
+
+def _signals(path: Path) -> Mapping[int, int]:
+    """What torchrun saw of its workers' ends, by local rank."""
+    try:
+        return {int(rank): int(code) for rank, code in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

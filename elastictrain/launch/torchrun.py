@@ -1,0 +1,115 @@
+"""One host's torchruns, one after the other. Acts: starts and ends processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import psutil
+
+from elastictrain.launch.orders import Orders, encode
+
+KEEPER_MODULE = "elastictrain.checkpoint.keeper"
+_COLLECT_S = 5.0
+
+
+class Torchrun:
+    """At most one runs, and one more waits for its orders."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting: subprocess.Popen[bytes] | None = None
+        self._running: subprocess.Popen[bytes] | None = None
+        self._asked_s: float | None = None
+
+    def prepare(self) -> None:
+        """Start the next one ahead of time, unless it waits already."""
+        if self._waiting is None or self._waiting.poll() is not None:
+            self._waiting = subprocess.Popen(
+                [sys.executable, "-m", "elastictrain.launch.agent"],
+                stdin=subprocess.PIPE,
+                # torchrun takes its defaults from these, where an operator has set them for a torchrun of its own.
+                env={name: value for name, value in os.environ.items() if not name.startswith("PET_")},
+                # Ctrl-C is for the launcher, which then asks the workers; torchrun would end them at once.
+                start_new_session=True,
+            )
+
+    def start(self, orders: Orders) -> None:
+        """Run workers; the one before must have ended."""
+        self.prepare()
+        agent, self._waiting = self._waiting, None
+        assert agent is not None  # noqa: S101
+        assert agent.stdin is not None  # noqa: S101
+        assert self._running is None  # noqa: S101
+        with suppress(BrokenPipeError):
+            # If it has died meanwhile, `poll` says so.
+            agent.stdin.write(encode(orders))
+            agent.stdin.close()
+        self._running, self._asked_s = agent, None
+
+    @property
+    def pid(self) -> int:
+        """Of the torchrun that runs; 0 if none does."""
+        return self._running.pid if self._running is not None else 0
+
+    def poll(self) -> int | None:
+        """How the running one ended; None while it runs. After an answer there is none any more."""
+        assert self._running is not None  # noqa: S101
+        code = self._running.poll()
+        if code is not None:
+            self._running = None
+        return code
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each worker, as often as this is called; torchrun ends when they have."""
+        # Not to torchrun: it would kill them after half a minute, whatever a large save needs.
+        for worker in self._workers():
+            with suppress(psutil.Error):
+                worker.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End torchrun, its workers and what they started, but not the host's keeper, and wait until they are gone."""
+        if self._running is None:
+            return
+        family = [*self._workers(with_children=True)]
+        self._running.kill()
+        for one in family:
+            with suppress(psutil.Error):
+                one.kill()
+        psutil.wait_procs(family, timeout=_COLLECT_S)
+        self._running.wait(_COLLECT_S)
+
+    def close(self) -> None:
+        """End everything that was started here."""
+        self.kill()
+        self._running = None
+        if self._waiting is not None:
+            self._waiting.kill()
+            self._waiting.wait(_COLLECT_S)
+            self._waiting = None
+
+    def _workers(self, *, with_children: bool = False) -> Iterator[psutil.Process]:
+        if self._running is None:
+            return
+        try:
+            children = psutil.Process(self._running.pid).children(recursive=with_children)
+        except psutil.Error:
+            return
+        for child in children:
+            try:
+                if KEEPER_MODULE not in child.cmdline():
+                    yield child
+            except psutil.Error:
+                continue
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now, on any address."""
+    with socket.socket(socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET) as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

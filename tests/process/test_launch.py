@@ -1,0 +1,127 @@
+"""One host's launcher, real processes: what ends, what goes on, and what is said."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from torchruns import TINY, Run, events, kill, last_step, losses, memory_arguments, started, train, wait_until
+
+STEPS = 40
+ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")
+PACED = ("task._target_=tests.process.paced.PacedLlama", "task.pause_s=0.05")
+QUICK = ("launch.poll_s=0.2", "launch.lost_s=2", "launch.backoff_s=0.1", "launch.notices=false")
+
+
+@contextmanager
+def launched(arguments: Sequence[str], *, folder: Path, name: str = "launch") -> Iterator[Run]:
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [*ARGUMENTS, *QUICK, *arguments, f"run.dir={folder}/run"]
+    command = [sys.executable, "-m", "elastictrain.launch", *arguments, *memory_arguments(arguments, folder)]
+    with started(command, log=folder / f"{name}.txt") as run:
+        yield run
+
+
+def children_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def all_gone(family: Sequence[psutil.Process]) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+
+
+def generations(folder: Path) -> list[dict[str, object]]:
+    paths = sorted((folder / "run" / "launch" / "generations").glob("*.json"))
+    return [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train([*ARGUMENTS, f"run.dir={folder}/run"], world_size=2, folder=folder)
+    return losses(folder / "run")
+
+
+def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "run"
+    with launched(PACED, folder=tmp_path) as run:
+        wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
+        kill(run.workers()[1])
+        # The keeper and the launcher are those of the first generation until the end.
+        assert run.wait(90) == 0, run.output()
+        output = run.output()
+    assert losses(run_dir) == undisturbed
+    assert [row["outcome"] for row in generations(tmp_path)] == ["run", "run", "done"]
+    assert "local rank 1 was ended by SIGKILL" in output
+    assert f"step {STEPS} is saved in {run_dir}" in output
+    assert [row["tier"] for row in events(run_dir, "resume")] == ["none", "memory"]
+    assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == ["generation", "generation_ended"] * 2
+    entry = json.loads(next((run_dir / "launch" / "hosts").glob("*.json")).read_text())
+    assert entry["state"] == "gone"
+
+
+def test_asked_to_stop_it_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "run"
+    with launched(PACED, folder=tmp_path) as run:
+        wait_until(lambda: last_step(run_dir) >= 5, what="step 5")
+        family = children_of(run.process.pid)
+        run.process.terminate()
+        assert run.wait(60) == 75, run.output()
+        stopped_at = last_step(run_dir)
+        assert f"step {stopped_at} is saved in {run_dir}" in run.output()
+        assert "The same command goes on from there" in run.output()
+        wait_until(lambda: all_gone(family), what="the end of all processes")
+    with launched(PACED, folder=tmp_path, name="again") as run:
+        assert run.wait(90) == 0, run.output()
+    assert [row["step"] for row in events(run_dir, "resume")] == [0, stopped_at]
+    assert losses(run_dir) == undisturbed
+    assert [row["outcome"] for row in generations(tmp_path)] == ["run", "run", "done"]
+
+
+def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with launched([*PACED, "train.steps=100000"], folder=tmp_path) as run:
+        wait_until(lambda: last_step(run_dir) >= 3, what="step 3")
+        family = children_of(run.process.pid)
+        assert len(family) >= 3
+        os.kill(run.process.pid, signal.SIGKILL)
+        wait_until(lambda: all_gone(family), timeout_s=30, what="the end of all processes")
+    memory = tmp_path.parent / "host-memory"
+    wait_until(lambda: not list(memory.rglob("own-*")), timeout_s=30, what="an empty host memory")
+
+
+def test_what_cannot_be_mended_is_not_tried_again(tmp_path: Path) -> None:
+    # Only the worker imports the task, and finds out.
+    with launched(["task._target_=tests.process.paced.NoSuchLlama"], folder=tmp_path) as run:
+        assert run.wait(60) == 78
+        output = run.output()
+    assert output.count("NoSuchLlama") <= 3
+    assert "change what the message names" in output
+    assert "Traceback" not in output
+    assert [row["outcome"] for row in generations(tmp_path)] == ["run", "give up"]
+
+
+def test_a_crash_loop_ends_with_its_reasons(tmp_path: Path) -> None:
+    began = time.monotonic()
+    failing = ["task._target_=tests.process.failing.FailingLlama", "task.fails_at=8", "checkpoint.snapshot_every_steps=0"]
+    with launched([*failing, "launch.processes=1"], folder=tmp_path) as run:
+        assert run.wait(120) == 70, run.output()
+        output = run.output()
+    assert "failed 3 times in a row without a newly committed step" in output
+    assert output.count("ZeroDivisionError in forward of step 2") >= 3
+    assert "step 2 failed 3 times: a poisoned batch" in output
+    assert [len(row["failures"]) for row in generations(tmp_path)] == [0, 1, 2, 3]  # type: ignore[arg-type]
+    assert time.monotonic() - began < 120
+
+
+def test_a_wrong_configuration_is_told_before_anything_starts(tmp_path: Path) -> None:
+    with launched(["launch.max_hosts=1", "launch.min_hosts=2"], folder=tmp_path) as run:
+        assert run.wait(30) == 78
+        assert "`launch.max_hosts` must be >= `launch.min_hosts` = 2" in run.output()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,94 @@
+from collections.abc import Mapping
+
+import pytest
+
+from elastictrain.launch.cluster.detect import detect
+from elastictrain.launch.cluster.place import Probes
+from tests.unit.launch.cluster.environments import (
+    LOOPBACK,
+    SHELL,
+    VAST,
+    VAST_ALONE,
+    VAST_CREATED_ON_OVERLAY,
+    VAST_JOINED_LATER,
+    FakeInterface,
+)
+from tests.unit.launch.cluster.refusals import refused, without
+
+OTHER_SUBNET = (LOOPBACK, FakeInterface("eth0", ("172.20.0.5",)), FakeInterface("eth1", ("172.17.0.2",)))
+NO_ADDRESS = (LOOPBACK, FakeInterface("eth0", ("fe80::1", "169.254.3.4")), FakeInterface("eth1", ("172.17.0.2",)))
+
+
+@pytest.mark.parametrize(
+    ("probes", "address"),
+    [
+        (Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1"), "10.0.0.1"),
+        (Probes(interfaces=VAST_JOINED_LATER, default_interface="eth0"), "10.0.0.7"),
+        (Probes(interfaces=VAST_CREATED_ON_OVERLAY), "10.0.0.1"),
+        (Probes(interfaces=VAST_JOINED_LATER), "10.0.0.7"),
+        (Probes(interfaces=OTHER_SUBNET, default_interface="eth1"), "172.20.0.5"),
+    ],
+)
+def test_the_address_is_the_overlays_not_dockers(probes: Probes, address: str) -> None:
+    place = detect(VAST, probes)
+    assert (place.kind, place.address, place.num_hosts, place.processes) == ("vast", address, 0, 2)
+    assert any(address in sentence and "overlay" in sentence for sentence in place.conclusions)
+    assert place.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "probes",
+    [
+        Probes(interfaces=VAST_ALONE, default_interface="eth0"),
+        Probes(interfaces=VAST_ALONE),
+        Probes(interfaces=OTHER_SUBNET),
+        Probes(interfaces=NO_ADDRESS, default_interface="eth1"),
+        Probes(interfaces=(LOOPBACK,), default_interface="eth0"),
+        Probes(),
+    ],
+)
+def test_without_an_overlay_an_instance_is_alone(probes: Probes) -> None:
+    place = detect(VAST, probes)
+    assert (place.address, place.num_hosts, place.job) == ("", 1, "7835610")
+    assert "no overlay network: other instances cannot reach this one" in place.conclusions
+
+
+def test_several_instances_without_an_overlay_are_told_what_to_do() -> None:
+    several = VAST | {"PET_NNODES": "2", "PET_NODE_RANK": "0"}
+    (warning,) = detect(several, Probes(interfaces=VAST_ALONE, default_interface="eth0")).warnings
+    assert "2 hosts are to meet" in warning
+    assert '--env "-n OVERLAY"' in warning
+    place = detect(several, Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1"))
+    assert (place.order, place.num_hosts, place.warnings) == (0, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("asked", "address"), [("eth1", "172.17.0.2"), ("=eth1", "172.17.0.2"), ("^docker", "10.0.0.1"), ("eth9", "10.0.0.1")]
+)
+def test_an_interface_that_a_person_named_is_taken(asked: str, address: str) -> None:
+    probes = Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1")
+    assert detect(VAST | {"NCCL_SOCKET_IFNAME": asked}, probes).address == address
+
+
+@pytest.mark.parametrize(
+    ("change", "processes"), [({"GPU_COUNT": "0"}, 0), ({"CUDA_VISIBLE_DEVICES": "1"}, 1), ({"PET_NPROC_PER_NODE": "1"}, 1)]
+)
+def test_workers(change: Mapping[str, str], processes: int) -> None:
+    assert detect(VAST | change).processes == processes
+
+
+def test_workers_without_a_count() -> None:
+    assert detect(without(VAST, "GPU_COUNT")).processes == 0
+
+
+def test_a_garbled_count_is_refused() -> None:
+    assert refused(VAST | {"GPU_COUNT": "two"}) == {"GPU_COUNT": "must be a whole number >= 0 in the environment, but is 'two'"}
+
+
+@pytest.mark.parametrize("change", [{"CONTAINER_ID": "1"}, {"PUBLIC_IPADDR": "65.1.1.1"}, {"GPU_COUNT": "x"}])
+def test_names_that_others_use_too_are_no_evidence(change: Mapping[str, str]) -> None:
+    assert detect(SHELL | change).kind == "plain"
+
+
+def test_a_port_alone_is_evidence() -> None:
+    assert detect(SHELL | {"VAST_TCP_PORT_22": "33526"}).kind == "vast"

@@ -1,0 +1,114 @@
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import inf
+
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.launch.membership.decide import Decision, View, decide
+from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Member, Outcome
+from elastictrain.launch.membership.sight import Seen
+
+OPTIONS = LaunchGroup()
+NOW_S = 10_000.0
+"""Everything in a view that nobody dates otherwise happened long before."""
+
+
+def entry(
+    host: str,
+    state: HostState = HostState.READY,
+    *,
+    ended: int = 0,
+    order: int = -1,
+    processes: int = 1,
+    reason: str = "",
+) -> Entry:
+    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended)
+
+
+def seen(line: Entry, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0) -> Seen:
+    return Seen(line, changed_s, fresh, since_s)
+
+
+def member(host: str, *, processes: int = 1) -> Member:
+    return Member(host, host, f"address-{host}", 7, processes)
+
+
+def generation(
+    number: int,
+    hosts: str,
+    *,
+    outcome: Outcome = Outcome.RUN,
+    failures: tuple[Failure, ...] = (),
+    excluded: tuple[str, ...] = (),
+    exit_code: int = 0,
+) -> Generation:
+    members = tuple(member(host) for host in hosts)
+    return Generation(number, outcome, members, 29_500, hosts[:1], failures, excluded, 0.0, exit_code, "made up")
+
+
+def end(
+    host: str,
+    kind: EndKind,
+    code: int = 0,
+    *,
+    number: int = 1,
+    step: int = 0,
+    committed: int = 0,
+    phase: str = "",
+    lost: str = "",
+    blames: tuple[str, ...] = (),
+) -> End:
+    return End(number, host, kind, code, phase, step, committed, f"{kind} on {host}", lost, blames)
+
+
+def by_host(ends: Iterable[End]) -> Mapping[str, End]:
+    return {one.host: one for one in ends}
+
+
+def view(
+    *others: Seen,
+    me: Entry | None = None,
+    running: Generation | None = None,
+    newest: Generation | None = None,
+    ends: Iterable[End] = (),
+    ended_s: float = 0.0,
+    began_s: float = 0.0,
+    newest_since_s: float = 0.0,
+    now_s: float = NOW_S,
+    read_s: float | None = None,
+    silent: Iterable[str] = (),
+    expected_hosts: int = 0,
+    restart_cost_s: float = 0.0,
+    most_processes: int = 0,
+    left_s: float = inf,
+    wants_to_leave: bool = False,
+) -> View:
+    told = by_host(ends)
+    if me is None:
+        me = entry("a", HostState.READY if running is None else HostState.BUSY)
+    return View(
+        now_s=now_s,
+        began_s=began_s,
+        me=me,
+        running=running,
+        newest=newest,
+        newest_since_s=newest_since_s,
+        ends=told,
+        ended_since_s=ended_s if told else None,
+        seen={one.entry.host: one for one in others},
+        read_s=now_s if read_s is None else read_s,
+        silent=frozenset(silent),
+        expected_hosts=expected_hosts,
+        restart_cost_s=restart_cost_s,
+        most_processes=most_processes,
+        left_s=left_s,
+        wants_to_leave=wants_to_leave,
+    )
+
+
+def at(look: View, now_s: float, options: LaunchGroup = OPTIONS) -> Decision:
+    """What is decided when nothing has changed by then but the time."""
+    living = {
+        host: replace(one, changed_s=now_s) if one.fresh and one.changed_s == look.now_s else one
+        for host, one in look.seen.items()
+    }
+    return decide(replace(look, now_s=now_s, read_s=now_s, seen=living), options)

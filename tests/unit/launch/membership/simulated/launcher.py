@@ -1,0 +1,230 @@
+"""A launcher as the acting side is: its roster, its watch and its workers, each with the faults that they can have."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.launch.membership.decide import Adopt, Create, Decision, Finish, Leave, Rest, View, Wait
+from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState
+from elastictrain.launch.membership.sight import Seen, see
+from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
+
+Decide = Callable[[View, LaunchGroup], Decision]
+STOP_LIMIT_S = 20.0
+_CREATE_AGAIN_S = 3.0
+_UNFIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A host's own time: nobody else's, and not of the same pace."""
+
+    offset_s: float
+    rate: float
+
+    def __call__(self, true_s: float) -> float:
+        return self.offset_s + self.rate * true_s
+
+
+@dataclass(slots=True)
+class Attempt:
+    generation: Generation
+    started: bool = False
+    asked: End | None = None
+    at_once: bool = False
+    exits_s: float = float("inf")
+    """When its workers are gone, in true time."""
+
+    exit_code: int = 75
+    superseded_ticks: int = 0
+
+
+class Launcher:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        *,
+        clock: Clock,
+        storage: Storage,
+        options: LaunchGroup,
+        expected_hosts: int,
+        decide: Decide,
+    ) -> None:
+        self.name, self.host = name, host
+        self.expected_hosts = expected_hosts
+        self.clock, self.storage, self.options, self._decide = clock, storage, options, decide
+        self.frozen = ""
+        self.gone = False
+        self.silent_death = False
+        self.wants_to_leave = False
+        self.exit_code: int | None = None
+        self.attempt: Attempt | None = None
+        self.neighbours: tuple[str, ...] = ()
+        self.heard_s: dict[str, float] = {}
+        self.followed_s = self.looked_s = 0.0
+        self.silent: frozenset[str] = frozenset()
+        self.entry = Entry(host, name, name, 7, 29_500, 1, -1, HostState.READY, "", 0, 0)
+        self.newest: Generation | None = None
+        self.newest_since_s = 0.0
+        self.ends: dict[str, End] = {}
+        self.ended_since_s: float | None = None
+        self.seen: dict[str, Seen] = {}
+        self.read_s = self.began_s = -1.0
+        self.reads = 0
+        self.posts: list[End | Generation] = []
+        self.own_end: End | None = None
+        self.created: tuple[int, float] = (0, 0.0)
+        self.retry_s = float("inf")
+        self.attentive = True
+
+    @property
+    def live(self) -> bool:
+        return not self.gone
+
+    def _follow(self, generation: Generation, *, local_s: float) -> None:
+        """The first host hears all others, and each of them hears the first."""
+        hosts = [member.host for member in generation.members]
+        self.neighbours = tuple(hosts[1:]) if hosts[0] == self.host else (hosts[0],)
+        self.heard_s, self.followed_s, self.silent = {}, local_s, frozenset()
+
+    def listen(self, *, now_s: float, hears: Callable[[str], bool]) -> None:
+        """The watch: who is heard, by the own clock; a pause of its own says nothing about the others."""
+        local_s = self.clock(now_s)
+        if local_s - self.looked_s > max(self.options.lost_s / 2, 2.0):
+            self.followed_s, self.heard_s = local_s, {}
+        self.looked_s = local_s
+        for host in self.neighbours:
+            if hears(host):
+                self.heard_s[host] = local_s
+        self.silent = frozenset(
+            host
+            for host in self.neighbours
+            if local_s - max(self.followed_s, self.heard_s.get(host, self.followed_s)) > self.options.lost_s
+        )
+
+    def tick(self, *, now_s: float, cut_off: bool) -> None:
+        if not cut_off:
+            with suppress(StorageDownError):
+                self._turn(now_s)
+        self._look_after_workers(now_s)
+        if self.reads:
+            self._act(self._decide(self.view(now_s), self.options), now_s)
+
+    def view(self, now_s: float) -> View:
+        return View(
+            now_s=self.clock(now_s),
+            began_s=self.began_s,
+            me=self.entry,
+            running=None if self.attempt is None else self.attempt.generation,
+            newest=self.newest,
+            newest_since_s=self.newest_since_s,
+            ends=self.ends,
+            ended_since_s=self.ended_since_s,
+            seen=self.seen,
+            read_s=self.read_s,
+            silent=self.silent,
+            expected_hosts=self.expected_hosts,
+            stop_limit_s=STOP_LIMIT_S,
+            wants_to_leave=self.wants_to_leave,
+        )
+
+    def _turn(self, now_s: float) -> None:
+        storage, local_s = self.storage, self.clock(now_s)
+        while self.posts:
+            post = self.posts[0]
+            if isinstance(post, End):
+                storage.write_end(post, now_s=now_s)
+            else:
+                storage.create(post, now_s=now_s)
+            self.posts.pop(0)
+        self.entry = replace(self.entry, beat=self.entry.beat + 1)
+        storage.write_entry(self.entry, now_s=now_s)
+        newest = storage.newest(self.newest, now_s=now_s)
+        if newest is not None and newest != self.newest:
+            self.newest, self.newest_since_s, self.ends, self.ended_since_s = newest, local_s, {}, None
+        if self.newest is not None:
+            # What was read once stays true, whatever a later and older reading shows.
+            self.ends |= storage.ends_of(self.newest.number, now_s=now_s)
+            if self.ends and self.ended_since_s is None:
+                self.ended_since_s = local_s
+        own = self.own_end
+        if own is not None and self.newest is not None and own.generation == self.newest.number and self.host not in self.ends:
+            self.posts.append(own)
+        if self.attentive:
+            self.seen = see(self.seen, storage.all_entries(now_s=now_s), own=self.host, now_s=local_s)
+            self.read_s = local_s
+        if not self.reads:
+            self.began_s = local_s
+        self.reads += 1
+
+    def _act(self, decision: Decision, now_s: float) -> None:
+        match decision:
+            case Adopt(generation):
+                assert self.attempt is None
+                self.attempt = Attempt(generation)
+                self._follow(generation, local_s=self.clock(now_s))
+                self.entry = replace(self.entry, state=HostState.BUSY)
+                self.attentive = generation.members[0].host == self.host
+            case Create(generation):
+                number, when_s = self.created
+                if generation.number != number or self.clock(now_s) - when_s > _CREATE_AGAIN_S:
+                    self.created = (generation.number, self.clock(now_s))
+                    self.posts.append(generation)
+            case Finish(end, at_once):
+                self._finish(end, at_once=at_once, now_s=now_s)
+            case Rest(number, reason):
+                self._say(HostState.UNFIT, ended=number, reason=reason)
+                self.retry_s = min(self.retry_s, self.clock(now_s) + _UNFIT_S)
+            case Leave(exit_code):
+                self.exit_code = exit_code
+                self.gone = True
+                self.storage.entries.put(
+                    self.host, replace(self.entry, state=HostState.GONE, beat=self.entry.beat + 1), now_s=now_s
+                )
+            case Wait():
+                if self.entry.state is HostState.UNFIT and self.clock(now_s) > self.retry_s:
+                    self._say(HostState.READY, ended=self.entry.ended)
+                    self.retry_s = float("inf")
+
+    def _finish(self, end: End, *, at_once: bool, now_s: float) -> None:
+        attempt = self.attempt
+        assert attempt is not None
+        if attempt.asked is None:
+            attempt.asked = end
+            if end.host == self.host:
+                self.own_end = end
+                self.posts.append(end)
+            attempt.exits_s = min(attempt.exits_s, now_s + (STOP_LIMIT_S if attempt.started else 0.0))
+        if at_once and not attempt.at_once:
+            attempt.at_once = True
+            attempt.exits_s = min(attempt.exits_s, now_s + 1.0)
+
+    def workers_end(self, exit_code: int, *, now_s: float) -> None:
+        """All workers of this host are gone by themselves."""
+        if self.attempt is not None and self.attempt.started and self.attempt.exits_s > now_s:
+            self.attempt.exits_s, self.attempt.exit_code = now_s, exit_code
+
+    def _look_after_workers(self, now_s: float) -> None:
+        attempt = self.attempt
+        if attempt is None:
+            return
+        if not attempt.started and attempt.asked is None:
+            attempt.started = True
+            return
+        if now_s < attempt.exits_s:
+            return
+        number = attempt.generation.number
+        kind = EndKind.DONE if attempt.exit_code == 0 else EndKind.FAILED
+        if attempt.asked is None or kind is EndKind.DONE:
+            self.own_end = End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended")
+            self.posts.append(self.own_end)
+        self.attempt, self.attentive = None, True
+        unfit = attempt.exit_code == 69 and attempt.asked is None
+        self._say(HostState.UNFIT if unfit else HostState.READY, ended=number)
+        if unfit:
+            self.retry_s = self.clock(now_s) + _UNFIT_S
+
+    def _say(self, state: HostState, *, ended: int, reason: str = "") -> None:
+        self.entry = replace(self.entry, state=state, ended=max(ended, self.entry.ended), reason=reason)

@@ -1,0 +1,388 @@
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
+from elastictrain.launch.membership.decide import Create, Decision, Leave, View, Wait, decide
+from elastictrain.launch.membership.lost import takeover_s
+from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, HostState, Outcome
+from elastictrain.launch.membership.sight import Seen
+from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, end, entry, generation, seen, view
+
+READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
+LOST_S = OPTIONS.lost_s
+
+
+def created(decision: Decision) -> Generation:
+    assert isinstance(decision, Create), decision
+    return decision.generation
+
+
+def members(decision: Decision) -> str:
+    return "".join(one.host for one in created(decision).members)
+
+
+def waits_for(decision: Decision) -> str:
+    assert isinstance(decision, Wait), decision
+    return decision.for_what
+
+
+def beginning(*others: Seen, expected_hosts: int = 0) -> View:
+    """This host, `a`, has just begun, and there has never been a generation."""
+    return view(*others, began_s=NOW_S, expected_hosts=expected_hosts)
+
+
+def newcomer(host: str, **more: int) -> Seen:
+    return seen(entry(host, **more), since_s=NOW_S)
+
+
+def leftover(host: str, state: HostState = READY) -> Seen:
+    return seen(entry(host, state), fresh=False, since_s=NOW_S)
+
+
+def ended(*others: Seen, hosts: str = "abc", ends: tuple[End, ...] = (), number: int = 1, **more: object) -> View:
+    """Generation 1 has ended just now, first of all on this host."""
+    told = ends or (end("a", EndKind.GROW, number=number),)
+    newest = generation(number, hosts)
+    looked = view(*others, me=entry("a", ended=number), newest=newest, ends=told, ended_s=NOW_S)
+    return replace(looked, **more)  # type: ignore[arg-type]
+
+
+def done(host: str, number: int = 1, state: HostState = READY, *, since_s: float = NOW_S - 1.0) -> Seen:
+    return seen(entry(host, state, ended=number), since_s=since_s)
+
+
+# The first generation.
+
+
+def test_a_host_that_may_not_be_alone_looks_around_first() -> None:
+    looked = beginning(expected_hosts=0)
+    assert "more hosts to join the 1 that are there" in waits_for(decide(looked, OPTIONS))
+    assert isinstance(at(looked, NOW_S + 2 * OPTIONS.poll_s - 0.1), Wait)
+    assert members(at(looked, NOW_S + 2 * OPTIONS.poll_s)) == "a"
+
+
+def test_a_single_host_starts_at_once() -> None:
+    first = created(decide(beginning(expected_hosts=1), OPTIONS))
+    assert (first.number, first.outcome, first.master_port, first.proposer) == (1, Outcome.RUN, 29_500, "a")
+    assert [(one.host, one.address, one.watch_port, one.processes) for one in first.members] == [("a", "address-a", 7, 1)]
+
+
+def test_leftovers_delay_a_single_host_a_little_and_hosts_that_have_left_do_not() -> None:
+    looked = beginning(leftover("old"), expected_hosts=1)
+    assert waits_for(decide(looked, OPTIONS)) == "a sign of life of old"
+    assert isinstance(at(looked, NOW_S + LOST_S - 0.1), Wait)
+    assert members(at(looked, NOW_S + LOST_S + 0.1)) == "a"
+    assert members(decide(beginning(leftover("old", GONE), expected_hosts=1), OPTIONS)) == "a"
+    long_known = seen(entry("old"), fresh=False, changed_s=NOW_S - 60.0)
+    assert members(decide(beginning(long_known, expected_hosts=1), OPTIONS)) == "a"
+
+
+def test_a_stream_of_new_lines_delays_nobody_for_longer() -> None:
+    latest_s = NOW_S + LOST_S + 0.1
+    looked = replace(beginning(), now_s=latest_s, read_s=latest_s)
+    new = replace(leftover("new"), changed_s=latest_s, since_s=latest_s)
+    assert members(decide(replace(looked, seen={"new": new}), OPTIONS)) == "a"
+
+
+def test_a_group_starts_when_all_that_are_expected_are_there() -> None:
+    assert members(decide(beginning(newcomer("b"), newcomer("c"), expected_hosts=3), OPTIONS)) == "abc"
+    assert "more hosts to join the 3 of 4" in waits_for(
+        decide(beginning(newcomer("b"), newcomer("c"), expected_hosts=4), OPTIONS)
+    )
+
+
+def test_leftovers_are_not_waited_for_where_all_are_there() -> None:
+    assert members(decide(beginning(newcomer("b"), leftover("old"), expected_hosts=2), OPTIONS)) == "ab"
+
+
+def test_a_group_that_has_its_most_hosts_starts() -> None:
+    most = replace(OPTIONS, max_hosts=2)
+    assert members(decide(beginning(newcomer("b")), most)) == "ab"
+    assert members(decide(beginning(newcomer("b"), newcomer("c")), most)) == "ab"
+
+
+def test_others_may_join_for_a_while() -> None:
+    looked = beginning(newcomer("b"))
+    decision = decide(looked, OPTIONS)
+    assert decision == Wait("more hosts to join the 2 that are there", NOW_S + OPTIONS.join_s)
+    assert isinstance(at(looked, NOW_S + OPTIONS.join_s - 0.1), Wait)
+    assert members(at(looked, NOW_S + OPTIONS.join_s)) == "ab"
+
+
+def test_the_time_to_join_begins_when_there_are_enough() -> None:
+    two = replace(OPTIONS, min_hosts=2)
+    looked = view(newcomer("b"), began_s=NOW_S - 500.0)
+    assert decide(looked, two) == Wait("more hosts to join the 2 that are there", NOW_S + OPTIONS.join_s)
+
+
+def test_a_host_that_expects_others_waits_for_them_alone() -> None:
+    looked = beginning(expected_hosts=2)
+    assert isinstance(decide(looked, OPTIONS), Wait)
+    assert members(at(looked, NOW_S + OPTIONS.join_s)) == "a"
+
+
+def test_too_few_hosts_say_what_they_wait_for_and_until_when() -> None:
+    three = replace(OPTIONS, min_hosts=3, wait_s=100.0)
+    looked = beginning(newcomer("b"), seen(entry("c", UNFIT, reason="no GPU"), since_s=NOW_S))
+    assert decide(looked, three) == Wait(
+        "3 hosts (`launch.min_hosts`), of which 2 are there (ready: a and b; c is unfit (no GPU))", NOW_S + 100.0
+    )
+    assert isinstance(at(looked, NOW_S + 99.0, three), Wait)
+    decision = at(looked, NOW_S + 100.0, three)
+    assert isinstance(decision, Leave)
+    assert decision.exit_code == EXIT_STOPPED
+    assert "waited 100 s (`launch.wait_s`) for 3 hosts" in decision.reason
+    for_ever = at(looked, NOW_S + 1e6, replace(three, wait_s=0.0))
+    assert isinstance(for_ever, Wait)
+    assert for_ever.until_s is None
+
+
+def test_each_host_leaves_those_before_it_time_to_propose() -> None:
+    looked = replace(beginning(newcomer("a"), newcomer("b"), expected_hosts=3), me=entry("c"))
+    decision = decide(looked, OPTIONS)
+    assert decision == Wait("a to propose generation 1", NOW_S + 1.0)
+    assert members(at(looked, NOW_S + 1.0)) == "abc"
+
+
+def test_members_are_in_the_order_that_the_cluster_gives_them() -> None:
+    others = (newcomer("b", order=0), newcomer("c", order=1))
+    looked = replace(beginning(*others, expected_hosts=3), me=entry("a", order=2), began_s=NOW_S - 9.0)
+    assert members(at(looked, NOW_S + 9.0)) == "bca"
+
+
+def test_the_end_of_an_earlier_run_is_not_waited_for_and_who_leaves_with_it_is_no_member() -> None:
+    over = generation(7, "xy", outcome=Outcome.STOP, exit_code=75)
+    others = (seen(entry("x", ended=6), since_s=NOW_S), newcomer("b"))
+    looked = replace(beginning(*others, expected_hosts=2), newest=over, newest_since_s=NOW_S)
+    decision = decide(looked, OPTIONS)
+    assert (created(decision).number, members(decision)) == (8, "ab")
+
+
+# After a generation has ended.
+
+
+def test_those_who_stay_go_on_in_their_places_and_newcomers_follow() -> None:
+    looked = ended(done("c"), done("b"), seen(entry("aa")), hosts="cab")
+    decision = at(looked, NOW_S + 1.0)
+    assert members(decision) == "cabaa"
+    assert (created(decision).number, created(decision).reason) == (2, "grow on a")
+
+
+def test_a_group_that_goes_on_waits_for_nobody_to_join() -> None:
+    looked = ended(done("b", since_s=NOW_S - 1.0), done("c"), began_s=NOW_S - 5.0)
+    assert members(decide(looked, OPTIONS)) == "abc"
+
+
+def test_members_that_are_still_stopping_are_waited_for() -> None:
+    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("a", EndKind.FAILED, EXIT_BUG),))
+    assert waits_for(decide(looked, OPTIONS)) == "c to end generation 1"
+    assert isinstance(at(looked, NOW_S + 29.0), Wait)
+    assert members(at(looked, NOW_S + 31.0)) == "ab"
+
+
+def test_members_that_still_save_are_given_the_time_that_a_save_may_take() -> None:
+    looked = ended(done("b"), seen(entry("c", BUSY)))
+    assert isinstance(at(looked, NOW_S + looked.stop_limit_s - 1.0), Wait)
+    assert members(at(looked, NOW_S + looked.stop_limit_s + 1.0)) == "ab"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        seen(entry("c", GONE)),
+        done("c", state=UNFIT),
+        seen(entry("c", BUSY), changed_s=NOW_S - 60.0),
+        seen(entry("c", BUSY), changed_s=NOW_S - 60.0, fresh=False),
+    ],
+)
+def test_who_cannot_come_is_not_waited_for(other: Seen) -> None:
+    assert members(decide(ended(done("b"), other), OPTIONS)) == "ab"
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("c", EndKind.LEAVING),))
+    decision = decide(looked, OPTIONS)
+    assert members(decision) == "ab"
+    assert created(decision).reason == "c left: leaving on c"
+
+
+@pytest.mark.parametrize("line", [done("c"), seen(entry("c", READY, ended=0)), seen(entry("c", BUSY))])
+def test_who_leaves_is_no_member_whatever_its_line_says(line: Seen) -> None:
+    looked = ended(done("b"), line, ends=(end("c", EndKind.LEAVING),))
+    assert members(at(looked, NOW_S + 10.0)) == "ab"
+
+
+@pytest.mark.parametrize("how", ["watch", "word"])
+def test_silent_members_are_waited_for_a_little(how: str) -> None:
+    ends = (end("b", EndKind.LOST, lost="c" if how == "word" else ""),)
+    looked = ended(done("b"), seen(entry("c", BUSY)), ends=ends, silent=frozenset("c" if how == "watch" else ""))
+    assert waits_for(at(looked, NOW_S + LOST_S - 0.1)) == "c to end generation 1"
+    assert members(at(looked, NOW_S + LOST_S + 0.1)) == "ab"
+
+
+def test_a_member_that_has_just_ended_may_have_said_why_a_moment_ago() -> None:
+    looked = ended(done("b"), done("c", since_s=NOW_S))
+    assert waits_for(decide(looked, OPTIONS)) == "c to end generation 1"
+    assert members(at(looked, NOW_S + 0.2)) == "abc"
+
+
+def test_a_line_from_before_the_generation_is_not_trusted_at_once() -> None:
+    looked = ended(done("b"), seen(entry("c", READY, ended=0)))
+    assert waits_for(at(looked, NOW_S + LOST_S - 0.1)) == "c to end generation 1"
+    assert members(at(looked, NOW_S + LOST_S + 0.1)) == "abc"
+
+
+def test_the_roster_must_have_been_read_since_the_end() -> None:
+    looked = ended(done("b"), done("c"))
+    assert waits_for(decide(replace(looked, read_s=NOW_S - 0.1), OPTIONS)) == "the roster to be read"
+
+
+def test_nobody_grows_silent_while_the_roster_cannot_be_read() -> None:
+    looked = ended(done("b"), done("c"))
+    assert members(decide(replace(looked, now_s=NOW_S + 1e4), OPTIONS)) == "abc"
+    assert members(decide(replace(looked, now_s=NOW_S + 1e4, read_s=NOW_S + 5.0), OPTIONS)) == "a"
+
+
+def test_too_many_hosts_are_spares_and_members_stay() -> None:
+    two = replace(OPTIONS, max_hosts=2)
+    looked = ended(done("c"), seen(entry("aa")), hosts="ca")
+    assert members(at(looked, NOW_S + 1.0, two)) == "ca"
+    looked = ended(seen(entry("b", order=0)), done("c"), hosts="ca", me=entry("a", ended=1, order=5))
+    assert members(at(looked, NOW_S + 1.0, two)) == "ca"
+
+
+def test_a_spare_proposes_when_no_member_does() -> None:
+    two = replace(OPTIONS, max_hosts=2)
+    looked = ended(done("b"), done("c"), hosts="bc", ends=(end("b", EndKind.FAILED, 1),), me=entry("z"))
+    assert isinstance(at(looked, NOW_S + 0.9, two), Wait)
+    assert members(at(looked, NOW_S + 1.0, two)) == "bc"
+
+
+def test_who_is_left_out_and_has_not_read_so_is_no_member_and_stays_left_out() -> None:
+    newest = generation(4, "ab", excluded=("c", "d", "e"))
+    others = (done("b", 4), done("c", 3), done("d", 4), seen(entry("e", UNFIT, ended=4)))
+    ends = (end("a", EndKind.GROW, number=4),)
+    looked = view(*others, me=entry("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
+    decision = decide(looked, OPTIONS)
+    assert members(decision) == "abd"
+    assert created(decision).excluded == ("c",)
+
+
+def test_who_is_left_out_does_not_count_as_a_replacement() -> None:
+    failures = tuple(Failure(number, ("b",), 137, "", 0, 0, "b: killed") for number in (2, 3))
+    newest = generation(4, "ab", excluded=("c",), failures=failures)
+    ends = (end("b", EndKind.FAILED, 137, number=4),)
+    looked = view(done("b", 4), done("c", 3), me=entry("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
+    two = replace(OPTIONS, min_hosts=2)
+    assert created(decide(looked, two)).outcome is Outcome.GIVE_UP
+    rested = replace(looked, seen={**looked.seen, "c": done("c", 4)})
+    assert created(decide(rested, two)).excluded == ("b",)
+
+
+# The end of a run.
+
+
+def test_the_end_of_the_run_is_told_to_all() -> None:
+    ends = tuple(end(host, EndKind.DONE) for host in "abc")
+    decision = decide(ended(done("b"), seen(entry("c", GONE, ended=1)), seen(entry("z")), ends=ends), OPTIONS)
+    over = created(decision)
+    assert (over.outcome, over.exit_code, over.master_port, members(decision)) == (Outcome.DONE, EXIT_OK, 0, "abcz")
+
+
+def test_a_run_that_ends_as_soon_as_it_has_begun_concerns_its_hosts() -> None:
+    looked = ended(done("b"), done("c"), ends=(end("b", EndKind.FAILED, EXIT_CONFIG),), began_s=NOW_S - 2.0)
+    assert created(at(looked, NOW_S + 1.0)).outcome is Outcome.GIVE_UP
+
+
+def test_the_end_needs_no_minimum() -> None:
+    looked = ended(hosts="abc", ends=(end("a", EndKind.FAILED, EXIT_CONFIG),))
+    over = created(decide(looked, replace(OPTIONS, min_hosts=3)))
+    assert (over.outcome, over.exit_code) == (Outcome.GIVE_UP, EXIT_CONFIG)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(EndKind.DONE, 0), (EndKind.STOPPED, 75), (EndKind.FAILED, EXIT_CONFIG)])
+def test_who_is_started_after_all_have_left_goes_on(kind: EndKind, code: int) -> None:
+    newest = generation(3, "a")
+    others = seen(entry("a", GONE, ended=3))
+    looked = view(
+        others,
+        me=entry("z"),
+        newest=newest,
+        ends=[end("a", kind, code, number=3)],
+        ended_s=NOW_S,
+        newest_since_s=NOW_S,
+        began_s=NOW_S,
+        expected_hosts=1,
+    )
+    following = created(decide(looked, OPTIONS))
+    assert (following.number, following.outcome, following.failures) == (4, Outcome.RUN, ())
+    # A spare has seen it happen, and is concerned.
+    assert created(decide(replace(looked, began_s=0.0), OPTIONS)).outcome is not Outcome.RUN
+
+
+def test_hosts_that_are_started_again_after_all_have_left_wait_for_each_other() -> None:
+    newest = generation(3, "xy")
+    looked = view(
+        newcomer("b"),
+        newest=newest,
+        ends=[end("x", EndKind.LEAVING, number=3), end("y", EndKind.LEAVING, number=3)],
+        ended_s=NOW_S,
+        newest_since_s=NOW_S,
+        began_s=NOW_S,
+        expected_hosts=3,
+    )
+    assert "more hosts to join the 2 of 3" in waits_for(decide(looked, OPTIONS))
+
+
+# A generation that nobody has ended.
+
+
+def test_a_spare_takes_over_when_all_members_have_been_silent_for_long() -> None:
+    newest = generation(2, "xy")
+    looked = view(
+        seen(entry("x", BUSY), changed_s=NOW_S - 1.0),
+        seen(entry("y", BUSY), changed_s=NOW_S, fresh=False),
+        newest=newest,
+        newest_since_s=NOW_S - 50.0,
+        began_s=NOW_S - 50.0,
+    )
+    last_s = NOW_S + takeover_s(OPTIONS)
+    assert takeover_s(OPTIONS) >= 4 * LOST_S
+    for now_s, expected in ((last_s - 0.1, Wait), (last_s + 0.1, Create)):
+        decision = decide(replace(looked, now_s=now_s, read_s=now_s), OPTIONS)
+        assert isinstance(decision, expected)
+    following = created(decide(replace(looked, now_s=last_s + 1.0, read_s=last_s + 1.0), OPTIONS))
+    assert (following.number, following.failures, following.reason) == (3, (), "x and y are lost")
+    # Storage that cannot be read says nothing about anybody.
+    assert "generation 2, which trains" in waits_for(decide(replace(looked, now_s=NOW_S + 1e4), OPTIONS))
+
+
+def test_one_member_that_lives_is_enough_to_keep_a_generation() -> None:
+    newest = generation(2, "xy")
+    looked = view(seen(entry("x", BUSY), changed_s=0.0), seen(entry("y", BUSY)), newest=newest)
+    assert isinstance(decide(looked, OPTIONS), Wait)
+
+
+def test_members_that_have_left_or_are_unfit_keep_no_generation() -> None:
+    looked = view(seen(entry("x", GONE)), seen(entry("y", UNFIT)), newest=generation(2, "xy"))
+    assert members(decide(looked, OPTIONS)) == "a"
+
+
+def test_a_generation_that_a_member_is_done_with_has_ended_even_if_its_reason_is_lost() -> None:
+    newest = generation(2, "xy")
+    looked = view(done("x", 2, since_s=NOW_S), done("y", 2, since_s=NOW_S), newest=newest)
+    assert isinstance(at(looked, NOW_S + LOST_S - 0.1), Wait)
+    following = created(at(looked, NOW_S + LOST_S + 2.0))
+    assert [one.host for one in following.members] == ["x", "y", "a"]
+
+
+def test_a_member_waits_for_its_own_word_to_be_stored() -> None:
+    looked = view(seen(entry("b", GONE)), me=entry("a", ended=2), newest=generation(2, "ab"))
+    assert isinstance(decide(looked, OPTIONS), Wait)
+
+
+def test_a_record_that_is_damaged_is_followed_by_another() -> None:
+    looked = view(newest=replace(generation(2, ""), reason="its record is damaged"))
+    following = created(decide(looked, OPTIONS))
+    assert (following.number, following.reason) == (3, "its record is damaged")

@@ -1,0 +1,284 @@
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.launch.membership.codec import encode
+from elastictrain.launch.membership.kept import KeptObjects
+from elastictrain.launch.membership.objects import Objects
+from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
+from elastictrain.launch.membership.registry import Registry
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import ObjectInfo
+from tests.unit.checkpoint.fakes import FakeStore
+from tests.unit.launch.membership.made import end, entry, generation
+from tests.unit.launch.membership.served import connected, served
+
+
+def key(number: int) -> str:
+    return f"launch/generations/{number:09d}.json"
+
+
+@pytest.fixture(params=["fake", "local", "kept", "tcp"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
+    in_folder = open_store(str(tmp_path / "run"))
+    match request.param:
+        case "fake":
+            yield FakeStore()
+        case "local":
+            yield in_folder
+        case "kept":
+            yield KeptObjects(in_folder, url="kept://run")
+        case _:
+            with served(in_folder) as server, connected(server) as roster:
+                yield roster
+
+
+def test_an_empty_store(store: Objects) -> None:
+    registry = Registry(store)
+    assert registry.entries() == []
+    assert registry.newest() is None
+    assert registry.ends(1) == {}
+    assert not registry.follows_another(1)
+
+
+@pytest.mark.parametrize("store", ["fake", "local"], indirect=True)
+def test_all_hosts_have_the_same_secret(store: Objects) -> None:
+    token = Registry(store).token()
+    assert len(token) >= 16
+    assert Registry(store).token() == token
+    assert Registry(FakeStore()).token() != token
+
+
+def test_lines_are_replaced_and_forgotten(store: Objects) -> None:
+    registry = Registry(store)
+    for line in (entry("a"), entry("b"), replace(entry("a"), beat=2)):
+        registry.write_entry(line)
+    assert Registry(store).entries() == [replace(entry("a"), beat=2), entry("b")]
+    registry.forget("a")
+    registry.forget("a")
+    assert registry.entries() == [entry("b")]
+
+
+def test_lines_that_are_none_are_left_out() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    registry.write_entry(entry("a"))
+    store.objects["launch/hosts/b.json"] = encode(entry("b"))[:-5]
+    store.objects["launch/hosts/c.json"] = b"\xff"
+    store.objects["launch/hosts/a copy.json"] = encode(entry("a"))
+    store.objects["launch/hosts/notes.txt"] = b"hello"
+    store.objects["launch/hosts-of-old/d.json"] = encode(entry("d"))
+    assert registry.entries() == [entry("a")]
+
+
+def test_what_is_gone_between_the_list_and_the_read_is_left_out() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    for host in "ab":
+        registry.write_entry(entry(host))
+        registry.write_end(end(host, EndKind.DONE))
+
+    def take_away(operation: str, name: str) -> None:
+        if operation == "read" and name.endswith("/a.json"):
+            raise ObjectNotFoundError(name)
+
+    store.before = take_away
+    assert registry.entries() == [entry("b")]
+    assert set(registry.ends(1)) == {"b"}
+
+
+def test_each_number_is_taken_once(store: Objects) -> None:
+    first, second = Registry(store), Registry(store)
+    mine, other = generation(1, "ab"), generation(1, "ba")
+    assert first.create(mine)
+    assert not second.create(other)
+    # Its own proposal is there already: the answer to an earlier try was lost.
+    assert first.create(mine)
+    assert first.newest() == second.newest() == mine
+
+
+def test_the_newest_generation_is_followed(store: Objects) -> None:
+    writer, reader = Registry(store), Registry(store)
+    for number in (1, 2, 3):
+        writer.create(generation(number, "ab"))
+        assert reader.newest() == generation(number, "ab")
+    assert Registry(store).newest() == generation(3, "ab")
+
+
+class LaggingStore(FakeStore):
+    """Shows in a list only what it held when `freeze` was called, as an object store may for a while; reads are current."""
+
+    def freeze(self) -> None:
+        self.listed = set(self.objects)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return iter([info for info in super().list(prefix) if info.key in self.listed])
+
+
+@pytest.mark.parametrize("listed", [0, 1, 2])
+def test_a_list_may_lag_behind(listed: int) -> None:
+    store = LaggingStore()
+    writer = Registry(store)
+    store.freeze()
+    for number in (1, 2, 3):
+        writer.create(generation(number, "a"))
+        if number == listed:
+            store.freeze()
+    assert Registry(store).newest() == generation(3, "a")
+
+
+def test_a_list_that_knows_more_than_a_read_is_no_end() -> None:
+    store = FakeStore()
+    Registry(store).create(generation(1, "a"))
+    store.objects[key(2)] = encode(generation(2, "a"))
+
+    def hide(operation: str, name: str) -> None:
+        if operation == "read" and name == key(2):
+            raise ObjectNotFoundError(name)
+
+    reader, store.before = Registry(store), hide
+    assert reader.newest() == generation(1, "a")
+    store.before = lambda operation, name: None
+    assert reader.newest() == generation(2, "a")
+
+
+def test_a_first_look_that_fails_is_taken_again() -> None:
+    store = FakeStore()
+    Registry(store).create(generation(1, "a"))
+    reader = Registry(store)
+    for broken in ("list", "read"):
+
+        def fail(operation: str, name: str, broken: str = broken) -> None:
+            if operation == broken:
+                raise TransientStorageError("away")
+
+        store.before = fail
+        with pytest.raises(StorageError, match="away"):
+            reader.newest()
+    store.before = lambda operation, name: None
+    assert reader.newest() == generation(1, "a")
+
+
+def test_a_number_is_found_without_a_second_list() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    registry.create(generation(1, "a"))
+    registry.newest()
+    asked: list[tuple[str, str]] = []
+    store.before = lambda operation, name: asked.append((operation, name))
+    registry.newest()
+    assert asked == [("read", key(2))]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(end("a", EndKind.DONE))],
+    ids=["empty", "torn", "cut", "of another number", "another record"],
+)
+def test_a_damaged_generation_is_one_without_hosts(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = FakeStore()
+    Registry(store).create(generation(1, "ab"))
+    store.objects[key(2)] = data
+    registry = Registry(store)
+    with caplog.at_level(logging.WARNING):
+        found = registry.newest()
+        registry.newest()
+    assert found is not None
+    assert (found.number, found.outcome, found.members) == (2, Outcome.RUN, ())
+    assert not found.terminal
+    assert [record.getMessage() for record in caplog.records] == [
+        f"fake://run/{key(2)} is damaged: it counts as a generation without hosts"
+    ]
+    # Nobody can create it a second time, so the next one has another number.
+    assert not registry.create(generation(2, "ab"))
+    assert registry.create(generation(3, "ab"))
+    assert registry.newest() == generation(3, "ab")
+
+
+def test_foreign_names_are_no_generations() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    registry.create(generation(1, "a"))
+    for name in ("7.json", "000000007.json.bak", "old/000000008.json", "000000009.txt", "0000000010.json"):
+        store.objects[f"launch/generations/{name}"] = encode(generation(7, "z"))
+    assert Registry(store).newest() == generation(1, "a")
+
+
+def test_whether_a_generation_follows_another(store: Objects) -> None:
+    registry = Registry(store)
+    registry.create(generation(1, "a"))
+    registry.create(generation(2, "a", outcome=Outcome.STOP))
+    registry.create(generation(3, "a"))
+    assert [registry.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
+
+
+def test_ends_are_found_by_host(store: Objects) -> None:
+    registry = Registry(store)
+    registry.write_end(end("a", EndKind.FAILED, 70))
+    registry.write_end(end("a", EndKind.DONE))
+    registry.write_end(end("b", EndKind.LOST, lost="a"))
+    registry.write_end(end("a", EndKind.STOPPED, number=11))
+    assert registry.ends(1) == {"a": end("a", EndKind.DONE), "b": end("b", EndKind.LOST, lost="a")}
+    assert registry.ends(11) == {"a": end("a", EndKind.STOPPED, number=11)}
+    assert registry.ends(2) == {}
+
+
+def test_ends_that_are_none_are_left_out() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    registry.write_end(end("a", EndKind.DONE))
+    folder = "launch/ends/000000001"
+    store.objects[f"{folder}/b.json"] = encode(end("b", EndKind.DONE))[:-1]
+    store.objects[f"{folder}/c.json"] = encode(end("c", EndKind.DONE, number=2))
+    store.objects[f"{folder}/a copy.json"] = encode(end("a", EndKind.FAILED, 70))
+    store.objects[f"{folder}/d.json"] = encode(end("e", EndKind.FAILED, 70))
+    assert registry.ends(1) == {"a": end("a", EndKind.DONE)}
+
+
+class ForgettingStore(FakeStore):
+    """Its answer to the first create is lost on the way, and the request is sent again."""
+
+    def create(self, key: str, data: bytes | bytearray | memoryview) -> None:
+        super().create(key, data)
+        super().create(key, data)
+
+
+def test_a_proposal_whose_answer_was_lost_counts() -> None:
+    store = ForgettingStore()
+    assert Registry(store).create(generation(1, "a"))
+    assert Registry(store).newest() == generation(1, "a")
+
+
+def test_a_generation_is_kept_as_it_was_made() -> None:
+    store = FakeStore()
+    made = Generation(1, Outcome.GIVE_UP, (), 0, "a", (), ("b",), 1.5, 70, "it fails again and again")
+    Registry(store).create(made)
+    assert Registry(store).newest() == made
+
+
+def test_a_launcher_that_is_known_to_be_dead_is_buried_once() -> None:
+    store = FakeStore()
+    registry = Registry(store)
+    registry.write_entry(replace(entry("a"), state=HostState.BUSY, beat=5))
+    registry.bury("a")
+    (line,) = registry.entries()
+    # A beat of its own: readers take an equal or older one for a late answer.
+    assert (line.state, line.reason, line.beat) == (HostState.GONE, "its launcher was ended", 6)
+    registry.bury("a")
+    registry.bury("b")
+    assert registry.entries() == [line]
+    store.objects["launch/hosts/c.json"] = b"{"
+    registry.bury("c")
+    assert store.objects["launch/hosts/c.json"] == b"{"
+
+
+def test_an_orderly_end_keeps_its_reason() -> None:
+    registry = Registry(FakeStore())
+    left = replace(entry("a"), state=HostState.GONE, reason="asked to stop")
+    registry.write_entry(left)
+    registry.bury("a")
+    assert registry.entries() == [left]

@@ -1,0 +1,79 @@
+from dataclasses import replace
+
+import pytest
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from elastictrain.identity import Launcher, read_identity
+from elastictrain.launch.arguments import Here, plan_torchrun
+from elastictrain.launch.membership.records import Generation, Member
+from tests.unit.launch.membership.made import generation
+
+A = Member("a-1", "a", "10.0.0.1", 4000, 8)
+B = Member("b-1", "b", "10.0.0.2", 4001, 4)
+HERE = Here(
+    host="b-1",
+    address="10.0.0.2",
+    pid=77,
+    folder="/tmp/x/generation-7",
+    run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
+    restarted=True,
+    stop_file="/tmp/x/generation-7/stop.json",
+)
+
+
+def group(*members: Member) -> Generation:
+    return replace(generation(7, "z"), members=members, master_port=5000)
+
+
+def test_one_of_two_hosts() -> None:
+    orders = plan_torchrun(group(A, B), HERE, present={"OMP_NUM_THREADS": "4"})
+    assert orders.arguments == (
+        *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
+        *("--master-addr", "10.0.0.1", "--master-port", "5000", "--local-addr", "10.0.0.2"),
+        *("--max-restarts", "0", "--monitor-interval", "0.1"),
+        *("-m", "elastictrain.run", "recipe=llama_tiny", "--config-dir", "my conf"),
+    )
+    assert orders.environment == {
+        "ELASTICTRAIN_LAUNCHER": "77",
+        "ELASTICTRAIN_GENERATION": "7",
+        "ELASTICTRAIN_RESTARTED": "1",
+        "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
+        "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
+    }
+    assert orders.codes_file == "/tmp/x/generation-7/torchrun.json"
+
+
+def test_the_first_host_has_the_workers_that_it_says() -> None:
+    arguments = plan_torchrun(group(A, B), replace(HERE, host="a-1", address="10.0.0.1"), present={}).arguments
+    assert arguments[:6] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "8")
+    assert arguments[10:12] == ("--local-addr", "10.0.0.1")
+
+
+def test_a_single_host_needs_no_network() -> None:
+    arguments = plan_torchrun(group(B), HERE, present={}).arguments
+    assert arguments[:12] == (
+        *("--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"),
+        *("--master-addr", "127.0.0.1", "--master-port", "5000", "--local-addr", "127.0.0.1"),
+    )
+
+
+def test_torchrun_understands_it() -> None:
+    orders = plan_torchrun(group(replace(A, address="fd00::1"), B), HERE, present={})
+    options = torchrun.parse_args(list(orders.arguments))
+    assert (options.nnodes, options.node_rank, options.nproc_per_node, options.max_restarts) == ("2", 1, "4", 0)
+    assert parse_rendezvous_endpoint(f"{options.master_addr}:{options.master_port}", -1) == ("fd00::1", 5000)
+    assert (options.monitor_interval, options.module, options.training_script) == (0.1, True, "elastictrain.run")
+    assert options.training_script_args == ["recipe=llama_tiny", "--config-dir", "my conf"]
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_workers_know_their_launcher(restarted: bool) -> None:
+    orders = plan_torchrun(group(A, B), replace(HERE, restarted=restarted), present={})
+    identity = read_identity({"RANK": "8", "WORLD_SIZE": "12", **orders.environment})
+    assert identity.launcher == Launcher(77, 7, restarted, "/tmp/x/generation-7")
+
+
+def test_threads_are_set_unless_somebody_has_set_them() -> None:
+    assert plan_torchrun(group(B), HERE, present={}).environment["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in plan_torchrun(group(B), HERE, present={"OMP_NUM_THREADS": "8"}).environment

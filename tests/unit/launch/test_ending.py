@@ -1,0 +1,120 @@
+import signal
+from collections.abc import Mapping
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.errors import (
+    EXIT_BUG,
+    EXIT_CONFIG,
+    EXIT_STOPPED,
+    EXIT_STORAGE,
+    EXIT_TRANSPORT,
+    EXIT_UNFIT,
+    EXIT_USAGE,
+)
+from elastictrain.fault.reasons import Reason
+from elastictrain.launch.ending import Remains, judge_end
+from elastictrain.launch.membership.records import End, EndKind
+
+CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
+NOTICED = (EXIT_TRANSPORT, EXIT_STOPPED)
+
+
+def reason(rank: int, code: int, *, step: int = 12) -> Reason:
+    return Reason(rank, code, "reduce", step, f"rank {rank} says {code}")
+
+
+def judged(*reasons: Reason, codes: Mapping[int, int] | None = None, torchrun: int = 1, first_rank: int = 0) -> End:
+    remains = Remains(torchrun, codes or {}, reasons, 10, first_rank)
+    return judge_end(remains, generation=7, host="a-1")
+
+
+def test_all_workers_ended_well() -> None:
+    assert judged(torchrun=0) == End(7, "a-1", EndKind.DONE, 0, "", 0, 10, "the last step is done")
+
+
+def test_what_a_worker_says_is_passed_on() -> None:
+    found = judged(reason(3, EXIT_BUG))
+    assert found == End(7, "a-1", EndKind.FAILED, EXIT_BUG, "reduce", 12, 10, "rank 3 says 70")
+
+
+def test_what_explains_most_counts_whichever_rank_says_it() -> None:
+    for clear, other in combinations((*CLEAREST_FIRST, *NOTICED), 2):
+        for said in ((clear, other), (other, clear)):
+            found = judged(*(reason(rank, code) for rank, code in enumerate(said)))
+            assert (found.exit_code, found.reason) == (clear, f"rank {said.index(clear)} says {clear}")
+
+
+def test_of_equal_reasons_the_first_ranks_counts() -> None:
+    assert judged(reason(2, EXIT_TRANSPORT), reason(5, EXIT_TRANSPORT)).reason == "rank 2 says 71"
+
+
+@pytest.mark.parametrize("code", CLEAREST_FIRST)
+def test_a_clear_reason_counts_more_than_the_death_of_another(code: int) -> None:
+    assert judged(reason(1, code), codes={0: -9, 1: code}).exit_code == code
+
+
+def test_a_death_explains_what_the_others_noticed() -> None:
+    found = judged(reason(0, EXIT_TRANSPORT), reason(1, EXIT_STOPPED), codes={2: -9})
+    assert found == End(7, "a-1", EndKind.FAILED, 137, "reduce", 12, 10, "local rank 2 was ended by SIGKILL")
+    assert judged(codes={0: -11, 1: -9}).reason == "local rank 0 was ended by SIGSEGV"
+    assert judged(codes={0: -77}).reason == "local rank 0 was ended by signal 77"
+
+
+def test_who_is_ended_because_it_hung_is_explained_by_what_was_left_for_it() -> None:
+    """The watcher of the host kills it and writes why; that it was killed says less."""
+    found = judged(reason(0, EXIT_TRANSPORT), codes={0: -9})
+    assert (found.exit_code, found.reason) == (EXIT_TRANSPORT, "rank 0 says 71")
+    # On the second host of four workers each, local rank 1 is rank 5.
+    found = judged(reason(4, EXIT_TRANSPORT), reason(5, EXIT_TRANSPORT), codes={1: -9}, first_rank=4)
+    assert found.exit_code == EXIT_TRANSPORT
+    found = judged(reason(4, EXIT_TRANSPORT), codes={1: -9}, first_rank=4)
+    assert (found.exit_code, found.reason) == (137, "local rank 1 was ended by SIGKILL")
+    # One of them hung because another had died.
+    found = judged(reason(0, EXIT_TRANSPORT), codes={0: -9, 1: -7})
+    assert found.reason == "local rank 1 was ended by SIGBUS"
+
+
+def test_who_was_asked_to_end_by_torchrun_is_no_cause() -> None:
+    assert judged(reason(0, EXIT_TRANSPORT), codes={1: -signal.SIGTERM}).exit_code == EXIT_TRANSPORT
+    assert judged(codes={0: -signal.SIGTERM, 1: -9}).reason == "local rank 1 was ended by SIGKILL"
+    found = judged(codes={0: -signal.SIGTERM})
+    assert (found.exit_code, found.reason) == (143, "local rank 0 was ended by SIGTERM")
+
+
+def test_an_end_without_a_word_is_a_bug() -> None:
+    found = judged(reason(1, EXIT_TRANSPORT), codes={0: 1, 1: EXIT_TRANSPORT})
+    assert (found.exit_code, found.reason) == (EXIT_BUG, "local rank 0 ended with exit code 1 without a word")
+    assert (found.phase, found.step) == ("reduce", 12)
+    found = judged(torchrun=-9)
+    assert (found.exit_code, found.reason) == (EXIT_BUG, "workers ended without a word (torchrun: -9)")
+
+
+@pytest.mark.parametrize("code", [*CLEAREST_FIRST, *NOTICED])
+def test_an_exit_code_of_ours_says_enough_where_the_sentence_is_missing(code: int) -> None:
+    """What could not be written, on a full disk say, must not make a wrong configuration one that is tried again."""
+    found = judged(codes={0: EXIT_STOPPED, 1: code})
+    assert (found.exit_code, found.reason) == (code, f"workers ended without a word (exit code {code})")
+
+
+@pytest.mark.parametrize("code", [*CLEAREST_FIRST, *NOTICED])
+def test_what_is_committed_is_passed_on_in_any_case(code: int) -> None:
+    assert judged(reason(0, code)).committed_step == 10
+    assert judged(codes={0: -9}).committed_step == 10
+    assert judged().committed_step == 10
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.builds(reason, st.integers(0, 7), st.integers(-20, 300)), max_size=4),
+    st.dictionaries(st.integers(0, 7), st.integers(-70, 300), max_size=4),
+    st.integers(-20, 300),
+)
+def test_a_failure_never_looks_like_a_success(reasons: list[Reason], codes: dict[int, int], torchrun: int) -> None:
+    found = judged(*reasons, codes=codes, torchrun=torchrun)
+    assert (found.kind is EndKind.DONE) == (torchrun == 0)
+    assert (found.exit_code == 0) == (torchrun == 0)
+    assert found.reason

@@ -1,0 +1,89 @@
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.load import load
+from elastictrain.config.preflight import PreflightChecks
+from elastictrain.launch.host_check import why_unfit
+from elastictrain.preflight.alone import OwnChecks
+from elastictrain.preflight.check import Check
+from elastictrain.preflight.policy import Level
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Verdict
+from tests.unit.preflight.made import verdict
+from tests.unit.preflight.transport.made import MadeHost
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load(["recipe=llama_tiny", "preflight=quick", "run.dir=/data/run", "run.num_threads=3"], with_task=False)
+
+
+class Asked:
+    """Takes down what is to be checked, and finds what it is told to."""
+
+    def __init__(self, *found: Verdict) -> None:
+        self.found = found
+        self.asked: list[OwnChecks] = []
+        self.more: list[str] = []
+
+    def __call__(self, surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[Check] = ()) -> list[Verdict]:
+        self.asked.append(asked)
+        self.more += [check.name for check in more]
+        return list(self.found)
+
+
+def unfit(config: RunConfig, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("elastictrain.launch.host_check.check_host", asked)
+    return why_unfit(config, Surroundings(host="a"), processes=4)
+
+
+def test_a_host_that_passes(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(verdict(), verdict("warn"), verdict("skip"))
+    assert unfit(config, asked, monkeypatch) == ""
+    (options,) = asked.asked
+    assert options.level is Level.QUICK
+    assert options.local_world_size == 4
+    assert (options.options.run_dir, options.options.cpus) == ("/data/run", 12.0)
+    assert asked.more == ["interface", "infiniband"]
+
+
+def test_storage_is_not_asked_here(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is away the roster says so, and waits; a host that leaves for it would be missed."""
+    asked = Asked()
+    unfit(config, asked, monkeypatch)
+    assert asked.asked[0].modes["storage"] == "off"
+    assert {name: mode for name, mode in asked.asked[0].modes.items() if name != "storage"} == {
+        name: "fail" for name in asked.asked[0].modes if name != "storage"
+    }
+
+
+def test_the_first_failure_is_told_with_its_remedy(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(
+        verdict("warn", check="load"),
+        verdict("fail", check="disk", measured=1.0, expected=5.0, unit="GB"),
+        verdict("fail", check="gpus"),
+    )
+    assert unfit(config, asked, monkeypatch) == "a: disk is 1 GB (should be 5 GB); mend disk of a"
+
+
+def test_without_a_preflight_nothing_is_asked(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Asked(verdict("fail"))
+    assert unfit(replace(config, preflight=replace(config.preflight, level="off")), asked, monkeypatch) == ""
+    assert asked.asked == []
+
+
+def test_the_checks_themselves_of_a_host_made_up_of_files(config: RunConfig, tmp_path: Path) -> None:
+    names = {field.name: "off" for field in fields(PreflightChecks) if field.name != "memory"}
+    only_memory = replace(config.preflight, checks=replace(config.preflight.checks, **names))
+    made = MadeHost(tmp_path / "root", environment={"XDG_STATE_HOME": str(tmp_path)})
+    made.write("/proc/self/cgroup", "0::/\n")
+    made.write("/sys/fs/cgroup/memory.max", f"{64 << 30}\n")
+    made.write("/sys/fs/cgroup/memory.current", f"{1 << 30}\n")
+    asked = replace(config, preflight=only_memory)
+    assert why_unfit(asked, made.surroundings(), processes=1) == ""
+    made.write("/sys/fs/cgroup/memory.current", f"{64 << 30}\n")
+    assert why_unfit(asked, made.surroundings(), processes=1).startswith("h1: memory is ")

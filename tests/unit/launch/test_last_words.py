@@ -1,0 +1,43 @@
+import pytest
+
+from elastictrain.launch.last_words import last_words, say_waiting
+from elastictrain.launch.membership.decisions import Wait
+
+
+@pytest.mark.parametrize(
+    ("wait", "sentence"),
+    [
+        (Wait("2 hosts"), "waiting for 2 hosts"),
+        (Wait("2 hosts", 130.0), "waiting for 2 hosts, for 30 s at most"),
+        (Wait("2 hosts", 90.0), "waiting for 2 hosts, for 0 s at most"),
+    ],
+)
+def test_what_is_waited_for(wait: Wait, sentence: str) -> None:
+    assert say_waiting(wait, now_s=100.0) == sentence
+
+
+def test_the_end_of_a_run() -> None:
+    assert (
+        last_words(0, "the last step is done", run_dir="s3://bucket/run", committed_step=400)
+        == "done: the last step is done; step 400 is saved in s3://bucket/run."
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (75, "The same command goes on from there."),
+        (78, "Trying again cannot help: change what the message names, then give the same command."),
+        (64, "Trying again cannot help: change what the message names, then give the same command."),
+        (69, "Mend or replace this host; the same command on another one goes on from there."),
+        (70, "The events of the run and the output above tell more; the same command tries again from there."),
+        (74, "The events of the run and the output above tell more; the same command tries again from there."),
+    ],
+)
+def test_what_to_type_next(code: int, advice: str) -> None:
+    paragraph = last_words(code, "why", run_dir="runs/x", committed_step=12)
+    assert paragraph == f"stopped with exit code {code}: why; step 12 is saved in runs/x. {advice}"
+
+
+def test_nothing_is_saved_yet() -> None:
+    assert "; nothing is saved in runs/x yet. " in last_words(75, "why", run_dir="runs/x", committed_step=0)

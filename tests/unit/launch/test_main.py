@@ -1,0 +1,331 @@
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+import elastictrain.launch.__main__ as launching
+from elastictrain.checkpoint.folders import ROOT, key_of
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import from_yaml
+from elastictrain.config.load import load
+from elastictrain.errors import TransientStorageError
+from elastictrain.launch.__main__ import committed_step, main
+from elastictrain.launch.cluster.place import Place
+from elastictrain.launch.membership.records import HostState
+from elastictrain.launch.sole import claim_run
+from elastictrain.launch.supervisor import Parts
+from elastictrain.storage.opening import open_store
+from tests.unit.checkpoint.fakes import FakeStore
+
+TINY = "recipe=llama_tiny"
+RUN = [TINY, "preflight=off", "launch.notices=false", "run.dir=run"]
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load(RUN, with_task=False)
+
+
+@pytest.fixture
+def loaded(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the configuration takes half a second each time."""
+    monkeypatch.setattr(launching, "load", lambda arguments, with_task: config)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty folder, another one for temporary files, and an environment without a cluster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
+    prefixes = ("SLURM", "PET_", "RUNAI", "KUBERNETES", "VAST", "CONTAINER_", "JOB_", "TORCHELASTIC")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+    for name in list(os.environ):
+        if name.startswith(prefixes) or name in names:
+            monkeypatch.delenv(name)
+
+
+@dataclass
+class Launch:
+    """What would have been launched."""
+
+    parts: list[Parts] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    code: int = 0
+    error: Exception | None = None
+
+
+@pytest.fixture(autouse=True)
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
+    """No process is started and no signal is listened to."""
+    done = Launch()
+
+    class Torchrun:
+        def prepare(self) -> None:
+            done.calls.append("prepare")
+
+        def close(self) -> None:
+            done.calls.append("close")
+
+    class Listener:
+        request = None
+
+        def __init__(self, *, notice_s: float) -> None:
+            done.calls.append(f"notice {notice_s:g}")
+
+        def start(self) -> None:
+            done.calls.append("listen")
+
+        def ask(self, reason: str, *, deadline: float | None = None) -> None:
+            done.calls.append(f"ask {reason}")
+
+    class Supervisor:
+        def __init__(self, parts: Parts) -> None:
+            done.parts.append(parts)
+
+        def run(self) -> int:
+            done.calls.append(f"run {done.parts[0].folder.is_dir()}")
+            if done.error is not None:
+                raise done.error
+            return done.code
+
+    monkeypatch.setattr(launching, "Torchrun", Torchrun)
+    monkeypatch.setattr(launching, "StopListener", Listener)
+    monkeypatch.setattr(launching, "Supervisor", Supervisor)
+    yield done
+    for parts in done.parts:
+        parts.roster.close(limit_s=10.0)
+        parts.watch.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([TINY, "launch.min_host=2"], 78, ["`launch.min_host` is not a key; did you mean `launch.min_hosts`?"]),
+        ([TINY, "launch.min_hosts=0"], 78, ["`launch.min_hosts` must be a whole number >= 1, but is 0"]),
+        (
+            [TINY, "launch.min_hosts=3", "launch.max_hosts=2", "train.steps=0"],
+            78,
+            ["2 problems", "`launch.max_hosts` must be >= `launch.min_hosts` = 3", "`train.steps`"],
+        ),
+        (["recipe=lama_tiny"], 78, ["`recipe` must be one of", "did you mean llama_tiny?"]),
+        ([], 78, ["`recipe` is not chosen"]),
+        ([TINY, "run.dir=nowhere://x"], 78, ["'nowhere://x' has the unknown protocol 'nowhere'"]),
+        (["--hepl"], 64, ["unknown option --hepl; did you mean --help?"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_what_is_wrong_is_said_in_one_message(
+    arguments: list[str], code: int, says: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, launch: Launch
+) -> None:
+    assert main([*arguments, "preflight=off"] if arguments[1:] else arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+    for text in says:
+        assert text in captured.err
+    assert list(tmp_path.iterdir()) == []
+    assert launch.parts == []
+
+
+def test_an_environment_that_contradicts_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], launch: Launch
+) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "five")
+    assert main(RUN) == 78
+    error = capsys.readouterr().err
+    assert "`PET_NODE_RANK`" in error
+    assert "'five'" in error
+    assert launch.calls == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--help", "launch"], [TINY, "--cfg", "job"]])
+def test_questions_are_answered_and_nothing_is_done(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, launch: Launch
+) -> None:
+    assert main(arguments) == 0
+    captured = capsys.readouterr()
+    assert "min_hosts" in captured.out or "python -m elastictrain.launch" in captured.out
+    assert captured.err == ""
+    assert list(tmp_path.iterdir()) == []
+    assert launch.calls == []
+
+
+def test_a_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str], launch: Launch) -> None:
+    (tmp_path / "file").write_text("I am no folder")
+    assert main([*RUN, "run.dir=file/run"]) == 74
+    error = capsys.readouterr().err
+    assert "elastictrain: `run.dir` cannot be used: " in error
+    assert "Set run.dir to another place, or mend this one." in error
+    assert "Traceback" not in error
+    assert launch.parts == []
+    assert launch.calls[-1] == "close"
+
+
+def test_a_host_that_is_unfit_does_not_take_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, launch: Launch
+) -> None:
+    monkeypatch.setattr(launching, "why_unfit", lambda config, surroundings, processes: f"too small for {processes}")
+    assert main([*RUN, "launch.processes=3"]) == 69
+    assert "elastictrain: this host is unfit: too small for 3\n" in capsys.readouterr().err
+    assert launch.calls == ["notice 30", "listen", "prepare", "close"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_put_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, launch: Launch
+) -> None:
+    place = Place("plain", order=3, num_hosts=4, address="10.9.9.9", conclusions=("no cluster",), warnings=("alone",))
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: place)
+    arguments = [*RUN, "launch.processes=2", "launch.address=10.1.2.3"]
+    launch.code = 75
+    assert main(arguments) == 75
+    (parts,) = launch.parts
+    assert launch.calls == ["notice 30", "listen", "prepare", "run True", "close"]
+    assert not parts.folder.exists()
+    assert parts.run_arguments == tuple(arguments)
+    assert parts.expected_hosts == 4
+    assert parts.stop_request() is None
+    assert (parts.check_host(), parts.committed_step()) == ("", 0)
+    me = parts.roster.entry
+    assert (me.address, me.processes, me.order, me.state, me.ended) == ("10.1.2.3", 2, 3, HostState.READY, 0)
+    assert me.watch_port == parts.watch.port
+    assert 0 < me.master_port < 1 << 16
+    assert me.host.startswith(launching._NOT_IN_A_KEY.sub("-", me.name) + "-")
+    assert (tmp_path / "run/launch/token").stat().st_size >= 16
+    assert [path.name for path in (tmp_path / "run/events").iterdir()] == [f"launcher-{me.host}.jsonl"]
+    assert capsys.readouterr().err == "elastictrain: no cluster\nelastictrain: warning: alone\n"
+
+
+@pytest.mark.usefixtures("loaded")
+def test_two_launchers_of_one_host_are_two(launch: Launch) -> None:
+    for _ in range(2):
+        main(RUN)
+    first, second = launch.parts
+    assert first.roster.entry.host != second.roster.entry.host
+    assert first.roster.entry.watch_port != second.roster.entry.watch_port
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_second_launcher_of_a_run_is_refused_while_the_first_one_lives(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, launch: Launch
+) -> None:
+    claim = claim_run(str(tmp_path / "run"))
+    assert main(RUN) == 64
+    error = capsys.readouterr().err
+    assert "another launcher of run lives on this host" in error
+    assert "Traceback" not in error
+    assert launch.calls == []
+    claim.close()
+    assert main(RUN) == 0
+
+
+@pytest.mark.usefixtures("loaded")
+def test_whatever_ends_it_nothing_is_left_behind(launch: Launch) -> None:
+    launch.error = TransientStorageError("away")
+    assert main(RUN) == 74
+    assert launch.calls[-1] == "close"
+    assert not launch.parts[0].folder.exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_task_beside_the_launcher_waits_for_it(monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("slurm", role="idle", job="17"))
+    monkeypatch.setattr(launching, "wait_for_launcher", lambda job: launch.calls.append(f"wait {job}") or 0)
+    assert main(RUN) == 0
+    assert launch.calls == ["wait 17"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "given", "place", "gpus", "workers"),
+    [
+        ("auto", 0, 0, 0, 1),
+        ("auto", 0, 0, 4, 4),
+        ("auto", 0, 2, 4, 2),
+        ("auto", 3, 2, 4, 3),
+        ("gloo", 0, 0, 4, 1),
+        ("gloo", 0, 2, 4, 2),
+        ("gloo", 3, 2, 4, 3),
+        ("nccl", 0, 0, 4, 4),
+    ],
+)
+def test_how_many_workers_a_host_has(
+    backend: Literal["auto", "nccl", "gloo"],
+    given: int,
+    place: int,
+    gpus: int,
+    workers: int,
+    config: RunConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: Launch,
+) -> None:
+    parallel, options = replace(config.parallel, backend=backend), replace(config.launch, processes=given)
+    changed = replace(config, parallel=parallel, launch=options)
+    monkeypatch.setattr(launching, "load", lambda arguments, with_task: changed)
+    monkeypatch.setattr(launching, "count_gpus", lambda environment: gpus)
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("plain", processes=place))
+    main(RUN)
+    assert launch.parts[0].roster.entry.processes == workers
+
+
+@pytest.mark.parametrize(
+    ("objects", "step"),
+    [
+        ([], 0),
+        (["step-000000004/manifest.json", "step-000000012/manifest.json", "step-000000008/manifest.json"], 12),
+        (["step-000000004/manifest.json", "step-000000008/rank-00000.safetensors"], 4),
+        (["step-000000004/manifest.json", "step-000000008/manifest.json", "step-000000008/quarantine.json"], 4),
+        (["step-000000004-2/manifest.json", "step-000000004/quarantine.json"], 4),
+        (["begun.json", "committed.json", "notes/manifest.json"], 0),
+    ],
+    ids=str,
+)
+def test_the_newest_step_in_storage(objects: list[str], step: int, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "run"))
+    for name in objects:
+        store.write(f"{ROOT}/{name}", b"x")
+    assert committed_step(store) == step
+
+
+def test_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_LISTING_S", 0.05)
+    store = FakeStore({key_of("step-000000004", "manifest.json"): b"x"})
+    assert committed_step(store) == 4
+
+    def fail(operation: str, key: str) -> None:
+        raise TransientStorageError("away")
+
+    store.before = fail
+    assert committed_step(store) == 0
+    opened: list[bool] = []
+
+    def stall(operation: str, key: str) -> None:
+        time.sleep(0.2)
+        opened.append(True)
+
+    store.before = stall
+    assert committed_step(store) == 0
+    assert opened == []
+
+
+def test_the_configuration_that_is_shown_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([TINY, "launch.min_hosts=2", "--cfg", "job"]) == 0
+    shown = from_yaml(capsys.readouterr().out, source="--cfg")
+    assert shown["launch"]["min_hosts"] == 2
+
+
+@pytest.mark.usefixtures("loaded")
+def test_the_launcher_of_a_slurm_job_holds_its_turn_and_others_need_none(
+    monkeypatch: pytest.MonkeyPatch, launch: Launch
+) -> None:
+    monkeypatch.setattr(launching, "take_turn", lambda job, *, say: launch.calls.append(f"take {job}"))
+    for kind in ("slurm", "plain"):
+        monkeypatch.setattr(launching, "detect", lambda *_, kind=kind, **__: Place(kind, job="17"))
+        main(RUN)
+    assert launch.calls[0] == "take 17"
+    assert [call for call in launch.calls if call.startswith("take")] == ["take 17"]

@@ -1,0 +1,84 @@
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import StorageError
+from elastictrain.events import AppendLog, Event
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, NoticeGiven, Recorder
+from elastictrain.storage.appendlog import open_append_log, read_appended
+from elastictrain.storage.opening import open_store
+
+BEGUN = GenerationBegun(hosts=("a", "b"), world_size=12, reason="c left", pause_s=2.0)
+ENDED = GenerationEnded(kind="lost", exit_code=71, phase="reduce", step=12, reason="b is silent", lost="b-1")
+NOTICE = NoticeGiven(reason="AWS takes it", leave=True, deadline=1900000000.0)
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        (BEGUN, {"event": "generation", "hosts": ["a", "b"], "world_size": 12, "reason": "c left", "pause_s": 2.0}),
+        (
+            ENDED,
+            {
+                "event": "generation_ended",
+                "kind": "lost",
+                "exit_code": 71,
+                "phase": "reduce",
+                "step": 12,
+                "reason": "b is silent",
+                "lost": "b-1",
+            },
+        ),
+        (NOTICE, {"event": "notice", "reason": "AWS takes it", "leave": True, "deadline": 1900000000.0}),
+    ],
+)
+def test_a_record_among_those_of_the_run(event: Event, fields: dict[str, object], tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    recorder = Recorder(open_append_log(store, "events/launcher-a-1.jsonl", flush_s=1.0), clock=lambda: 5.0)
+    recorder.record(7, event)
+    (line,) = read_appended(store, "events")
+    assert json.loads(line) == {"time": 5.0, "incarnation": "generation-7", "rank": -1, **fields}
+    recorder.close()
+
+
+class BrokenLog:
+    """Storage is what failed."""
+
+    def append(self, data: bytes) -> None:
+        raise StorageError("away")
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+
+def test_a_launcher_outlives_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    log: AppendLog = BrokenLog()
+    recorder = Recorder(log)
+    with caplog.at_level(logging.ERROR):
+        recorder.record(1, BEGUN)
+    assert [record.getMessage() for record in caplog.records] == ["an event could not be recorded"]
+    recorder.close()
+
+
+class CountingLog(BrokenLog):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def append(self, data: bytes) -> None:
+        self.calls.append("append")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_close_makes_all_durable() -> None:
+    log = CountingLog()
+    recorder = Recorder(log)
+    recorder.record(1, BEGUN)
+    recorder.close()
+    assert log.calls == ["append", "close"]

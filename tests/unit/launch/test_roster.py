@@ -1,0 +1,441 @@
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import AccessDeniedError, TransientStorageError
+from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState, Outcome
+from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.roster import Roster
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from tests.unit.checkpoint.fakes import FakeStore, nothing
+from tests.unit.launch.membership.made import end, entry, generation
+
+LIMIT_S = 10.0
+POLL_S, LOST_S = 0.01, 0.4
+LONG_S = 30.0
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@contextmanager
+def rostering(
+    store: Store, line: Entry | None = None, *, poll_s: float = POLL_S, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Roster]:
+    roster = Roster(Registry(store), line or entry("a"), poll_s=poll_s, lost_s=LOST_S, clock=clock)
+    roster.start()
+    try:
+        yield roster
+    finally:
+        if isinstance(store, FakeStore):
+            store.before = nothing
+        roster.close(limit_s=LIMIT_S)
+    assert not roster._thread.is_alive()
+
+
+def turn(roster: Roster) -> None:
+    """Until it has read once more, from begin to end."""
+    enough = roster.known.reads + 2
+    roster.wake()
+    eventually(lambda: roster.known.reads >= enough)
+
+
+def line_in(store: Store, host: str = "a") -> Entry | None:
+    return next((line for line in Registry(store).entries() if line.host == host), None)
+
+
+@dataclass
+class Gate:
+    """Holds up or refuses what a store is asked for, from the moment that it is shut."""
+
+    part: str
+    error: Exception | None = None
+    asked: list[str] = field(default_factory=list)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, operation: str, key: str) -> None:
+        what = f"{operation} {key}"
+        if self.part in what:
+            self.asked.append(what)
+            if self.error is not None:
+                raise self.error
+            assert self.opened.wait(LIMIT_S)
+
+
+def test_nothing_is_known_before_storage_was_read() -> None:
+    roster = Roster(Registry(FakeStore()), entry("a"), poll_s=POLL_S, lost_s=LOST_S)
+    assert (roster.known.reads, roster.known.newest, roster.entry) == (0, None, entry("a"))
+
+
+@pytest.mark.parametrize("kind", ["fake", "local"])
+def test_two_hosts_see_each_other(kind: str, tmp_path: Path) -> None:
+    store = FakeStore() if kind == "fake" else open_store(str(tmp_path))
+    with rostering(store) as a, rostering(store, entry("b")) as b:
+        eventually(lambda: "b" in a.known.seen and a.known.seen["b"].fresh)
+        b.say(HostState.UNFIT, reason="no disk", ended=4)
+        eventually(lambda: a.known.seen["b"].entry.state is HostState.UNFIT)
+        line = a.known.seen["b"].entry
+        assert (line.reason, line.ended, line.master_port) == ("no disk", 4, entry("b").master_port)
+        assert set(a.known.seen) == {"b"}
+        assert set(b.known.seen) == {"a"}
+
+
+def test_what_is_not_said_anew_stays_as_it_was() -> None:
+    roster = Roster(Registry(FakeStore()), entry("a"), poll_s=POLL_S, lost_s=LOST_S)
+    roster.say(HostState.READY, ended=3, master_port=7000)
+    roster.say(HostState.UNFIT, reason="no disk")
+    assert roster.entry == replace(entry("a"), state=HostState.UNFIT, reason="no disk", ended=3, master_port=7000)
+    roster.say(HostState.BUSY)
+    assert roster.entry == replace(entry("a"), state=HostState.BUSY, reason="", ended=3, master_port=7000)
+
+
+class Stepped:
+    """A clock that stands still between steps."""
+
+    now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_host_that_waits_shows_a_sign_of_life_at_each_poll_and_one_that_trains_less_often() -> None:
+    store, clock = FakeStore(), Stepped()
+
+    def beat_after(seconds: float) -> int:
+        clock.now_s += seconds
+        turn(roster)
+        line = line_in(store)
+        assert line is not None
+        return line.beat
+
+    with rostering(store, clock=clock) as roster:
+        first = beat_after(0.0)
+        assert beat_after(POLL_S / 2) == first
+        assert beat_after(POLL_S / 2) == first + 1
+        roster.say(HostState.BUSY)
+        assert beat_after(0.0) == first + 2
+        assert beat_after(LOST_S / 4) == first + 2
+        assert beat_after(LOST_S / 4) == first + 3
+        roster.say(HostState.READY)
+        assert beat_after(0.0) == first + 4
+
+
+def test_times_are_of_the_first_sight() -> None:
+    store, clock = FakeStore(), Stepped()
+    with rostering(store, clock=clock) as roster:
+        turn(roster)
+        clock.now_s = 60.0
+        Registry(store).create(generation(1, "ab"))
+        turn(roster)
+        clock.now_s = 70.0
+        Registry(store).write_end(end("b", EndKind.FAILED, 70))
+        turn(roster)
+        clock.now_s = 80.0
+        Registry(store).write_end(end("a", EndKind.FAILED, 70))
+        turn(roster)
+        known = roster.known
+        assert (known.began_s, known.newest_since_s, known.ended_since_s, known.read_s) == (50.0, 60.0, 70.0, 80.0)
+        assert set(known.ends) == {"a", "b"}
+        Registry(store).create(generation(2, "ab"))
+        turn(roster)
+        known = roster.known
+        assert (known.began_s, known.newest_since_s, known.ended_since_s, dict(known.ends)) == (50.0, 80.0, None, {})
+        assert known.newest == generation(2, "ab")
+
+
+def test_whether_a_generation_goes_on_with_a_launch() -> None:
+    store = FakeStore()
+    with rostering(store) as roster:
+        told = []
+        for number, outcome in ((1, Outcome.RUN), (2, Outcome.RUN), (3, Outcome.STOP), (4, Outcome.RUN)):
+            Registry(store).create(generation(number, "a", outcome=outcome))
+            turn(roster)
+            told.append(roster.known.follows_another)
+    assert told == [False, True, True, False]
+
+
+def test_an_end_that_a_later_list_does_not_show_stays() -> None:
+    store = FakeStore()
+    with rostering(store) as roster:
+        Registry(store).create(generation(1, "ab"))
+        Registry(store).write_end(end("b", EndKind.FAILED, 70))
+        turn(roster)
+        del store.objects["launch/ends/000000001/b.json"]
+        turn(roster)
+        assert set(roster.known.ends) == {"b"}
+
+
+def test_a_group_that_forms_looks_more_often_and_one_that_trains_at_each_poll() -> None:
+    store = FakeStore()
+    with rostering(store, poll_s=LONG_S) as roster:
+        eventually(lambda: roster.known.reads >= 3)
+        Registry(store).create(generation(1, "ab"))
+        eventually(lambda: roster.known.newest is not None)
+        reads = roster.known.reads
+        time.sleep(0.3)
+        assert roster.known.reads == reads
+        roster.wake()
+        eventually(lambda: roster.known.reads > reads)
+        Registry(store).write_end(end("b", EndKind.GROW))
+        roster.wake()
+        eventually(lambda: roster.known.reads > reads + 3)
+
+
+def test_other_lines_are_not_read_without_need() -> None:
+    store, clock = FakeStore(), Stepped()
+    with rostering(store, clock=clock) as roster:
+        Registry(store).write_entry(entry("b"))
+        turn(roster)
+        roster.attentive = False
+        turn(roster)
+        clock.now_s = 90.0
+        Registry(store).write_entry(replace(entry("b"), beat=2))
+        Registry(store).create(generation(1, "a"))
+        turn(roster)
+        assert roster.known.newest is not None
+        assert roster.known.read_s == 50.0
+        assert roster.known.seen["b"].entry.beat == 1
+        roster.attentive = True
+        turn(roster)
+        assert roster.known.read_s == 90.0
+        assert roster.known.seen["b"].entry.beat == 2
+
+
+def test_a_proposal_becomes_the_generation_or_another_was_there_before() -> None:
+    store = FakeStore()
+    with rostering(store) as roster:
+        roster.post(generation(1, "ab"))
+        eventually(lambda: roster.known.newest == generation(1, "ab"))
+        assert roster.known.created == {1}
+        Registry(store).create(generation(2, "ba"))
+        roster.post(generation(2, "ab"))
+        eventually(lambda: 2 in roster.known.created)
+        eventually(lambda: roster.known.newest == generation(2, "ba"))
+
+
+def test_ends_and_generations_are_written_in_the_order_of_the_calls_and_before_the_line() -> None:
+    written: list[str] = []
+    store = FakeStore(before=lambda operation, key: written.append(key) if operation in ("write", "create") else None)
+    # Before it starts, so that all of it falls into one turn.
+    roster = Roster(Registry(store), entry("a"), poll_s=POLL_S, lost_s=LOST_S)
+    roster.post(end("a", EndKind.FAILED, 70))
+    roster.post(generation(2, "a"))
+    roster.say(HostState.READY, ended=1)
+    roster.start()
+    roster.close(limit_s=LIMIT_S)
+    assert written[:3] == ["launch/ends/000000001/a.json", "launch/generations/000000002.json", "launch/hosts/a.json"]
+
+
+class LatePosts(deque[Generation | End]):
+    """The moment in which the thread has found nothing to post is when something comes."""
+
+    come: Callable[[], None] | None = None
+
+    def __bool__(self) -> bool:
+        found, come = len(self) > 0, self.come
+        if not found and come is not None:
+            self.come = None
+            come()
+        return found
+
+
+def test_a_line_never_says_that_a_generation_has_ended_before_storage_says_why() -> None:
+    """The others take its word for it that the reason is there."""
+    store = FakeStore()
+    with rostering(store) as roster:
+        turn(roster)
+        posts = LatePosts()
+        told: list[bool] = []
+
+        def come() -> None:
+            roster.post(end("a", EndKind.FAILED, 70))
+            roster.say(HostState.READY, ended=1)
+
+        def note(operation: str, key: str) -> None:
+            if operation == "write" and key == "launch/hosts/a.json" and roster.entry.ended == 1:
+                told.append("launch/ends/000000001/a.json" in store.objects)
+
+        store.before = note
+        posts.come = come
+        roster._posts = posts
+        eventually(lambda: (line_in(store) or entry("a")).ended == 1)
+        # The first writing may still be of the line as it was; the reader goes by what is in storage.
+        assert told[-1]
+        assert (line_in(store) or entry("a")).ended == 1
+
+
+def test_while_storage_stalls_the_launcher_goes_on_and_nothing_is_lost() -> None:
+    store, gate = FakeStore(), Gate("write launch/ends")
+    with rostering(store) as roster:
+        turn(roster)
+        store.before = gate
+        before = roster.known
+        roster.post(end("a", EndKind.FAILED, 70))
+        eventually(lambda: len(gate.asked) == 1)
+        for number in range(5):
+            roster.say(HostState.READY, ended=1, master_port=7000 + number)
+        roster.post(generation(1, "a"))
+        assert roster.known == before
+        gate.opened.set()
+        eventually(lambda: roster.known.newest == generation(1, "a"))
+        eventually(lambda: (line_in(store) or entry("a")).master_port == 7004)
+        assert Registry(store).ends(1) == {"a": end("a", EndKind.FAILED, 70)}
+
+
+def test_a_proposal_that_is_made_again_and_again_while_storage_stalls_is_made_once() -> None:
+    store, gate = FakeStore(), Gate("create launch/generations")
+    with rostering(store) as roster:
+        turn(roster)
+        store.before = gate
+        for _ in range(20):
+            roster.post(generation(1, "ab"))
+        eventually(lambda: len(gate.asked) == 1)
+        for _ in range(20):
+            roster.post(generation(1, "ba"))
+        gate.opened.set()
+        eventually(lambda: roster.known.newest is not None)
+        turn(roster)
+        assert len(gate.asked) == 1
+
+
+def test_a_proposal_that_failed_is_not_made_later_by_itself() -> None:
+    store, gate = FakeStore(), Gate("create launch/generations", TransientStorageError("away"))
+    with rostering(store) as roster:
+        turn(roster)
+        store.before = gate
+        roster.post(generation(1, "ab"))
+        eventually(lambda: roster.known.trouble == "away")
+        assert 1 not in roster.known.created
+        store.before = nothing
+        turn(roster)
+        assert roster.known.newest is None
+        roster.post(generation(1, "ba"))
+        eventually(lambda: roster.known.newest == generation(1, "ba"))
+
+
+@pytest.mark.parametrize("part", ["write launch/ends", "write launch/hosts", "list launch/hosts", "read launch/generations"])
+@pytest.mark.parametrize(
+    ("error", "trouble"),
+    [
+        (TransientStorageError("s3://bucket is away"), "s3://bucket is away"),
+        (AccessDeniedError("s3://bucket refuses"), "s3://bucket refuses"),
+        (KeyError("Contents"), "KeyError: 'Contents'"),
+    ],
+    ids=["away", "refused", "a bug of a client"],
+)
+def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble: str, caplog: pytest.LogCaptureFixture) -> None:
+    store, gate = FakeStore(), Gate(part, error)
+    with rostering(store) as roster, caplog.at_level(logging.WARNING):
+        turn(roster)
+        store.before = gate
+        before = roster.known
+        roster.post(end("a", EndKind.FAILED, 70))
+        roster.say(HostState.READY, ended=1)
+        eventually(lambda: len(gate.asked) >= 3)
+        assert roster.known == replace(before, trouble=trouble)
+        said = [record.getMessage() for record in caplog.records]
+        assert said == [f"the roster cannot be reached, and is tried again: {trouble}"]
+        store.before = nothing
+        eventually(lambda: roster.known.trouble == "")
+        eventually(lambda: (line_in(store) or entry("a")).ended == 1)
+        assert set(Registry(store).ends(1)) == {"a"}
+
+
+def test_storage_that_fails_is_not_asked_at_every_call() -> None:
+    store, gate = FakeStore(), Gate("", TransientStorageError("away"))
+    store.before = gate
+    with rostering(store, poll_s=LONG_S) as roster:
+        eventually(lambda: roster.known.trouble == "away")
+        for number in range(10):
+            roster.post(generation(number, "a"))
+            roster.wake()
+            time.sleep(0.01)
+        assert len(gate.asked) == 1
+
+
+@pytest.mark.parametrize("kind", ["fake", "local"])
+def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> None:
+    store = FakeStore() if kind == "fake" else open_store(str(tmp_path))
+    with rostering(store, poll_s=LONG_S) as roster:
+        eventually(lambda: roster.known.reads > 0)
+        began_s = time.monotonic()
+        roster.post(end("a", EndKind.STOPPED))
+        roster.say(HostState.GONE, reason="asked to stop", ended=1)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+    line = line_in(store)
+    assert line is not None
+    assert (line.state, line.reason, line.ended) == (HostState.GONE, "asked to stop", 1)
+    assert set(Registry(store).ends(1)) == {"a"}
+
+
+class LateEvent(threading.Event):
+    """Something comes just before the thread lays an earlier call aside."""
+
+    come: Callable[[], object] | None = None
+
+    def clear(self) -> None:
+        come, self.come = self.come, None
+        if come is not None:
+            come()
+        super().clear()
+
+
+def test_close_is_heard_at_any_moment() -> None:
+    store = FakeStore()
+    Registry(store).create(generation(1, "a"))
+    with rostering(store, poll_s=LONG_S) as roster:
+        eventually(lambda: roster.known.newest is not None)
+        before, late = roster._awake, LateEvent()
+        # What `close` does before it waits.
+        late.come = lambda: (roster._closed.set(), late.set())
+        roster._awake = late
+        before.set()
+        eventually(lambda: not roster._thread.is_alive())
+
+
+def test_close_does_not_wait_for_storage_that_stalls() -> None:
+    store, gate = FakeStore(), Gate("write launch/hosts")
+    with rostering(store) as roster:
+        turn(roster)
+        store.before = gate
+        roster.say(HostState.GONE)
+        eventually(lambda: len(gate.asked) == 1)
+        began_s = time.monotonic()
+        roster.close(limit_s=0.05)
+        assert 0.04 < time.monotonic() - began_s < LIMIT_S / 2
+        gate.opened.set()
+
+
+@pytest.mark.parametrize("error", [AccessDeniedError("refused"), KeyError("Contents")], ids=["refused", "a bug of a client"])
+def test_close_does_not_insist_on_storage_that_fails(error: Exception) -> None:
+    store = FakeStore(before=Gate("", error))
+    roster = Roster(Registry(store), entry("a"), poll_s=LONG_S, lost_s=LOST_S)
+    roster.start()
+    eventually(lambda: roster.known.trouble != "")
+    began_s = time.monotonic()
+    roster.close(limit_s=LIMIT_S)
+    assert time.monotonic() - began_s < LIMIT_S / 2
+
+
+def test_lines_of_launchers_that_are_long_gone_are_removed() -> None:
+    store, clock = FakeStore(), Stepped()
+    with rostering(store, clock=clock) as roster:
+        Registry(store).write_entry(replace(entry("b"), state=HostState.GONE))
+        Registry(store).write_entry(entry("c"))
+        turn(roster)
+        clock.now_s += 100_000.0
+        Registry(store).write_entry(replace(entry("c"), beat=2))
+        turn(roster)
+        assert [line.host for line in Registry(store).entries()] == ["a", "c"]

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+
+from elastictrain.errors import UsageError
+from elastictrain.launch.sole import claim_run
+
+
+def test_a_second_launcher_of_a_run_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
+    first = claim_run("s3://bucket/run", folder=str(tmp_path))
+    first.sign("h1-12ab")
+    with pytest.raises(UsageError, match=r"another launcher of s3://bucket/run lives on this host \(process \d+\)"):
+        claim_run("s3://bucket/run", folder=str(tmp_path))
+    assert claim_run("s3://bucket/other", folder=str(tmp_path)).before == ""
+
+
+def test_who_comes_after_learns_who_it_was(tmp_path: Path) -> None:
+    first = claim_run("runs/a", folder=str(tmp_path))
+    assert first.before == ""
+    first.sign("h1-12ab")
+    first.close()
+    second = claim_run("runs/a", folder=str(tmp_path))
+    assert second.before == "h1-12ab"
+    second.sign("h")
+    second.close()
+    assert claim_run("runs/a", folder=str(tmp_path)).before == "h"
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'"x"', b"\xff"])
+def test_garbage_in_the_file_is_nobody(garbage: bytes, tmp_path: Path) -> None:
+    claim_run("runs/a", folder=str(tmp_path)).close()
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(garbage)
+    assert claim_run("runs/a", folder=str(tmp_path)).before == ""

@@ -1,0 +1,329 @@
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from elastictrain.launch.membership.records import Generation, Member
+from elastictrain.launch.watch.star import Watch
+from elastictrain.launch.watch.words import Word, seal, unseal
+from tests.unit.launch.membership.made import generation
+
+TOKEN = b"t" * 32
+LOST_S = 0.08
+LIMIT_S = 10.0
+
+
+class Clock:
+    """Stands still but for `pass_s`, which waits after each step for whoever asks it to have looked around."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.asked: Counter[str] = Counter()
+
+    def face(self, host: str) -> Callable[[], float]:
+        """The clock, as one watch asks it."""
+
+        def ask() -> float:
+            self.asked[host] += 1
+            return self.now_s
+
+        return ask
+
+    def pass_s(self, seconds: float, *, step_s: float = LOST_S / 4) -> None:
+        for _ in range(round(seconds / step_s)):
+            self.jump(step_s)
+
+    def jump(self, seconds: float) -> None:
+        self.now_s += seconds
+        # A pass asks two or three times.
+        enough = {host: self.asked[host] + 6 for host in self.asked}
+        eventually(lambda: all(self.asked[host] >= times for host, times in enough.items()))
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Peer:
+    """Another launcher's socket, in the hands of a test."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.socket.bind(("127.0.0.1", 0))
+        self.socket.settimeout(LIMIT_S)
+        self.member = Member(host, host, "127.0.0.1", self.socket.getsockname()[1], 1)
+
+    def hear(self) -> Word | None:
+        return unseal(self.socket.recv(4096), token=TOKEN)
+
+    def hears_nothing(self) -> bool:
+        self.socket.settimeout(0.05)
+        try:
+            self.socket.recv(4096)
+        except TimeoutError:
+            return True
+        return False
+
+    def say(self, watch: Watch, generation: int, *, ended: bool = False, token: bytes = TOKEN) -> None:
+        self.send(watch, seal(Word(self.host, generation, ended), token=token))
+
+    def send(self, watch: Watch, data: bytes) -> None:
+        self.socket.sendto(data, ("127.0.0.1", watch.port))
+
+
+@contextmanager
+def watching(host: str, clock: Clock) -> Iterator[Watch]:
+    watch = Watch(host, token=TOKEN, lost_s=LOST_S, clock=clock.face(host))
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.close()
+        del clock.asked[host]
+
+
+@contextmanager
+def peers(hosts: str) -> Iterator[list[Peer]]:
+    found = [Peer(host) for host in hosts]
+    try:
+        yield found
+    finally:
+        for peer in found:
+            peer.socket.close()
+
+
+def group(number: int, *members: Member) -> Generation:
+    return replace(generation(number, "z"), members=members)
+
+
+def of(watch: Watch, host: str, *, address: str = "127.0.0.1") -> Member:
+    return Member(host, host, address, watch.port, 1)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here"))],
+)
+def test_two_hosts_hear_each_other_until_one_is_gone(address: str) -> None:
+    clock = Clock()
+    with watching("a", clock) as a:
+        with watching("b", clock) as b:
+            both = group(1, of(a, "a", address=address), of(b, "b", address=address))
+            a.follow(both)
+            b.follow(both)
+            for _ in range(10):
+                clock.pass_s(LOST_S / 2)
+                assert (a.silent, b.silent) == (frozenset(), frozenset())
+        clock.pass_s(2 * LOST_S)
+        assert a.silent == {"b"}
+
+
+def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket
+
+    def without_ipv6(family: int = -1, *more: int) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError("Address family not supported by protocol")
+        return real(family, *more)
+
+    monkeypatch.setattr("elastictrain.launch.watch.star.socket.socket", without_ipv6)
+    watch = Watch("a", token=TOKEN, lost_s=LOST_S)
+    monkeypatch.undo()
+    watch.start()
+    try:
+        with peers("b") as (b,):
+            watch.follow(group(3, of(watch, "a"), b.member))
+            eventually(lambda: b.hear() == Word("a", 3, ended=False))
+    finally:
+        watch.close()
+
+
+def test_the_first_host_speaks_to_all_and_the_others_to_the_first_alone() -> None:
+    clock = Clock()
+    with watching("b", clock) as watch, peers("ac") as (a, c):
+        watch.follow(group(5, of(watch, "b"), a.member, c.member))
+        clock.jump(LOST_S / 4)
+        assert a.hear() == c.hear() == Word("b", 5, ended=False)
+    with watching("b", clock) as watch, peers("ac") as (a, c):
+        watch.follow(group(5, a.member, of(watch, "b"), c.member))
+        clock.jump(LOST_S / 4)
+        assert a.hear() == Word("b", 5, ended=False)
+        assert c.hears_nothing()
+        # Whoever is not spoken to is not listened for either.
+        clock.pass_s(2 * LOST_S)
+        assert watch.silent == {"a"}
+
+
+def test_a_sign_of_life_counts_for_the_host_that_gives_it() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("bcz") as (b, c, z):
+        watch.follow(group(1, of(watch, "a"), b.member, c.member))
+        for _ in range(8):
+            b.say(watch, 1)
+            z.say(watch, 1)
+            clock.pass_s(LOST_S / 4)
+        assert watch.silent == {"c"}
+        c.say(watch, 1)
+        eventually(lambda: watch.silent == frozenset())
+
+
+def test_a_host_that_is_a_generation_behind_lives() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(4, of(watch, "a"), b.member))
+        for _ in range(8):
+            b.say(watch, 3, ended=True)
+            clock.pass_s(LOST_S / 4)
+        assert watch.silent == frozenset()
+        assert not watch.take_news()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"x",
+        b"\0" * 200,
+        b"\xff" * 9000,
+        seal(Word("b", 9, ended=True), token=b"u" * 32),
+        seal(Word("b", 9, ended=True), token=TOKEN)[:-1],
+    ],
+    ids=["empty", "one byte", "zeros", "too large", "of another run", "cut"],
+)
+def test_what_is_no_word_is_not_heard_and_does_no_harm(data: bytes) -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        for _ in range(8):
+            b.send(watch, data)
+            clock.pass_s(LOST_S / 4)
+        assert watch.silent == {"b"}
+        assert not watch.take_news()
+        b.say(watch, 1)
+        eventually(lambda: watch.silent == frozenset())
+
+
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("", 9), ("a..b", 9), ("a\0b", 9), ("256.1.1.1", 9), ("x" * 300, 9)],
+)
+def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_told(address: str, port: int) -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("c") as (c,):
+        watch.follow(group(1, of(watch, "a"), Member("b", "b", address, port, 1), c.member))
+        clock.jump(LOST_S / 4)
+        clock.jump(LOST_S / 4)
+        assert c.hear() == Word("a", 1, ended=False)
+        c.say(watch, 1)
+        watch.say_ended()
+        eventually(lambda: c.hear() == Word("a", 1, ended=True))
+
+
+@pytest.mark.parametrize(
+    ("number", "ended", "news"),
+    [(7, True, True), (8, False, True), (8, True, True), (7, False, False), (6, True, False), (6, False, False)],
+)
+def test_news(number: int, ended: bool, news: bool) -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(7, of(watch, "a"), b.member))
+        b.say(watch, number, ended=ended)
+        clock.jump(LOST_S / 4)
+        assert watch.take_news() is news
+        assert not watch.take_news()
+
+
+def test_an_end_that_this_host_has_told_itself_is_no_news_but_a_newer_generation_is() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(7, of(watch, "a"), b.member))
+        watch.say_ended()
+        b.say(watch, 7, ended=True)
+        clock.jump(LOST_S / 4)
+        assert not watch.take_news()
+        b.say(watch, 8)
+        clock.jump(LOST_S / 4)
+        assert watch.take_news()
+
+
+def test_an_end_is_told_at_once_and_again_and_again() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(7, of(watch, "a"), b.member))
+        clock.jump(LOST_S / 4)
+        watch.say_ended()
+        # The clock stands still: what comes now is not one of those that are due now and then.
+        eventually(lambda: b.hear() == Word("a", 7, ended=True))
+        clock.jump(LOST_S / 4)
+        assert b.hear() == Word("a", 7, ended=True)
+        watch.follow(group(8, of(watch, "a"), b.member))
+        clock.jump(LOST_S / 4)
+        eventually(lambda: b.hear() == Word("a", 8, ended=False))
+
+
+def test_who_was_frozen_accuses_nobody_until_they_have_had_their_time() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        clock.jump(100 * LOST_S)
+        assert watch.silent == frozenset()
+        clock.pass_s(LOST_S * 3 / 4)
+        assert watch.silent == frozenset()
+        clock.pass_s(LOST_S / 2)
+        assert watch.silent == {"b"}
+
+
+def test_a_new_group_has_its_time_and_nobody_follows_nobody() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("bc") as (b, c):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        clock.pass_s(2 * LOST_S)
+        assert watch.silent == {"b"}
+        watch.follow(group(2, of(watch, "a"), c.member))
+        assert watch.silent == frozenset()
+        clock.pass_s(2 * LOST_S)
+        assert watch.silent == {"c"}
+        watch.follow(None)
+        assert watch.silent == frozenset()
+        clock.pass_s(2 * LOST_S)
+        assert watch.silent == frozenset()
+
+
+def test_before_it_takes_part_it_hears_and_says_nothing() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch:
+        clock.pass_s(2 * LOST_S)
+        assert watch.silent == frozenset()
+        assert not watch.take_news()
+
+
+def test_close_falls_silent() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        clock.jump(LOST_S / 4)
+        assert b.hear() is not None
+        watch.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+        while not b.hears_nothing():
+            pass
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+            other.bind(("", watch.port))
