@@ -21,5 +21,5 @@ run ruff check "${sources[@]}" scripts
 run mypy
 run lint-imports
 if [[ "${1:-}" != --static ]]; then
-    run python -m pytest tests/unit -q
+    run python -m pytest tests/unit -q -n 2
 fi

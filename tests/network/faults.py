@@ -125,7 +125,7 @@ def delay(host: Host, others: Sequence[Host], *, seconds: float, log: Path) -> N
         relay = Run(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT), log)
     # As if it lived on the host: it ends with it.
     host.runs.append(relay)
-    wait_until(lambda: "relays" in relay.output(), timeout_s=10, what="the relay")
+    wait_until(lambda: "relays" in relay.output(), timeout_s=60, what="the relay")
 
 
 def block(source: Host, target: Host, *, port: int) -> None:

@@ -24,7 +24,7 @@ _SUBNET = "10.89.0"
 # With two digits in each last part, addresses sort as text as they do as numbers: c10d ranks hosts by that order.
 _FIRST_PART, _LAST_PART = 11, 99
 _FIRST_PORT = 29500
-_KILL_LIMIT_S = 10.0
+_KILL_LIMIT_S = 60.0
 
 
 class Host:
@@ -199,7 +199,7 @@ class Job:
     runs: dict[str, Run]
     """By name of host."""
 
-    def wait_for_step(self, step: int, *, timeout_s: float = 60) -> None:
+    def wait_for_step(self, step: int, *, timeout_s: float = 120) -> None:
         """Until `step` is committed. Fails at once if a torchrun has ended before."""
 
         def reached() -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_END_LIMIT_S = 10.0
+_END_LIMIT_S = 60.0
 
 # It is the first process in the new namespaces, and keeps them for as long as we hold the other end of its input: it also ends
 # when we are killed. /sys tells of the interfaces of the namespace in which it was mounted; the control groups in it stay.

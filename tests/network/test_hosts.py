@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import INTERFACE, Host, Network, durable_step, start_run
 from namespaces import processes_in
-from torchruns import TINY, Run, environment, events, last_step, losses, train, wait_until
+from torchruns import TINY, Run, environment, events, last_step, losses, train_warm, wait_until
 
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -94,13 +94,13 @@ def last_word(run: Run) -> str:
 
 
 def wait_for_word(run: Run, word: str) -> None:
-    wait_until(lambda: last_word(run) == word, timeout_s=10, what=f"{word!r}")
+    wait_until(lambda: last_word(run) == word, timeout_s=60, what=f"{word!r}")
 
 
 def test_each_host_is_itself(network: Network, tmp_path: Path) -> None:
     for host in (network.add("a"), network.add("b")):
         described = python(host, DESCRIBE, log=tmp_path / f"{host.name}.txt")
-        assert described.wait(10) == 0, described.output()
+        assert described.wait(60) == 0, described.output()
         assert described.output().split() == [host.name, host.name, host.address, INTERFACE, "lo"]
         assert host.memory.stat().st_mode & 0o777 == 0o700
         assert host.memory.parent == Path("/dev/shm")
@@ -109,7 +109,7 @@ def test_each_host_is_itself(network: Network, tmp_path: Path) -> None:
 def test_a_cut_link_is_silent_and_a_killed_host_is_not(network: Network, tmp_path: Path) -> None:
     a, b = network.add("a"), network.add("b")
     python(b, ECHO, log=tmp_path / "b.txt")
-    wait_until(lambda: listening(b), timeout_s=10, what="the echo")
+    wait_until(lambda: listening(b), timeout_s=60, what="the echo")
     asking = python(a, ASK, "b", log=tmp_path / "a.txt")
     wait_for_word(asking, "heard")
     b.cut()
@@ -117,7 +117,7 @@ def test_a_cut_link_is_silent_and_a_killed_host_is_not(network: Network, tmp_pat
     b.restore()
     wait_for_word(asking, "heard")
     b.kill()
-    assert asking.wait(10) == 0
+    assert asking.wait(60) == 0
     assert last_word(asking) == "closed"
 
 
@@ -130,7 +130,7 @@ def test_a_lost_host_says_nothing(network: Network, tmp_path: Path) -> None:
     a, b = network.add("a"), network.add("b")
     python(b, ECHO, log=tmp_path / "b.txt")
     (b.memory / "snapshots").mkdir()
-    wait_until(lambda: listening(b), timeout_s=10, what="the echo")
+    wait_until(lambda: listening(b), timeout_s=60, what="the echo")
     asking = python(a, ASK, "b", log=tmp_path / "a.txt")
     wait_for_word(asking, "heard")
     b.lose()
@@ -147,7 +147,7 @@ def test_nothing_is_left_behind_by_a_test_that_fails(tmp_path: Path) -> None:
         with Network(tmp_path / "network") as network:
             hosts.append(network.add("a"))
             run = python(hosts[0], STUBBORN, log=tmp_path / "a.txt")
-            wait_until(lambda: run.output().count("settled") == 2, timeout_s=10, what="two processes")
+            wait_until(lambda: run.output().count("settled") == 2, timeout_s=60, what="two processes")
             (hosts[0].memory / "snapshot").write_bytes(b"x")
             assert len(processes_in(hosts[0].network)) == 3
             raise ZeroDivisionError
@@ -172,17 +172,17 @@ def test_nothing_is_left_behind_by_tests_that_are_killed(tmp_path: Path) -> None
         network, memory = owner.stdout.readline().split()
         assert processes_in(int(network))
         owner.send_signal(signal.SIGKILL)
-    wait_until(lambda: not processes_in(int(network)) and not Path(memory).exists(), timeout_s=10, what="an empty place")
+    wait_until(lambda: not processes_in(int(network)) and not Path(memory).exists(), timeout_s=60, what="an empty place")
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Run folders of two workers on this machine as it is, by kind of parallelism."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for parallel in ("ddp", "fsdp"):
-        arguments = [*ARGUMENTS, f"parallel={parallel}", f"run.dir={folder}/{parallel}"]
-        train(arguments, world_size=2, folder=folder / f"{parallel}-log")
-    return {parallel: folder / parallel for parallel in ("ddp", "fsdp")}
+    return {
+        parallel: train_warm([*ARGUMENTS, f"parallel={parallel}"], world_size=2, folder=folder / parallel)
+        for parallel in ("ddp", "fsdp")
+    }
 
 
 def test_two_hosts_train_as_one_does(network: Network, tmp_path: Path, undisturbed: dict[str, Path]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Network, start_run
-from torchruns import TINY, events, keepers, losses, train, wait_until
+from torchruns import TINY, events, keepers, losses, train_warm, wait_until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "process/keeper"))
 
@@ -35,9 +35,7 @@ FAULTS = (
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train([*ARGUMENTS, f"run.dir={folder}/run"], world_size=2, folder=folder)
-    return losses(folder / "run")
+    return losses(train_warm(ARGUMENTS, world_size=2, folder=tmp_path_factory.mktemp("undisturbed")))
 
 
 def test_sigkill_while_replicas_are_on_their_way(network: Network, tmp_path: Path, undisturbed: dict[int, float]) -> None:
@@ -66,5 +64,5 @@ def test_sigkill_while_replicas_are_on_their_way(network: Network, tmp_path: Pat
         assert resume["step"] >= max(common, default=0), (resume, sorted(before))
     assert [row["reason"] for row in events(run_dir, "checkpoint_saved")] == ["end"]
     for host in hosts:
-        wait_until(lambda host=host: not keepers(host.memory), timeout_s=15, what="end of the keeper")
+        wait_until(lambda host=host: not keepers(host.memory), timeout_s=60, what="end of the keeper")
         assert not list(host.memory.iterdir())

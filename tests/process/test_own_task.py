@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from torchruns import REPOSITORY, events, kill, last_step, losses, torchrun, train, wait_until
+from torchruns import REPOSITORY, events, kill, last_step, losses, torchrun, train_warm, wait_until
 
 QUIET = ("telemetry.log_every_steps=1000", "telemetry.tensorboard=false", "fault.heartbeat_s=0.2")
 
@@ -58,9 +58,9 @@ def test_digits_go_on_bit_for_bit_with_dropout(tmp_path: Path) -> None:
         *("recipe=digits_ddp", "model.dropout=0.3", f"train.steps={steps}", "train.eval_every_steps=0"),
         "checkpoint.every_steps=20",
     ]
-    train([*arguments, *QUIET, f"run.dir={tmp_path}/undisturbed"], world_size=2, folder=tmp_path / "first")
+    undisturbed = train_warm([*arguments, *QUIET], world_size=2, folder=tmp_path / "first")
     output = killed_once(arguments, run_dir=tmp_path / "killed", folder=tmp_path / "second", after_step=25)
-    right = losses(tmp_path / "undisturbed")
+    right = losses(undisturbed)
     assert sorted(right) == list(range(1, steps + 1))
     assert losses(tmp_path / "killed") == right
     recognised = re.search(r"(\d+) of (\d+) held-out digits recognised", output)

@@ -1,7 +1,6 @@
 """The Llama under DDP, FSDP2, mixed precision, activation checkpointing and compilation, on two ranks of this file's `main`."""
 
 import os
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torchruns import warm_ranks
 
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.train import TrainGroup
@@ -47,18 +47,8 @@ CASES = (
 )
 
 
-def test_every_wrapping_computes_the_same() -> None:
-    repository = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__],
-        env={**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert "all the same" in result.stdout
+def test_every_wrapping_computes_the_same(tmp_path: Path) -> None:
+    assert "all the same" in warm_ranks([__file__], world_size=2, folder=tmp_path, timeout_s=240)
 
 
 def tokens_of_everybody() -> Tensor:

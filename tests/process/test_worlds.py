@@ -66,7 +66,7 @@ def stop_after_a_while(run: Run, run_dir: Path, *, disturb: Callable[[], None] =
     wait_until(lambda: last_step(run_dir) >= begun + LEG_STEPS, what=f"step {begun + LEG_STEPS}")
     disturb()
     run.process.terminate()
-    run.wait(30)
+    run.wait(60)
 
 
 def stop_between_saves(worker: psutil.Process, run_dir: Path) -> int:

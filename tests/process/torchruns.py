@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
+from warm import WarmProcess, warm_host
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -92,10 +94,10 @@ def rendezvous_arguments(kind: str) -> list[str]:
 class Run:
     """One torchrun (or plain Python) process with its output."""
 
-    process: subprocess.Popen[bytes]
+    process: "subprocess.Popen[bytes] | WarmProcess"
     log: Path
 
-    def wait(self, timeout_s: float = 120) -> int:
+    def wait(self, timeout_s: float = 240) -> int:
         """Exit code; the whole tree is killed if it takes longer."""
         try:
             return self.process.wait(timeout_s)
@@ -141,19 +143,28 @@ class Run:
 
 @contextmanager
 def started(
-    command: Sequence[str], *, log: Path, extra_environment: Mapping[str, str] = {}, cwd: Path | None = None
+    command: Sequence[str],
+    *,
+    log: Path,
+    extra_environment: Mapping[str, str] = {},
+    cwd: Path | None = None,
+    warm: bool = False,
 ) -> Iterator[Run]:
-    """A process that does not outlive the block."""
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment(extra_environment), cwd=cwd or log.parent
-        )
+    """A process that does not outlive the block; `warm` makes it a fork of one that has imported torch (see warm.py)."""
+    variables, folder = environment(extra_environment), cwd or log.parent
+    process: subprocess.Popen[bytes] | WarmProcess
+    if warm:
+        assert command[0] == sys.executable, command
+        process = warm_host().start(command[1:], environment=variables, log=log, cwd=folder)
+    else:
+        with log.open("ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder)
     run = Run(process, log)
     try:
         yield run
     finally:
         run.kill_tree()
-        process.wait(30)
+        process.wait(60)
 
 
 @contextmanager
@@ -167,7 +178,11 @@ def torchrun(
     extra_environment: Mapping[str, str] = {},
     module: Sequence[str] = ("-m", "elastictrain.run"),
 ) -> Iterator[Run]:
-    """torchrun of a training run, its log in `folder`."""
+    """torchrun of a training run, its log in `folder`.
+
+    The agent is a warm fork, its workers start cold. With an environment of its own it starts cold, too: it may be looked for
+    by that.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if "elastictrain.run" in module:
         arguments = [*arguments, *memory_arguments(arguments, folder)]
@@ -187,11 +202,11 @@ def torchrun(
         *module,
         *arguments,
     ]
-    with started(command, log=folder / "log.txt", extra_environment=extra_environment) as run:
+    with started(command, log=folder / "log.txt", extra_environment=extra_environment, warm=not extra_environment) as run:
         yield run
 
 
-def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 120, **options: Any) -> str:
+def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 240, **options: Any) -> str:
     """Run to the end; returns the output. Fails unless the exit code is 0."""
     with torchrun(arguments, world_size=world_size, folder=folder, **options) as run:
         code = run.wait(timeout_s)
@@ -199,12 +214,57 @@ def train(arguments: Sequence[str], *, world_size: int, folder: Path, timeout_s:
         return run.output()
 
 
-def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 120, **options: Any) -> tuple[int, str]:
-    """`python -m elastictrain.run` without torchrun; returns exit code and output."""
+def alone(arguments: Sequence[str], *, folder: Path, timeout_s: float = 240, **options: Any) -> tuple[int, str]:
+    """`python -m elastictrain.run` without torchrun, a warm fork unless faults are to be put into it; returns exit code and
+    output."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
-    with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", **options) as run:
+    warm = "FAULTS" not in options.get("extra_environment", {})
+    with started(command, log=folder / f"alone-{time.monotonic_ns()}.txt", warm=warm, **options) as run:
         return run.wait(timeout_s), run.output()
+
+
+def train_warm(arguments: Sequence[str], *, world_size: int, folder: Path) -> Path:
+    """A training run that nothing happens to, on warm ranks; returns its folder, `folder`/run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    where = [f"run.dir={folder}/run", *memory_arguments(arguments, folder / "log")]
+    warm_ranks(["-m", "elastictrain.run", *arguments, *where], world_size=world_size, folder=folder)
+    return folder / "run"
+
+
+@contextmanager
+def warm_ranks_started(
+    program: Sequence[str], *, world_size: int, folder: Path, errors: Sequence[str] = ()
+) -> Iterator[list[Run]]:
+    """A program on ranks that are warm forks, with the store in this process: what an agent does is not under test here.
+
+    They share a log, and none outlives the block. `errors` are warnings that raise.
+    """
+    log = folder / "ranks.txt"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    runs: list[Run] = []
+    try:
+        for rank in range(world_size):
+            variables = environment({**place, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            runs.append(Run(warm_host().start(program, environment=variables, log=log, cwd=folder, errors=errors), log))
+        yield runs
+    finally:
+        for run in runs:
+            run.kill_tree()
+            run.process.wait(60)
+
+
+def warm_ranks(
+    program: Sequence[str], *, world_size: int, folder: Path, timeout_s: float = 240, errors: Sequence[str] = ()
+) -> str:
+    """A program on warm ranks to its end; returns what they printed. Fails unless all exit codes are 0."""
+    with warm_ranks_started(program, world_size=world_size, folder=folder, errors=errors) as runs:
+        deadline = time.monotonic() + timeout_s
+        codes = [run.wait(max(0.0, deadline - time.monotonic())) for run in runs]
+        assert not any(codes), f"{codes}: {runs[0].output()[-6000:]}"
+        return runs[0].output()
 
 
 def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
@@ -224,7 +284,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], *, timeout_s: float = 60, what: str = "condition") -> None:
+def wait_until(condition: Callable[[], bool], *, timeout_s: float = 120, what: str = "condition") -> None:
     """Poll until it holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -84,14 +84,15 @@ def check_resumed_from_newest(run_dir: Path, folder: Path) -> list[dict[str, Any
 
 @contextmanager
 def launched(arguments: Sequence[str], *, world_size: int, folder: Path, **options: Any) -> Iterator[Run]:
-    """A run of one rank without torchrun, since it starts sooner, or of several with it."""
+    """A run of one rank without torchrun, warm unless faults are to be put into it, or of several ranks with torchrun."""
     if world_size > 1:
         with torchrun(arguments, world_size=world_size, folder=folder, **options) as run:
             yield run
         return
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "elastictrain.run", *arguments, *memory_arguments(arguments, folder)]
-    with started(command, log=folder / "log.txt", **options) as run:
+    warm = "FAULTS" not in options.get("extra_environment", {})
+    with started(command, log=folder / "log.txt", warm=warm, **options) as run:
         yield run
 
 
@@ -103,7 +104,7 @@ def kill_everything(run: Run, *others: psutil.Process) -> None:
         victim.suspend()
     for victim in victims:
         kill(victim)
-    run.process.wait(10)
+    run.process.wait(60)
 
 
 def processes_below(folder: Path) -> list[psutil.Process]:
@@ -118,7 +119,7 @@ def processes_below(folder: Path) -> list[psutil.Process]:
     return found
 
 
-def check_nothing_left(tmp_path: Path, *, timeout_s: float = 20) -> None:
+def check_nothing_left(tmp_path: Path, *, timeout_s: float = 60) -> None:
     """No process of the run lives, and host memory is empty."""
     wait_until(lambda: not keepers(tmp_path), timeout_s=timeout_s, what="the end of the keeper")
     assert not processes_below(tmp_path)

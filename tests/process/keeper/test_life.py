@@ -66,7 +66,7 @@ def test_not_startable_at_all(tmp_path: Path, undisturbed: dict[int, float]) -> 
 
 def test_a_stopped_keeper_does_not_stop_training(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "job/run"
-    with one_rank(run_dir, "task.pause_s=0.01") as run:
+    with one_rank(run_dir, "task.pause_s=0.03") as run:
         at_step(run_dir, 8)
         keeper = the_keeper(tmp_path)
         keeper.suspend()

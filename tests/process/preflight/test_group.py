@@ -1,13 +1,12 @@
 """The group checks on three ranks under gloo: all well, and broken for real in every way that has a name."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torchruns import torchrun, wait_until
+from torchruns import wait_until, warm_ranks_started
 
 SCRIPT = Path(__file__).with_name("group_ranks.py")
 RANKS = 3
@@ -50,14 +49,14 @@ def _without_times(verdicts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def run(folder: Path, *scenarios: str, last: str, num_answers: int) -> Answers:
     answers = Answers(folder / "answers")
     answers.folder.mkdir(parents=True)
-    module = ("-W", "error::UserWarning", str(SCRIPT), str(answers.folder), *scenarios)
-    with torchrun([], world_size=RANKS, folder=folder, module=("--no-python", sys.executable, *module)) as started:
+    program = [str(SCRIPT), str(answers.folder), *scenarios]
+    with warm_ranks_started(program, world_size=RANKS, folder=folder, errors=["UserWarning"]) as ranks:
 
         def written() -> bool:
-            assert started.process.poll() is None, started.output()[-4000:]
+            assert all(rank.process.poll() is None for rank in ranks), ranks[0].output()[-4000:]
             return len(answers.all(last)) == num_answers
 
-        wait_until(written, timeout_s=60, what=f"{num_answers} answers of {last}")
+        wait_until(written, timeout_s=120, what=f"{num_answers} answers of {last}")
     return answers
 
 

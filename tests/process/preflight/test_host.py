@@ -220,12 +220,12 @@ def test_trip_does_not_outlive_a_preflight_that_is_killed() -> None:
         order = json.dumps({"options": {"run_dir": "s3://bucket/run", "trip_limit_s": 50.0}, "limits": {}})
         preflight = subprocess.Popen([sys.executable, str(SCRIPT), order], env=environment(environment_for(endpoint)))
         try:
-            listener.settimeout(20)
+            listener.settimeout(60)
             connection, _ = listener.accept()
             with connection:
                 (trip,) = trips(endpoint)
                 preflight.kill()
-                psutil.wait_procs([trip], timeout=10)
+                psutil.wait_procs([trip], timeout=20)
                 assert trips(endpoint) == []
         finally:
             preflight.kill()

@@ -49,7 +49,7 @@ FAULTS: tuple[Fault, ...] = (
 )
 
 
-def run(url: str, *arguments: str, endpoint: str, folder: Path, timeout_s: float = 90) -> tuple[int, str]:
+def run(url: str, *arguments: str, endpoint: str, folder: Path, timeout_s: float = 200) -> tuple[int, str]:
     """One worker to its end; nothing of it may be left."""
     outcome = alone(
         (*ARGUMENTS, f"run.dir={url}", *arguments),
@@ -57,7 +57,7 @@ def run(url: str, *arguments: str, endpoint: str, folder: Path, timeout_s: float
         timeout_s=timeout_s,
         extra_environment=environment_for(endpoint) if endpoint else {},
     )
-    wait_until(lambda: not keepers(folder), timeout_s=15, what="end of the keeper")
+    wait_until(lambda: not keepers(folder), timeout_s=60, what="end of the keeper")
     return outcome
 
 
@@ -150,14 +150,14 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         try:
             wait_until(lambda: bool(events(run_dir, "checkpoint_failed")), timeout_s=60, what="a failed save")
             os.unlink(filler)  # noqa: PTH108
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=200)
         finally:
             process.kill()
         assert process.returncode == 0, output
         assert "No space left on device; free space" in output
         assert events(run_dir, "checkpoint_saved")[-1]["step"] == 2 * STEPS
         assert sorted(losses(run_dir)) == list(range(1, 2 * STEPS + 1))
-        wait_until(lambda: not keepers(tmp_path), timeout_s=15, what="end of the keeper")
+        wait_until(lambda: not keepers(tmp_path), timeout_s=60, what="end of the keeper")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -178,7 +178,7 @@ def moto_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 def test_moto_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

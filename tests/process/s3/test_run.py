@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from torchruns import TINY, Run, alone, environment, events, kill, losses, torchrun, train
+from torchruns import TINY, Run, alone, environment, events, kill, losses, torchrun, train_warm
 
 from elastictrain.data.ledger import check_exactly_once, read_ledger
 from elastictrain.storage.store import Store
@@ -64,8 +64,7 @@ def undisturbed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[in
     """Losses of the same run with everything on local disk."""
     folder = tmp_path_factory.mktemp("undisturbed")
     prepare(text, out=f"{folder}/tokens", endpoint="http://127.0.0.1:1")
-    train([*ARGUMENTS, f"data.path={folder}/tokens", f"run.dir={folder}/run"], world_size=2, folder=folder)
-    found = losses(folder / "run")
+    found = losses(train_warm([*ARGUMENTS, f"data.path={folder}/tokens"], world_size=2, folder=folder))
     assert sorted(found) == list(range(1, STEPS + 1))
     return found
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from elastictrain.data.assignment import Portion, Share, passes
 from elastictrain.data.ledger import Ledger, Row, check_exactly_once, effective, fold, ledger_key, read_ledger
+from tests.unit.examples import examples
 
 RUN = {"global_batch": 5, "num_samples": 12, "seed": 3, "shuffle": True}
 
@@ -47,7 +48,7 @@ def consume(incarnation: str, *, world: int, first_step: int, last_step: int) ->
     return rows
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(worlds=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
 def test_any_history_of_worlds_consumes_exactly_once(worlds: list[int], data: st.DataObject) -> None:
     rows, step = [], 0

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.data.order import sample_at
+from tests.unit.examples import examples
 
 SEEDS = st.integers(0, 2**63 - 1)
 
@@ -26,13 +27,13 @@ def test_frozen_for_ever() -> None:
     ]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(size=st.integers(1, 300), epoch=st.integers(0, 10**6), seed=SEEDS)
 def test_each_epoch_visits_each_sample_once(size: int, epoch: int, seed: int) -> None:
     assert sorted(epoch_of(epoch, size=size, seed=seed)) == list(range(size))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(size=st.integers(30, 200), epoch=st.integers(0, 1000), seed=SEEDS)
 def test_epochs_and_seeds_differ(size: int, epoch: int, seed: int) -> None:
     order = epoch_of(epoch, size=size, seed=seed)

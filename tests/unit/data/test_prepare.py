@@ -11,6 +11,7 @@ from elastictrain.data.plan import Position, Progress, choose_start, cut, decode
 from elastictrain.data.prepare import discover, prepare
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
+from tests.unit.examples import examples
 
 TEXTS = {"a.txt": b"first\nsecond\n", "b/c.txt": "häl\u20aclo".encode(), "b/d.txt": b"", "e.txt": b"x" * 50}
 
@@ -134,7 +135,7 @@ def test_inputs_that_cannot_be_used(folder: Path, monkeypatch: pytest.MonkeyPatc
         discover([given], patterns=["*.none"])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(text=st.text(min_size=1, max_size=30), size=st.integers(5, 12))
 def test_pieces_join_to_the_text_and_never_split_a_character(text: str, size: int) -> None:
     data, offset, pieces = text.encode(), 0, []

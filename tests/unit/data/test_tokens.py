@@ -12,6 +12,7 @@ from elastictrain.data.split import Split, split_samples
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError
+from tests.unit.examples import examples
 
 
 def dataset_of(folder: Path, sizes: list[int], *, seq_len: int, first_sample: int = 0, num_samples: int) -> TokenDataset:
@@ -32,7 +33,7 @@ def dataset_of(folder: Path, sizes: list[int], *, seq_len: int, first_sample: in
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=6), seq_len=st.integers(1, 7), data=st.data())
 def test_samples_are_windows_of_the_concatenation(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seq_len: int, data: st.DataObject

@@ -5,7 +5,8 @@ FAULTS is a JSON list. One fault at a time is armed: the first that has not happ
     at      module:function or module:Class.method
     when    before or after that call, or `middle` (of a copy into a slot)
     nth     how many times the place is reached, in one process, while the fault is armed
-    what    SIGKILL of oneself (self), of the keeper, or of both, that is of it and all workers; exit: SystemExit
+    what    SIGKILL of oneself (self), of the keeper, or of both, that is of it and all workers; exit: SystemExit;
+            pause: a second and a half passes; hold: until there is a file `go` in FAULTS_FOLDER, a minute at most
     always  it stays armed, and the ones after it never are
 
 FAULTS_FOLDER holds a mark for each fault that has happened, and what the first rank of each incarnation found at its start.
@@ -18,6 +19,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import wraps
@@ -83,6 +85,14 @@ def act(fault: dict[str, Any]) -> None:
     what, memory = fault["what"], memory_folder()
     if what == "exit":
         sys.exit("broken on purpose")
+    if what == "pause":
+        time.sleep(1.5)
+        return
+    if what == "hold":
+        deadline = time.monotonic() + 60
+        while not (FOLDER / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return
     victims = [os.getpid()] if what == "self" else []
     if what == "both":
         victims += processes("elastictrain.run", f"checkpoint.memory_dir={memory}")

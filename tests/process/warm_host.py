@@ -1,0 +1,100 @@
+"""Becomes, in forks, any Python program that a test starts: what each of them would import is imported here once.
+
+One order a line of JSON comes in on standard input; who was started, and who has ended, goes out on standard output.
+"""
+
+import builtins
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch._dynamo  # the first optimizer imports it
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.run  # noqa: F401
+
+import tests.process.paced  # noqa: F401
+
+
+def say(word: dict[str, Any]) -> None:
+    """To the test."""
+    os.write(1, json.dumps(word).encode() + b"\n")
+
+
+def become(order: dict[str, Any]) -> None:
+    """The program that is asked for, in its environment, folder and streams; an exception that leaves here ends it as usual."""
+    for descriptor, path, flags in (
+        (0, os.devnull, os.O_RDONLY),
+        (1, order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT),
+    ):
+        opened = os.open(path, flags, 0o644)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.dup2(1, 2)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.chdir(order["cwd"])
+    for category in order["errors"]:
+        warnings.simplefilter("error", getattr(builtins, category))
+    first, *rest = order["arguments"]
+    sys.orig_argv = [sys.executable, *order["arguments"]]
+    if first == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(first).parent)
+        sys.argv = order["arguments"]
+        runpy.run_path(first, run_name="__main__")
+
+
+def serve() -> dict[str, Any] | None:
+    """Starts and buries children until the test closes our input; returns in a child, with its order."""
+    hear, wake = socket.socketpair()
+    wake.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    living: set[int] = set()
+    with selectors.DefaultSelector() as selector, hear, wake:
+        selector.register(0, selectors.EVENT_READ)
+        selector.register(hear, selectors.EVENT_READ)
+        text = b""
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if hear.fileno() in ready:
+                hear.recv(4096)
+                while living and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    living.discard(ended[0])
+                    say({"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
+            if 0 not in ready:
+                continue
+            piece = os.read(0, 1 << 20)
+            if not piece:
+                break
+            *lines, text = (text + piece).split(b"\n")
+            for line in lines:
+                child = os.fork()
+                if child == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    return dict(json.loads(line))
+                living.add(child)
+                say({"started": child})
+    for pid in living:
+        os.kill(pid, signal.SIGKILL)
+    return None
+
+
+# A fork has the thread that forked only: there must be no other.
+assert len(list(Path("/proc/self/task").iterdir())) == 1
+gc.freeze()
+if asked := serve():
+    become(asked)
