@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.1
 _STOP_NAME = "stop.json"
+_ASK_EVERY_S = 1.0
 _DEAD_GROUP_S = 1.5
 """How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
 
@@ -80,6 +81,9 @@ class Attempt:
 
     begun: bool = False
     """Whether its first step is through, as far as this host's workers said."""
+
+    ask_s: float = float("inf")
+    """When its workers are asked to end once more: some may not have been there yet."""
 
     kill_s: float = float("inf")
     """When workers that have not ended by themselves are killed."""
@@ -216,7 +220,7 @@ class Supervisor:
             folder = self._folder_of(attempt.generation)
             folder.mkdir(exist_ok=True)
             write_stop_note(str(folder / _STOP_NAME), StopNote(end.reason, time.time() + attempt.kill_s - now_s))
-            parts.torchrun.ask_to_stop()
+            attempt.ask_s = now_s
 
     def _look_after_workers(self) -> None:
         parts, attempt = self._parts, self._attempt
@@ -229,7 +233,10 @@ class Supervisor:
             elif now_s >= attempt.starts_s:
                 self._start(attempt)
             return
-        if attempt.asked is not None and now_s >= attempt.kill_s:
+        if now_s >= attempt.ask_s:
+            attempt.ask_s = now_s + _ASK_EVERY_S
+            parts.torchrun.ask_to_stop()
+        if now_s >= attempt.kill_s:
             parts.torchrun.kill()
         code = parts.torchrun.poll()
         if code is None:

@@ -5,8 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 import psutil
@@ -20,11 +19,9 @@ _COLLECT_S = 5.0
 class Torchrun:
     """At most one runs, and one more waits for its orders."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._waiting: subprocess.Popen[bytes] | None = None
         self._running: subprocess.Popen[bytes] | None = None
-        self._asked_s: float | None = None
 
     def prepare(self) -> None:
         """Start the next one ahead of time, unless it waits already."""
@@ -49,12 +46,7 @@ class Torchrun:
             # If it has died meanwhile, `poll` says so.
             agent.stdin.write(encode(orders))
             agent.stdin.close()
-        self._running, self._asked_s = agent, None
-
-    @property
-    def pid(self) -> int:
-        """Of the torchrun that runs; 0 if none does."""
-        return self._running.pid if self._running is not None else 0
+        self._running = agent
 
     def poll(self) -> int | None:
         """How the running one ended; None while it runs. After an answer there is none any more."""

@@ -1,0 +1,222 @@
+"""Breaks a run on three hosts again and again, by a plan from a seed, and compares it with an undisturbed one at the end.
+
+    sudo .venv/bin/python scripts/soak.py --minutes 30 --seed 1
+
+The hosts are network namespaces on this machine; it needs root. Prints each fault with the time until two steps that nobody
+had done before were done, and at the end a table by kind, the goodput, and whether losses and ledger are those of a run that
+nothing happened to. Exit code 1 if they are not.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "network"), str(ROOT / "tests" / "process")]
+
+from fleet import Fleet, launcher_of, workers  # noqa: E402
+from hosts import Host, Network  # noqa: E402
+from torchruns import TINY, events, kill, last_step, train  # noqa: E402
+
+from elastictrain.data.ledger import fold, read_ledger  # noqa: E402
+from elastictrain.storage.opening import open_store  # noqa: E402
+
+NAMES = "abc"
+LIMIT_S = 120.0
+FLAP_S = 3.0
+EVERY_S = (20.0, 60.0)
+RUN = (
+    *TINY,
+    "optim.schedule=constant",
+    "train.global_batch=8",
+    "train.eval_every_steps=0",
+    "checkpoint.every_steps=50",
+    "data.ledger=true",
+    "fault.heartbeat_s=0.2",
+    "task._target_=tests.process.paced.PacedLlama",
+)
+LAUNCH = (
+    "train.steps=1000000",
+    "task.pause_s=0.05",
+    "launch.min_hosts=1",
+    "launch.max_hosts=3",
+    "launch.join_s=60",
+    "launch.grow_after_s=1",
+    "launch.grow_every_s=5",
+    "launch.notices=false",
+)
+TOLERANCE = 1e-5
+
+
+@dataclass(slots=True)
+class Soak:
+    """A fleet, and what was done to it."""
+
+    fleet: Fleet
+    hosts: dict[str, Host]
+    chance: random.Random
+    recovered_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    def strike(self, kind: str) -> None:
+        """One fault, the time until training goes on, and everything in its place again."""
+        host = self.hosts[self.chance.choice(sorted(self.fleet.members()))]
+        repair = getattr(self, f"_{kind}")(host)
+        seconds = self.fleet.go_on(steps=2, timeout_s=LIMIT_S)
+        self.recovered_s[kind].append(seconds)
+        on = "+".join(self.fleet.members())
+        say(f"{kind:16} on {host.name}: {seconds:5.1f} s, step {last_step(self.fleet.run_dir)}, on {on}")
+        repair()
+        self.fleet.wait_for_members(list(NAMES), timeout_s=LIMIT_S)
+
+    def _worker(self, host: Host) -> Callable[[], None]:
+        kill(workers(host)[0])
+        return lambda: None
+
+    def _launcher(self, host: Host) -> Callable[[], None]:
+        os.kill(launcher_of(host), signal.SIGKILL)
+        return lambda: self.fleet.start(host)
+
+    def _killed(self, host: Host) -> Callable[[], None]:
+        host.kill()
+        return lambda: self.fleet.start(host)
+
+    def _lost(self, host: Host) -> Callable[[], None]:
+        host.lose()
+
+        def replace() -> None:
+            host.restore()
+            self.fleet.start(host)
+
+        return replace
+
+    def _frozen(self, host: Host) -> Callable[[], None]:
+        pids = host.namespaces.inhabitants()
+        send(pids, signal.SIGSTOP)
+        self.fleet.wait_for_members([name for name in self.fleet.members() if name != host.name], timeout_s=LIMIT_S)
+        return lambda: send(pids, signal.SIGCONT)
+
+    def _flap(self, host: Host) -> Callable[[], None]:
+        host.cut()
+        time.sleep(FLAP_S)
+        host.restore()
+        return lambda: None
+
+    def _leave(self, host: Host) -> Callable[[], None]:
+        os.kill(launcher_of(host), signal.SIGTERM)
+        code = self.fleet.launchers[host.name].wait(LIMIT_S)
+        if code != 75:
+            raise AssertionError(f"{host.name} left with {code}:\n{self.fleet.output()[-8000:]}")
+        return lambda: self.fleet.start(host)
+
+
+KINDS = ("worker", "launcher", "killed", "lost", "frozen", "flap", "leave")
+
+
+def main() -> int:
+    """Soak, and judge; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clock-off", type=float, default=10.0, metavar="S", help="how wrong the clock of the last host is")
+    parsed = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name, Network(Path(name) / "network") as network:
+        return soak(network, Path(name), parsed)
+
+
+def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
+    """One run from start to stop."""
+    hosts = {name: network.add(name) for name in NAMES}
+    fleet = Fleet(folder / "run", folder / "logs", [*RUN, *LAUNCH])
+    hooks = wrong_clock(folder, seconds=parsed.clock_off)
+    for name, host in hosts.items():
+        fleet.start(host, environment={"PYTHONPATH": f"{hooks}:{ROOT}"} if name == NAMES[-1] else {})
+    chance = random.Random(parsed.seed)
+    plan = Soak(fleet, hosts, chance)
+    fleet.wait_for_members(list(NAMES), timeout_s=LIMIT_S)
+    fleet.wait_for_step(3, timeout_s=LIMIT_S)
+    began_s, began_step = time.monotonic(), last_step(fleet.run_dir)
+    ends_s = began_s + 60 * parsed.minutes
+    kinds: list[str] = []
+    while time.monotonic() < ends_s:
+        # Every kind before any comes again.
+        kinds = kinds or chance.sample(KINDS, len(KINDS))
+        time.sleep(chance.uniform(*EVERY_S))
+        plan.strike(kinds.pop())
+    wall_s, steps = time.monotonic() - began_s, last_step(fleet.run_dir) - began_step
+    for host in hosts.values():
+        os.kill(launcher_of(host), signal.SIGTERM)
+    codes = fleet.wait(timeout_s=LIMIT_S)
+    report(plan, wall_s=wall_s, steps=steps)
+    problems = [] if set(codes.values()) == {75} else [f"exit codes {codes}"]
+    problems += compare(fleet.run_dir, folder)
+    if left := [pid for host in hosts.values() for pid in host.namespaces.inhabitants()]:
+        problems.append(f"processes left: {left}")
+    for problem in problems:
+        say(problem)
+    say("the same run as an undisturbed one" if not problems else "NOT the same run")
+    return 1 if problems else 0
+
+
+def report(plan: Soak, *, wall_s: float, steps: int) -> None:
+    """The table by kind, and how much of the time was spent on steps that count."""
+    say(f"{'kind':16} {'times':>5} {'median s':>9} {'longest s':>10}")
+    for kind, seconds in sorted(plan.recovered_s.items()):
+        say(f"{kind:16} {len(seconds):5d} {statistics.median(seconds):9.1f} {max(seconds):10.1f}")
+    rows = events(plan.fleet.run_dir, "step")
+    times = [later["time"] - earlier["time"] for earlier, later in pairwise(rows)]
+    usual_s = statistics.median(times)
+    say(f"{steps} steps in {wall_s:.0f} s, usually {usual_s:.3f} s each: goodput {steps * usual_s / wall_s:.0%}")
+    say(f"{len(plan.fleet.generations())} generations")
+
+
+def compare(run_dir: Path, folder: Path) -> list[str]:
+    """What differs from a run that nothing happened to."""
+    done = last_step(run_dir)
+    undisturbed = folder / "undisturbed"
+    train([*RUN, f"train.steps={done}", f"run.dir={undisturbed}/run"], world_size=1, folder=undisturbed, timeout_s=1800)
+    right = {row["step"]: row["loss"] for row in events(undisturbed / "run", "step")}
+    wrong = [
+        f"step {row['step']}: loss {row['loss']}, undisturbed {right[row['step']]}"
+        for row in events(run_dir, "step")
+        if abs(row["loss"] - right[row["step"]]) > TOLERANCE * abs(right[row["step"]])
+    ]
+    missing = sorted(set(right) - {row["step"] for row in events(run_dir, "step")})
+    ledgers = [fold(list(read_ledger(open_store(str(path))))) for path in (run_dir, undisturbed / "run")]
+    problems = wrong[:5] + ([f"steps without an event: {missing[:5]}"] if missing else [])
+    return problems + ([] if ledgers[0] == ledgers[1] else ["the ledgers differ"])
+
+
+def wrong_clock(folder: Path, *, seconds: float) -> Path:
+    """A folder for PYTHONPATH that makes the wall clock of whoever has it wrong."""
+    hooks = folder / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(f"import time\nreal = time.time\ntime.time = lambda: real() + {seconds}\n")
+    return hooks
+
+
+def send(pids: Sequence[int], number: int) -> None:
+    """A signal to each that still lives."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def say(text: str) -> None:
+    """To the terminal, at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
