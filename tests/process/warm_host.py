@@ -49,6 +49,8 @@ def become(order: dict[str, Any]) -> None:
     if first == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = rest
+        # Imported for others; run as a program it begins anew, and runpy would warn of it.
+        sys.modules.pop(rest[0], None)
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(first).parent)
