@@ -18,12 +18,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
 from elastictrain.config.roster_address import read_roster_address
-from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_OK, EXIT_UNFIT, ElasticTrainError, StorageError
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
@@ -37,6 +35,7 @@ from elastictrain.launch.membership.serving import Site
 from elastictrain.launch.membership.tcp_joining import Around, JoinedRoster
 from elastictrain.launch.notices import watch_notices
 from elastictrain.launch.probing import count_gpus, default_interface, own_address, own_names, usable_interfaces
+from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.sole import Claim, claim_run
@@ -47,10 +46,8 @@ from elastictrain.launch.watch.star import Watch
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import Store
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
-_LISTING_S = 5.0
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
 
@@ -188,6 +185,7 @@ def _put_together(
         stop_request=lambda: held.listener.request,
         check_host=partial(why_unfit, config, surroundings, processes=entry.processes),
         committed_step=partial(committed_step, store),
+        remembered_step=partial(remembered_step, config),
         say=say,
     )
 
@@ -215,16 +213,6 @@ def _processes(config: RunConfig, place: Place) -> int:
     if config.parallel.backend == "gloo":
         return place.processes or 1
     return place.processes or count_gpus(os.environ) or 1
-
-
-def committed_step(store: Store) -> int:
-    """The newest step in storage; 0 if there is none, or storage does not answer in time."""
-
-    def look() -> int:
-        folders = read_listing(store.list(ROOT)).folders
-        return max((folder.step for folder in folders if folder.has_manifest and not folder.quarantined), default=0)
-
-    return within(_LISTING_S, look) or 0
 
 
 if __name__ == "__main__":

@@ -62,6 +62,11 @@ class Parts:
     """Why this host is unfit; empty if it is not."""
 
     committed_step: Callable[[], int]
+    """The newest step in storage."""
+
+    remembered_step: Callable[[], int]
+    """The newest step in this host's memory."""
+
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
@@ -247,8 +252,8 @@ class Supervisor:
     def _judge(self, attempt: Attempt, code: int) -> End:
         """How it ended here."""
         parts, folder = self._parts, self._folder_of(attempt.generation)
-        went_on_from = read_begun(str(folder)) or 0
-        committed = max(parts.committed_step(), went_on_from)
+        # What a start would go on from is progress, wherever it is kept.
+        committed = max(parts.committed_step(), parts.remembered_step(), read_begun(str(folder)) or 0)
         reasons = read_reasons(str(folder))
         self._left_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
         remains = Remains(code, _signals(folder / CODES_NAME), reasons, committed, self._first_rank(attempt.generation))

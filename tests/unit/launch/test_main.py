@@ -1,6 +1,5 @@
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,18 +8,15 @@ from typing import Literal
 import pytest
 
 import elastictrain.launch.__main__ as launching
-from elastictrain.checkpoint.folders import ROOT, key_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import from_yaml
 from elastictrain.config.load import load
 from elastictrain.errors import TransientStorageError
-from elastictrain.launch.__main__ import committed_step, main
+from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import Place
 from elastictrain.launch.membership.records import HostState
 from elastictrain.launch.sole import claim_run
 from elastictrain.launch.supervisor import Parts
-from elastictrain.storage.opening import open_store
-from tests.unit.checkpoint.fakes import FakeStore
 
 TINY = "recipe=llama_tiny"
 RUN = [TINY, "preflight=off", "launch.notices=false", "run.dir=run"]
@@ -271,46 +267,6 @@ def test_how_many_workers_a_host_has(
     monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("plain", processes=place))
     main(RUN)
     assert launch.parts[0].roster.entry.processes == workers
-
-
-@pytest.mark.parametrize(
-    ("objects", "step"),
-    [
-        ([], 0),
-        (["step-000000004/manifest.json", "step-000000012/manifest.json", "step-000000008/manifest.json"], 12),
-        (["step-000000004/manifest.json", "step-000000008/rank-00000.safetensors"], 4),
-        (["step-000000004/manifest.json", "step-000000008/manifest.json", "step-000000008/quarantine.json"], 4),
-        (["step-000000004-2/manifest.json", "step-000000004/quarantine.json"], 4),
-        (["begun.json", "committed.json", "notes/manifest.json"], 0),
-    ],
-    ids=str,
-)
-def test_the_newest_step_in_storage(objects: list[str], step: int, tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "run"))
-    for name in objects:
-        store.write(f"{ROOT}/{name}", b"x")
-    assert committed_step(store) == step
-
-
-def test_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_LISTING_S", 0.05)
-    store = FakeStore({key_of("step-000000004", "manifest.json"): b"x"})
-    assert committed_step(store) == 4
-
-    def fail(operation: str, key: str) -> None:
-        raise TransientStorageError("away")
-
-    store.before = fail
-    assert committed_step(store) == 0
-    opened: list[bool] = []
-
-    def stall(operation: str, key: str) -> None:
-        time.sleep(0.2)
-        opened.append(True)
-
-    store.before = stall
-    assert committed_step(store) == 0
-    assert opened == []
 
 
 def test_the_configuration_that_is_shown_is_one(capsys: pytest.CaptureFixture[str]) -> None:
