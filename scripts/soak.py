@@ -39,6 +39,8 @@ EVERY_S = (20.0, 60.0)
 RUN = (
     *TINY,
     "optim.schedule=constant",
+    # Worlds of two and of three add in another order; at a high rate rounding grows over thousands of steps.
+    "optim.lr=1e-4",
     "train.global_batch=8",
     "train.eval_every_steps=0",
     "checkpoint.every_steps=50",
@@ -71,13 +73,18 @@ class Soak:
     def strike(self, kind: str) -> None:
         """One fault, the time until training goes on, and everything in its place again."""
         host = self.hosts[self.chance.choice(sorted(self.fleet.members()))]
+        began_s = time.monotonic()
         repair = getattr(self, f"_{kind}")(host)
-        seconds = self.fleet.go_on(steps=2, timeout_s=LIMIT_S)
+        self.fleet.go_on(steps=2, timeout_s=LIMIT_S)
+        seconds = time.monotonic() - began_s
         self.recovered_s[kind].append(seconds)
         on = "+".join(self.fleet.members())
         say(f"{kind:16} on {host.name}: {seconds:5.1f} s, step {last_step(self.fleet.run_dir)}, on {on}")
         repair()
         self.fleet.wait_for_members(list(NAMES), timeout_s=LIMIT_S)
+
+    def _others_go_on(self, host: Host) -> None:
+        self.fleet.wait_for_members([name for name in self.fleet.members() if name != host.name], timeout_s=LIMIT_S)
 
     def _worker(self, host: Host) -> Callable[[], None]:
         kill(workers(host)[0])
@@ -85,6 +92,8 @@ class Soak:
 
     def _launcher(self, host: Host) -> Callable[[], None]:
         os.kill(launcher_of(host), signal.SIGKILL)
+        # Its workers are asked to end by the kernel, and all take a few steps more until they have agreed.
+        self._others_go_on(host)
         return lambda: self.fleet.start(host)
 
     def _killed(self, host: Host) -> Callable[[], None]:
@@ -103,7 +112,7 @@ class Soak:
     def _frozen(self, host: Host) -> Callable[[], None]:
         pids = host.namespaces.inhabitants()
         send(pids, signal.SIGSTOP)
-        self.fleet.wait_for_members([name for name in self.fleet.members() if name != host.name], timeout_s=LIMIT_S)
+        self._others_go_on(host)
         return lambda: send(pids, signal.SIGCONT)
 
     def _flap(self, host: Host) -> Callable[[], None]:
