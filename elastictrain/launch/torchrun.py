@@ -12,7 +12,9 @@ import psutil
 
 from elastictrain.launch.orders import Orders, encode
 
-KEEPER_MODULE = "elastictrain.checkpoint.keeper"
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.fault.hang"))
+"""Modules of processes that workers start, and that end by themselves with nothing left behind."""
+
 _COLLECT_S = 5.0
 
 
@@ -64,7 +66,7 @@ class Torchrun:
                 worker.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End torchrun, its workers and what they started, but not the host's keeper, and wait until they are gone."""
+        """End torchrun, its workers and what they started, but not keeper and watcher, and wait until they are gone."""
         if self._running is None:
             return
         family = [*self._workers(with_children=True)]
@@ -93,7 +95,7 @@ class Torchrun:
             return
         for child in children:
             try:
-                if KEEPER_MODULE not in child.cmdline():
+                if _OUTLIVE_WORKERS.isdisjoint(child.cmdline()):
                     yield child
             except psutil.Error:
                 continue

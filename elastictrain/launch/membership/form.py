@@ -177,9 +177,9 @@ def _wait_to_join(view: View, past: Past, ready: Sequence[Entry], options: Launc
     if not alive and view.expected_hosts == 1:
         return None
     look_s = view.began_s + _OTHERS_POLLS * options.poll_s
-    if not alive and view.expected_hosts == 0 and view.now_s >= look_s:
-        # Nobody else has begun meanwhile.
-        return None
+    if not alive and view.expected_hosts == 0:
+        # Over so soon that nobody needs to know, unless another one begins meanwhile.
+        return Wait("", look_s) if view.now_s < look_s else None
     others_s = [view.seen[entry.host].since_s for entry in ready if entry.host in view.seen]
     came_s = sorted([view.began_s, *(max(view.began_s, since_s) for since_s in others_s)])
     until_s = came_s[options.min_hosts - 1] + options.join_s
