@@ -150,6 +150,8 @@ def test_a_killed_trainer_leaves_no_worker(script, moment: str) -> None:
                     time.sleep(0.01)
                 print("starting", *(p.pid for p in children()), flush=True)
             next(batches)
+            # Of the other worker: both have started by then.
+            next(batches)
             print("reading", flush=True)
             time.sleep(1000)
     """)
