@@ -43,11 +43,16 @@ class Actor:
         """Do what concerns this host in order `number`, and leave word of what was found. Raises: TransportError."""
         if not order.concerns(self._place):
             return
+        self._board.take(number, self._place)
         found = self._make_contact(order) if isinstance(order, MakeContact) else self._measure(number, order)
         self._board.put_findings(number, self._place, found)
 
-    def has_fallen_silent(self, place: int) -> bool:
-        """Whether a host that answered this one before does not any more. Of others nothing is known."""
+    def is_gone(self, number: int, place: int, *, since: float) -> bool:
+        """Whether a host that has a part in order `number`, given at `since`, shows no sign of life: it has not taken up the
+        order, or answered this host before and does not any more."""
+        # A host that could never be reached from here may well do its part: it is known by its words alone.
+        if self._clock() - since >= self._options.take_s and not self._board.is_taken(number, place):
+            return True
         before = self._contacts.get(place)
         return before is not None and before.latency_s is not None and self._probe(place).contact().latency_s is None
 
@@ -75,19 +80,19 @@ class Actor:
                 contacts += self._look_at([partner])
             # All go by the same time table: who waited in vain for a dead partner is in time for the next one.
             until = began + (round_number + 1) * round_s
-            flows += self._stream(number, round_number, partner, until=until)
+            flows += self._stream(number, round_number, partner, since=began, until=until)
         return Findings(tuple(contacts), tuple(flows))
 
-    def _stream(self, number: int, round_number: int, partner: int, *, until: float) -> tuple[Flow, ...]:
+    def _stream(self, number: int, round_number: int, partner: int, *, since: float, until: float) -> tuple[Flow, ...]:
         contact = self._contacts[partner]
         probe = self._probe(partner)
         willing = contact.latency_s is not None and not contact.loses_large
         self._board.say_ready(number, round_number, self._place, willing=willing)
-        latest_s = until - self._options.stream_round_s() - self._clock()
-        ready = self._board.is_ready(number, round_number, partner, limit_s=min(latest_s, _TURN_S))
-        if ready is None and not self.has_fallen_silent(partner):
-            latest_s = until - self._options.stream_round_s() - self._clock()
-            ready = self._board.is_ready(number, round_number, partner, limit_s=latest_s)
+        latest, ready = until - self._options.stream_round_s(), None
+        while ready is None:
+            ready = self._board.is_ready(number, round_number, partner, limit_s=min(latest - self._clock(), _TURN_S))
+            if ready is None and (self._clock() >= latest or self.is_gone(number, partner, since=since)):
+                return ()
         if not ready or not willing:
             return ()
         if self._place > partner:

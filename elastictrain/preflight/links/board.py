@@ -52,6 +52,14 @@ class Board:
         """Raises: GarbledError."""
         return self._get(f"order/{number}", lambda data: decode_order(data, num_hosts=num_hosts), limit_s=limit_s)
 
+    def take(self, number: int, place: int) -> None:
+        """The host at `place` has order `number`."""
+        self._put(f"taken/{number}/{place}", b"taken")
+
+    def is_taken(self, number: int, place: int) -> bool:
+        """Whether the host at `place` has it; does not wait."""
+        return self._get(f"taken/{number}/{place}", bytes, limit_s=0.0) is not None
+
     def put_findings(self, number: int, place: int, findings: Findings) -> None:
         """What the host at `place` found in carrying out order `number`."""
         self._put(f"found/{number}/{place}", encode(findings))

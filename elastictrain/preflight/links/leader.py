@@ -146,11 +146,11 @@ class Leader:
         limit_s = order.limit_s(self._options) + self._options.grace_s
         self._board.put_order(number, order)
         self._actor.carry_out(number, order)
-        return self._gather(number, order, until=began + limit_s)
+        return self._gather(number, order, since=began, until=began + limit_s)
 
-    def _gather(self, number: int, order: MakeContact | Measure, *, until: float) -> Findings:
-        """Wait for each for a while, in turn: one that does not even answer any more, the second time round, is not waited for
-        any longer. One that does is given all the time that there is."""
+    def _gather(self, number: int, order: MakeContact | Measure, *, since: float, until: float) -> Findings:
+        """Wait for each for a while, in turn: one that has not even taken up the order, or does not answer any more, the second
+        time round, is not waited for any longer. Others are given all the time that there is."""
         began, found = self._clock(), Findings()
         silent = self._silent()
         waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place) and place not in silent)
@@ -162,7 +162,7 @@ class Leader:
                 found += heard
                 continue
             misses[place] += 1
-            if self._clock() >= until or (misses[place] > 1 and self._actor.has_fallen_silent(place)):
+            if self._clock() >= until or (misses[place] > 1 and self._actor.is_gone(number, place, since=since)):
                 self._silences.append(Silence(place, order.doing, self._clock() - began))
             else:
                 waiting.append(place)

@@ -13,6 +13,9 @@ class LinkOptions:
     grace_s: float = 1.0
     """How much later than its own limit somebody's word may come before he counts as silent."""
 
+    take_s: float = 2.0
+    """Until a host that has nothing else to do has taken up an order."""
+
     connect_s: float = 1.0
     """Setting up a TCP connection: a first packet that is lost is sent again after one second, and is not waited for; what
     failed is tried a second time."""

@@ -118,14 +118,14 @@ def test_a_table_that_cannot_be_reached_is_a_verdict() -> None:
 
 
 class Deaf(Table):
-    """A table on which findings of one host never come."""
+    """A table on which some words of one host about one order never come."""
 
-    def __init__(self, place: int, number: int) -> None:
+    def __init__(self, place: int, number: int, *, words: tuple[str, ...] = ("found",)) -> None:
         super().__init__()
-        self._lost = f"links/found/{number}/{place}"
+        self._lost = {f"links/{word}/{number}/{place}" for word in words}
 
     def put(self, key: str, value: bytes) -> None:
-        if key != self._lost:
+        if key not in self._lost:
             super().put(key, value)
 
 
@@ -137,3 +137,12 @@ def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, numb
     assert ("roster", "h3") in failed(reports[0])
     assert find(reports[0], "roster").measured == f"silent while {doing}"
     assert not {verdict.subject for verdict in failures(reports[0].verdicts) if "h3" in verdict.subject} - {"h3"}
+
+
+def test_a_host_that_does_not_take_up_an_order_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ports still answer, as do those of a host that the first one cannot judge by them."""
+    monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, 1, words=("found", "taken")))
+    options = replace(QUICK, stream_s=0.02, round_s=3.0, take_s=0.3)
+    reports = run_group(3, full=True, options=options)
+    assert ("roster", "h3") in failed(reports[0])
+    assert reports[0].seconds < 3.0
