@@ -1,4 +1,4 @@
-"""torchrun, started ahead of time: it imports torch, and waits for its orders on standard input.
+"""torchrun, started ahead of time: it imports what it and its workers need, and waits for its orders on standard input.
 
 Importing takes seconds, which a restart then does not wait for.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from elastictrain.errors import EXIT_OK
 from elastictrain.fault.parent import follow_parent
 from elastictrain.fault.stop import STOP_SIGNALS
+from elastictrain.launch.forks import Forks, hand_out, import_ahead
 from elastictrain.launch.orders import Orders, decode
 
 _EXIT_FAILED = 1
@@ -31,8 +32,7 @@ def main() -> int:
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # What ended, and how, is said by the workers and by the launcher.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    import_ahead()
     line = sys.stdin.buffer.readline()
     if not line:
         return EXIT_OK
@@ -40,6 +40,11 @@ def main() -> int:
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), sys.stdin.fileno())
     os.environ.update(orders.environment)
+    forks = Forks()
+    forks.prepare(orders.processes)
+    hand_out(forks)
+    # What ended, and how, is said by the workers and by the launcher.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args(list(orders.arguments)))  # type: ignore[no-untyped-call]  # torch annotates neither
     except ChildFailedError as error:

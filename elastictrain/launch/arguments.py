@@ -1,6 +1,6 @@
 """From a generation to one host's torchrun. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
@@ -29,8 +29,8 @@ class Here:
     stop_file: str
 
 
-def plan_torchrun(generation: Generation, here: Here, *, present: Mapping[str, str]) -> Orders:
-    """The torchrun of this host, which must be a member. `present` is the environment that it inherits."""
+def plan_torchrun(generation: Generation, here: Here) -> Orders:
+    """The torchrun of this host, which must be a member."""
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == here.host)
     # A single host needs no network, not even its own address.
@@ -55,7 +55,4 @@ def plan_torchrun(generation: Generation, here: Here, *, present: Mapping[str, s
         FOLDER: here.folder,
         STOP_FILE_VARIABLE: here.stop_file,
     }
-    if "OMP_NUM_THREADS" not in present:
-        # What torchrun sets for several workers, with a warning; `run.num_threads` is what counts.
-        environment["OMP_NUM_THREADS"] = "1"
-    return Orders(tuple(arguments), environment, f"{here.folder}/{CODES_NAME}")
+    return Orders(tuple(arguments), environment, f"{here.folder}/{CODES_NAME}", members[index].processes)

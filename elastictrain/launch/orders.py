@@ -20,13 +20,16 @@ class Orders:
     codes_file: str
     """Where it writes how each worker ended."""
 
+    processes: int
+    """Workers on this host."""
+
 
 def encode(orders: Orders) -> bytes:
     """One line."""
-    return json.dumps([list(orders.arguments), dict(orders.environment), orders.codes_file]).encode() + b"\n"
+    return json.dumps([list(orders.arguments), dict(orders.environment), orders.codes_file, orders.processes]).encode() + b"\n"
 
 
 def decode(line: bytes) -> Orders:
     """The orders in a line."""
-    arguments, environment, codes_file = json.loads(line)
-    return Orders(tuple(arguments), environment, codes_file)
+    arguments, environment, codes_file, processes = json.loads(line)
+    return Orders(tuple(arguments), environment, codes_file, processes)

@@ -200,7 +200,7 @@ class Supervisor:
             restarted=parts.roster.known.follows_another,
             stop_file=str(folder / _STOP_NAME),
         )
-        parts.torchrun.start(plan_torchrun(generation, here, present=os.environ))
+        parts.torchrun.start(plan_torchrun(generation, here))
         attempt.started = True
 
     def _finish(self, end: End, *, at_once: bool) -> None:

@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import psutil
@@ -29,10 +29,10 @@ class Torchrun:
         """Start the next one ahead of time, unless it waits already."""
         if self._waiting is None or self._waiting.poll() is not None:
             self._waiting = subprocess.Popen(
-                [sys.executable, "-m", "elastictrain.launch.agent"],
+                # Its forks print as workers do, whose output is not held back.
+                [sys.executable, "-u", "-m", "elastictrain.launch.agent"],
                 stdin=subprocess.PIPE,
-                # torchrun takes its defaults from these, where an operator has set them for a torchrun of its own.
-                env={name: value for name, value in os.environ.items() if not name.startswith("PET_")},
+                env=agent_environment(os.environ),
                 # Ctrl-C is for the launcher, which then asks the workers; torchrun would end them at once.
                 start_new_session=True,
             )
@@ -99,6 +99,14 @@ class Torchrun:
                     yield child
             except psutil.Error:
                 continue
+
+
+def agent_environment(present: Mapping[str, str]) -> dict[str, str]:
+    """Of a torchrun, and so of its workers."""
+    # torchrun takes its defaults from these, where an operator has set them for a torchrun of its own.
+    kept = {name: value for name, value in present.items() if not name.startswith("PET_")}
+    # What torchrun sets for several workers, with a warning; `run.num_threads` is what counts. Read when torch is imported.
+    return {"OMP_NUM_THREADS": "1", **kept}
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 from hosts import Host
-from torchruns import REPOSITORY, Run, events, last_step, wait_until
+from torchruns import REPOSITORY, Run, events, last_step, rank_of, wait_until
 
 
 @dataclass(slots=True)
@@ -89,9 +89,8 @@ def workers(host: Host) -> list[psutil.Process]:
     for pid in host.namespaces.inhabitants():
         try:
             process = psutil.Process(pid)
-            variables = process.environ()
-            if "RANK" in variables and "elastictrain.run" in process.cmdline() and "LOCAL_RANK" in variables:
-                found.append((int(variables["RANK"]), process))
+            if (rank := rank_of(process, program="elastictrain.run")) is not None:
+                found.append((rank, process))
         except psutil.Error:
             continue
     return [process for _, process in sorted(found, key=lambda pair: pair[0])]

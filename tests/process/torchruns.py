@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -90,6 +91,14 @@ def rendezvous_arguments(kind: str) -> list[str]:
     return ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"run{port}"]
 
 
+def rank_of(process: psutil.Process, *, program: str = "elastictrain") -> int | None:
+    """Of a worker: one that the launcher's torchrun forked is named after it, any other has it in its environment."""
+    if named := re.fullmatch(r"rank (\d+)", process.name()):
+        return int(named[1])
+    rank = process.environ().get("RANK")
+    return int(rank) if rank is not None and program in " ".join(process.cmdline()) else None
+
+
 @dataclass(slots=True)
 class Run:
     """One torchrun (or plain Python) process with its output."""
@@ -118,9 +127,8 @@ class Run:
             return []
         for child in children:
             try:
-                variables = child.environ()
-                if "RANK" in variables and "elastictrain" in " ".join(child.cmdline()):
-                    found.append((int(variables["RANK"]), child))
+                if (rank := rank_of(child)) is not None:
+                    found.append((rank, child))
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         ranks = {}

@@ -27,7 +27,7 @@ def group(*members: Member) -> Generation:
 
 
 def test_one_of_two_hosts() -> None:
-    orders = plan_torchrun(group(A, B), HERE, present={"OMP_NUM_THREADS": "4"})
+    orders = plan_torchrun(group(A, B), HERE)
     assert orders.arguments == (
         *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "5000", "--local-addr", "10.0.0.2"),
@@ -42,16 +42,17 @@ def test_one_of_two_hosts() -> None:
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
     }
     assert orders.codes_file == "/tmp/x/generation-7/torchrun.json"
+    assert orders.processes == 4
 
 
 def test_the_first_host_has_the_workers_that_it_says() -> None:
-    arguments = plan_torchrun(group(A, B), replace(HERE, host="a-1", address="10.0.0.1"), present={}).arguments
+    arguments = plan_torchrun(group(A, B), replace(HERE, host="a-1", address="10.0.0.1")).arguments
     assert arguments[:6] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "8")
     assert arguments[10:12] == ("--local-addr", "10.0.0.1")
 
 
 def test_a_single_host_needs_no_network() -> None:
-    arguments = plan_torchrun(group(B), HERE, present={}).arguments
+    arguments = plan_torchrun(group(B), HERE).arguments
     assert arguments[:12] == (
         *("--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"),
         *("--master-addr", "127.0.0.1", "--master-port", "5000", "--local-addr", "127.0.0.1"),
@@ -59,7 +60,7 @@ def test_a_single_host_needs_no_network() -> None:
 
 
 def test_torchrun_understands_it() -> None:
-    orders = plan_torchrun(group(replace(A, address="fd00::1"), B), HERE, present={})
+    orders = plan_torchrun(group(replace(A, address="fd00::1"), B), HERE)
     options = torchrun.parse_args(list(orders.arguments))
     assert (options.nnodes, options.node_rank, options.nproc_per_node, options.max_restarts) == ("2", 1, "4", 0)
     assert parse_rendezvous_endpoint(f"{options.master_addr}:{options.master_port}", -1) == ("fd00::1", 5000)
@@ -69,11 +70,6 @@ def test_torchrun_understands_it() -> None:
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_workers_know_their_launcher(restarted: bool) -> None:
-    orders = plan_torchrun(group(A, B), replace(HERE, restarted=restarted), present={})
+    orders = plan_torchrun(group(A, B), replace(HERE, restarted=restarted))
     identity = read_identity({"RANK": "8", "WORLD_SIZE": "12", **orders.environment})
     assert identity.launcher == Launcher(77, 7, restarted, "/tmp/x/generation-7")
-
-
-def test_threads_are_set_unless_somebody_has_set_them() -> None:
-    assert plan_torchrun(group(B), HERE, present={}).environment["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in plan_torchrun(group(B), HERE, present={"OMP_NUM_THREADS": "8"}).environment

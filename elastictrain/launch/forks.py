@@ -1,0 +1,172 @@
+"""Workers as forks of a torchrun that has imported what they need, so that a restart waits for no import.
+
+A fork is what a worker is, but for how it began: its command line is torchrun's, and its name is its rank. It inherits nothing
+that it could not have: torchrun forks before it has threads, a store or a device of its own.
+"""
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn, cast
+
+from elastictrain.errors import EXIT_OK
+from elastictrain.fault.parent import follow_parent
+
+_AHEAD = (
+    "torch._dynamo",  # the first optimizer imports it
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "elastictrain.config.load",
+    "elastictrain.train.worker",
+)
+_MODULE = "elastictrain.run"
+_COMMAND = (sys.executable, "-u", "-m", _MODULE)
+_NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
+_READY = b"+"
+_LOOK_EVERY_S = 0.02
+
+
+def import_ahead(modules: Sequence[str] = _AHEAD) -> None:
+    """Import what workers import. Where that fails they are left to find it out, and to say it."""
+    # Threads that start when numpy is imported would keep this process from forking.
+    ours = _NUMPY_THREADS not in os.environ
+    os.environ.setdefault(_NUMPY_THREADS, "1")
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    except Exception:  # noqa: BLE001, S110  # an incomplete installation may raise anything
+        pass
+    finally:
+        if ours:
+            del os.environ[_NUMPY_THREADS]
+
+
+class Fork:
+    """A process of ours that waits to become a worker; with the part of `subprocess.Popen` that torchrun uses."""
+
+    def __init__(self, pid: int, orders: socket.socket) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._orders = orders
+        self._lock = threading.Lock()
+
+    def begin(self, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
+        """Have it run with these; False if it is gone."""
+        try:
+            with self._orders:
+                self._orders.sendall(json.dumps([list(arguments), dict(environment)]).encode())
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Not to be begun from this process any more."""
+        self._orders.close()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+                self.returncode = os.waitstatus_to_exitcode(ended[1])
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises: subprocess.TimeoutExpired."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if timeout is not None and deadline is not None and time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            time.sleep(_LOOK_EVERY_S)
+        return code
+
+
+class Forks:
+    """What torchrun starts instead of a new interpreter each; made while this process has one thread."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Fork] = []
+
+    def prepare(self, count: int) -> None:
+        """Fork, unless there are threads: what they hold would be held for ever in a fork. Does not return in a fork."""
+        threads = Path("/proc/self/task")
+        if not threads.is_dir() or len(list(threads.iterdir())) != 1:
+            return
+        # Collecting garbage would write to, and so copy, pages that all of them share.
+        gc.freeze()
+        for _ in range(count):
+            ours, theirs = socket.socketpair()
+            agent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                ours.close()
+                for other in self._waiting:
+                    other.close()
+                _become_worker(theirs, agent=agent)
+            theirs.close()
+            if ours.recv(1) == _READY:
+                self._waiting.append(Fork(pid, ours))
+
+    def take(self, command: Sequence[str], environment: Mapping[str, str]) -> Fork | None:
+        """A worker that runs `command`, in exactly this environment; None if none of ours can."""
+        if tuple(command[: len(_COMMAND)]) != _COMMAND:
+            return None
+        while self._waiting:
+            fork = self._waiting.pop()
+            if fork.begin(command[len(_COMMAND) :], environment):
+                return fork
+        return None
+
+
+def hand_out(forks: Forks) -> None:
+    """Have torchrun, in this process, start its workers from `forks`, as far as these can be what it asks for."""
+    from torch.distributed.elastic.multiprocessing import api
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+            plain = self._stdout is None and self._stderr is None
+            fork = forks.take(args, env) if plain else None
+            return super()._popen(args, env) if fork is None else cast("subprocess.Popen[bytes]", fork)
+
+    api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
+
+
+def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:
+    """Wait for orders, and carry them out as the program that they are for."""
+    # torchrun ends its workers by process group.
+    os.setsid()
+    if not follow_parent(agent, with_signal=signal.SIGKILL):
+        os._exit(EXIT_OK)
+    with orders:
+        orders.sendall(_READY)
+        with orders.makefile("rb") as words:
+            told = words.read()
+    if not told:
+        os._exit(EXIT_OK)
+    arguments, environment = json.loads(told)
+    os.environ.clear()
+    os.environ.update(environment)
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")
+    _draw_anew()
+    sys.argv = [_MODULE, *arguments]
+    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    sys.exit(EXIT_OK)
+
+
+def _draw_anew() -> None:
+    """All forks would draw the same numbers from numpy's own generator, as interpreters of their own would not."""
+    import numpy as np
+
+    np.random.seed()

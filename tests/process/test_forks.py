@@ -1,0 +1,115 @@
+"""Workers that are forked and not started: what they are like, and when it is left to torchrun to start them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from torchruns import environment, wait_until
+
+COMMAND = (sys.executable, "-u", "-m", "elastictrain.run")
+HEAD = """
+import os, subprocess, sys, threading
+from elastictrain.launch.forks import Forks, import_ahead
+forks = Forks()
+"""
+
+
+def python(program: str, *, limit_s: float = 60) -> str:
+    """What a program prints that must end well."""
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", HEAD + program],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_fork_is_the_program_in_its_environment() -> None:
+    said = python(
+        f"""
+forks.prepare(2)
+fork = forks.take([*{COMMAND}, "--help"], {{"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PATH": os.environ["PATH"]}})
+try:
+    fork.wait(0.0)
+except subprocess.TimeoutExpired:
+    print("waits no longer than it is told")
+print("code", fork.wait(60), fork.poll())
+wrong = forks.take([*{COMMAND}, "recipe=none"], {{"RANK": "x", "WORLD_SIZE": "1", "PATH": os.environ["PATH"]}})
+print("code", wrong.wait(60))
+print(forks.take([*{COMMAND}], {{}}))
+"""
+    )
+    assert "waits no longer than it is told" in said
+    assert "python -m elastictrain.run" in said
+    assert "code 0 0" in said
+    assert "code 78" in said
+    assert said.endswith("None\n")
+
+
+def test_what_is_not_a_worker_is_left_to_torchrun() -> None:
+    said = python(
+        f"""
+forks.prepare(1)
+print(forks.take(["numactl", *{COMMAND}], {{}}))
+print(forks.take([sys.executable, "-u", "-m", "another"], {{}}))
+"""
+    )
+    assert said.split() == ["None", "None"]
+
+
+def test_a_process_with_threads_does_not_fork() -> None:
+    said = python(
+        f"""
+end = threading.Event()
+threading.Thread(target=end.wait).start()
+forks.prepare(1)
+print(forks.take({COMMAND}, {{}}))
+end.set()
+"""
+    )
+    assert said.split() == ["None"]
+
+
+def test_modules_that_cannot_be_imported_are_for_workers_to_tell_of() -> None:
+    said = python('import_ahead(["no.such.module"])\nprint(os.environ.get("OPENBLAS_NUM_THREADS"))')
+    assert said.split() == ["None"]
+
+
+def test_what_is_imported_ahead_leaves_one_thread_and_no_device() -> None:
+    said = python(
+        """
+import_ahead()
+import torch
+print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized(), "elastictrain.train.worker" in sys.modules)
+""",
+        limit_s=120,
+    )
+    assert said.split() == ["1", "False", "True"]
+
+
+@pytest.mark.parametrize("end", ["exit", "kill"])
+def test_forks_that_are_not_needed_end_with_their_torchrun(end: str, tmp_path: Path) -> None:
+    program = """
+forks.prepare(2)
+print(*[fork.pid for fork in forks._waiting], flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", HEAD + program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment()
+    ) as process:
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(os.getsid(pid) == pid for pid in pids)
+        if end == "kill":
+            process.kill()
+        else:
+            process.communicate(timeout=30)
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids), timeout_s=20, what="the end of the forks")
