@@ -130,7 +130,7 @@ class Interleaving:
                 if method.name in self.failed:
                     continue
                 try:
-                    found = self._save_and_load(method)
+                    found = self._save_and_load(method, loads=number > 0)
                 except FailedError as error:
                     self.failed[method.name] = f"failed at save {number + 1}: {error}"
                     continue
@@ -153,7 +153,7 @@ class Interleaving:
             if number >= 2 * QUIET_STEPS and (all(row[0] for row in told) or any(row[1] for row in told)):
                 return
 
-    def _save_and_load(self, method: Method) -> dict[str, Sample]:
+    def _save_and_load(self, method: Method, *, loads: bool) -> dict[str, Sample]:
         quiet = [self._step() for _ in range(QUIET_STEPS + 2)][2:]
         self.quiet += quiet
         usual_s = statistics.median(quiet)
@@ -173,7 +173,7 @@ class Interleaving:
         calls = gather_json(call_s, group=self.bench.group)
         size_bytes = bytes_in(method.path()) if self.bench.identity.speaks else 0
         found = {method.name: Sample(size_bytes, durable_s, max(map(float, calls)), stall_s)}
-        for name, load_one in method.loads().items():
+        for name, load_one in method.loads().items() if loads else ():
             found[name] = Sample(size_bytes, self._load(load_one))
         dist.barrier(group=self.bench.group)
         if self.bench.identity.speaks:
@@ -334,8 +334,12 @@ def main() -> None:
     folder = Path(options.disk) / f"elastictrain-bench-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 
+    results: list[Interleaving] = []
+
     def out_of_time() -> None:
         print(f"rank {identity.rank}: not done within {options.total:g} s", file=sys.stderr, flush=True)
+        for begun in results if identity.speaks else ():
+            report(begun.bench, begun, options)
         end(folder, EXIT_BUG)
 
     timer = threading.Timer(options.total, out_of_time)
@@ -346,6 +350,7 @@ def main() -> None:
     try:
         bench = bring_all_up(options, overrides, identity, folder)
         result = Interleaving(bench, list(methods_of(bench)))
+        results.append(result)
         result.run(options.rounds)
         if identity.speaks:
             report(bench, result, options)

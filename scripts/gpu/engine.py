@@ -1,7 +1,9 @@
 """The checkpoint engine on GPUs of one host, under real training: what snapshots cost, persisting and restoring against raw
-file access, and the time from SIGKILL of a worker to the next new step.
+file access, and the time from SIGKILL of a worker to the next new step, under torchrun and under our launcher in turns.
 
     python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
+
+TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints.
 """
 
 import itertools
@@ -13,12 +15,13 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
 
-from torchruns import events, kill, last_step, torchrun, wait_until  # noqa: E402
+from torchruns import Run, events, kill, last_step, started, torchrun, wait_until  # noqa: E402
 
 WORLD = int(os.environ.get("WORLD", "2"))
 BASE = (
@@ -35,6 +38,8 @@ BASE = (
     *os.environ.get("EXTRA", "").split(),
 )
 STREAMS = 3
+FIRST_STEP, LAST_STEP = 61, 110
+SAVES, SAVE_EVERY = 3, 100
 
 
 def say(**figures: object) -> None:
@@ -60,14 +65,14 @@ def durations(run_dir: Path) -> dict[int, float]:
 
 
 def snapshots(folder: Path) -> None:
-    """Runs with and without snapshots every 10 steps, in turns."""
+    """Runs with and without snapshots every 10 steps, in turns: the steps after slots were made."""
     means: dict[str, list[float]] = {"with": [], "without": []}
     for turn in range(int(os.environ.get("TURNS", "2"))):
         for kind, arguments in (("with", ("checkpoint.snapshot_every_steps=10",)), ("without", ("checkpoint.buffers=0",))):
             run_dir = folder / f"{kind}-{turn}"
-            train(run_dir, *arguments, steps=45)
-            took = durations(run_dir)
-            window = [seconds for step, seconds in took.items() if 26 <= step <= 45]
+            train(run_dir, *arguments, steps=LAST_STEP)
+            took = {step: seconds for step, seconds in durations(run_dir).items() if FIRST_STEP <= step <= LAST_STEP}
+            window = list(took.values())
             means[kind].append(statistics.fmean(window))
             if kind == "with":
                 report_snapshots(run_dir, took)
@@ -81,11 +86,11 @@ def snapshots(folder: Path) -> None:
 
 def report_snapshots(run_dir: Path, took: dict[int, float]) -> None:
     taken = {row["step"]: row for row in events(run_dir, "snapshot")}
-    steps = [step for step in taken if step + 2 in took and step >= 20]
+    steps = [step for step in taken if step in took and step + 2 in took]
     beside = {step + offset for step in steps for offset in (0, 1, 2)}
     quiet = statistics.median(seconds for step, seconds in took.items() if step not in beside)
     # A step is settled one step late, so what a snapshot costs may show in any of the three.
-    extra = [sum(took[step + offset] - quiet for offset in (0, 1, 2)) for step in steps if step in took]
+    extra = [sum(took[step + offset] - quiet for offset in (0, 1, 2)) for step in steps]
     during = statistics.median(took[step + 1] for step in steps)
     rates = [row["bytes"] / row["copy_s"] / 1e9 for step, row in taken.items() if step in steps]
     say(
@@ -103,29 +108,31 @@ def report_snapshots(run_dir: Path, took: dict[int, float]) -> None:
 
 
 def persist(folder: Path) -> None:
-    """One checkpoint to disk while training, against raw writes; then a start from it, against raw reads."""
+    """Checkpoints to disk while training, and raw writes in turns with them; then a start from one, against raw reads."""
     run_dir = folder / "persist"
-    train(run_dir, "checkpoint.every_steps=30", "checkpoint.snapshot_every_steps=0", steps=29)
+    raw: list[float] = []
     with torchrun(
-        [*BASE, "train.steps=1000", "checkpoint.every_steps=20", f"run.dir={run_dir}-b"],
+        [*BASE, "train.steps=100000", "train.compile=false", f"checkpoint.every_steps={SAVE_EVERY}", f"run.dir={run_dir}"],
         world_size=WORLD,
         folder=folder / "persist-log",
     ) as run:
-        wait_until(lambda: bool(events(Path(f"{run_dir}-b"), "checkpoint_saved")), timeout_s=200, what="a checkpoint")
+        for number in range(SAVES):
+            wait_until(
+                lambda number=number: len(events(run_dir, "checkpoint_saved")) > number, timeout_s=150, what="a checkpoint"
+            )
+            raw.append(raw_write(folder, events(run_dir, "checkpoint_saved")[number]["bytes"]))
         run.kill_tree()
-    saved = events(Path(f"{run_dir}-b"), "checkpoint_saved")[0]
-    time.sleep(15)
-    size_bytes = saved["bytes"]
-    raw = [raw_write(folder, size_bytes) for _ in range(2)]
+    saved = events(run_dir, "checkpoint_saved")[:SAVES]
+    ours = [row["seconds"]["write"] for row in saved]
     say(
         what="persist",
-        gb=size_bytes / 1e9,
-        seconds=saved["seconds"],
-        gb_per_s=size_bytes / saved["seconds"]["write"] / 1e9,
-        raw_gb_per_s=[size_bytes / seconds / 1e9 for seconds in raw],
-        ratio=statistics.fmean(raw) / saved["seconds"]["write"],
+        gb=saved[0]["bytes"] / 1e9,
+        seconds=[row["seconds"] for row in saved],
+        gb_per_s=[row["bytes"] / seconds / 1e9 for row, seconds in zip(saved, ours, strict=True)],
+        raw_gb_per_s=[row["bytes"] / seconds / 1e9 for row, seconds in zip(saved, raw, strict=True)],
+        ratio=statistics.median(raw) / statistics.median(ours),
     )
-    restore(folder, Path(f"{run_dir}-b"))
+    restore(folder, run_dir)
 
 
 def restore(folder: Path, run_dir: Path) -> None:
@@ -206,51 +213,67 @@ def raw_read(folder: Path, *, cold: bool) -> float:
     return time.monotonic() - began
 
 
-def kill_one(folder: Path) -> None:
-    """SIGKILL of rank 1 after step 35, with the state in host memory."""
-    run_dir = folder / "killed"
-    with torchrun(
-        [*BASE, "train.steps=1000", "train.compile=false", f"run.dir={run_dir}"],
-        world_size=WORLD,
-        folder=folder / "kill-log",
-        max_restarts=3,
-    ) as run:
-        for wanted in (35, 75):
-            wait_until(lambda wanted=wanted: last_step(run_dir) >= wanted, timeout_s=150, what=f"step {wanted}")
-            highest = last_step(run_dir)
-            killed = time.time()
-            kill(run.workers()[-1])
-            wait_until(lambda highest=highest: last_step(run_dir) > highest + 3, timeout_s=120, what="the next steps")
-            after = [row for row in events(run_dir) if row["time"] > killed]
-            resume = next(row for row in after if row["event"] == "resume")
-            start = next(row for row in after if row["event"] == "start")
-            steps = [row for row in after if row["event"] == "step" and row["incarnation"] == start["incarnation"]]
-            new = [row for row in steps if row["step"] > highest]
-            say(
-                what="kill",
-                step_at_kill=highest,
-                failure_s=[round(row["time"] - killed, 2) for row in after if row["event"] == "failure"][:1],
-                start_s=start["time"] - killed,
-                phases=start["seconds"],
-                resume={name: resume[name] for name in ("step", "tier", "bytes", "seconds")},
-                resumed_s=resume["time"] - killed,
-                first_step_s=steps[0]["time"] - killed,
-                first_step=steps[0]["step"],
-                new_step_s=new[0]["time"] - killed if new else None,
+def launched(arguments: list[str], folder: Path) -> AbstractContextManager[Run]:
+    """The same run under our launcher."""
+    folder.mkdir(parents=True)
+    command = [sys.executable, "-m", "elastictrain.launch", *arguments, f"launch.processes={WORLD}", "launch.notices=false"]
+    return started(command, log=folder / "log.txt")
+
+
+def kills(folder: Path) -> None:
+    """SIGKILL of the last rank 5 steps after a snapshot, twice a run: the state is in host memory, an older one on disk."""
+    for turn in range(int(os.environ.get("TURNS", "1"))):
+        for how in ("launch", "torchrun"):
+            run_dir = folder / f"killed-{how}-{turn}"
+            arguments = [*BASE, "train.steps=1000", "train.compile=false", "checkpoint.every_steps=40", f"run.dir={run_dir}"]
+            log = folder / f"kill-log-{how}-{turn}"
+            manager = (
+                launched(arguments, log)
+                if how == "launch"
+                else torchrun(arguments, world_size=WORLD, folder=log, max_restarts=3)
             )
-            losses: dict[int, list[float]] = {}
-            for row in events(run_dir, "step"):
-                losses.setdefault(row["step"], []).append(row["loss"])
-            repeated = {step: values for step, values in losses.items() if len(values) > 1}
-            say(what="repeated steps", losses=dict(sorted(repeated.items())))
-    print(run.output()[-3000:], flush=True)
+            with manager as run:
+                for wanted in (75, 115):
+                    kill_one(run, run_dir, how=how, wanted=wanted)
+            print(run.output()[-3000:], flush=True)
+
+
+def kill_one(run: Run, run_dir: Path, *, how: str, wanted: int) -> None:
+    """Kill at step `wanted`, and what became of it."""
+    wait_until(lambda: last_step(run_dir) >= wanted, timeout_s=150, what=f"step {wanted}")
+    highest = last_step(run_dir)
+    killed = time.time()
+    kill(run.workers()[-1])
+    wait_until(lambda: last_step(run_dir) > highest + 3, timeout_s=120, what="the next steps")
+    after = [row for row in events(run_dir) if row["time"] > killed]
+    resume = next(row for row in after if row["event"] == "resume")
+    start = next(row for row in after if row["event"] == "start")
+    steps = [row for row in after if row["event"] == "step" and row["incarnation"] == start["incarnation"]]
+    new = next(row for row in steps if row["step"] > highest)
+    say(
+        what="kill",
+        how=how,
+        step_at_kill=highest,
+        failure_s=[round(row["time"] - killed, 2) for row in after if row["event"] == "failure"][:1],
+        start_s=start["time"] - killed,
+        phases=start["seconds"],
+        resume={name: resume[name] for name in ("step", "tier", "bytes", "seconds")},
+        resumed_s=resume["time"] - killed,
+        first_step=steps[0]["step"],
+        first_step_s=steps[0]["time"] - killed,
+        new_step_s=new["time"] - killed,
+    )
+    losses: dict[int, set[float]] = {}
+    for row in events(run_dir, "step"):
+        losses.setdefault(row["step"], set()).add(row["loss"])
+    say(what="losses of repeated steps", differing={step: sorted(found) for step, found in losses.items() if len(found) > 1})
 
 
 def main() -> None:
     wanted = sys.argv[1:] or ["snapshots", "persist", "kill"]
     with tempfile.TemporaryDirectory(dir=os.environ.get("DISK", "/tmp")) as name:
         folder = Path(name)
-        for section, run in (("kill", kill_one), ("snapshots", snapshots), ("persist", persist)):
+        for section, run in (("kill", kills), ("snapshots", snapshots), ("persist", persist)):
             if section in wanted:
                 try:
                     run(folder)
