@@ -19,7 +19,14 @@ class Point:
     @property
     def bus_gbs(self) -> float:
         """GB/s (1e9 bytes) over the bus."""
-        return self.num_bytes / self.seconds * factor(self.collective, self.world_size) / 1e9
+        return self._bus_gbs(self.seconds)
+
+    def reachable_gbs(self, gbs: float, *, slack_s: float) -> float:
+        """The figure of this message on a bus of `gbs` where a collective takes `slack_s` before anything flows."""
+        return self._bus_gbs(self.seconds * self.bus_gbs / gbs + slack_s)
+
+    def _bus_gbs(self, seconds: float) -> float:
+        return self.num_bytes / seconds * factor(self.collective, self.world_size) / 1e9
 
 
 def factor(collective: Collective, world_size: int) -> float:

@@ -66,10 +66,10 @@ def judge_bandwidth(
         before = baseline.typical_gbs(point, device=device, num_hosts=num_hosts) if baseline else None
         best = limit if collective is Collective.ALL_REDUCE else None
         expected, status, remedy = before, Status.PASS, ""
-        if best is not None and point.bus_gbs < options.expected_ratio * best.bus_gbs:
+        if best is not None and _is_slow(point, options.expected_ratio * best.bus_gbs, options):
             expected, status = best.bus_gbs, Status.WARN
             remedy = f"{best.link} can do {best.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO"
-        elif before is not None and point.bus_gbs < ratio * before:
+        elif before is not None and _is_slow(point, ratio * before, options):
             status = Status.WARN
             remedy = f"it was {before:.4g} before: look for other jobs on the same links, and {_look(num_hosts)}"
         elif best is not None:
@@ -86,6 +86,11 @@ def judge_bandwidth(
         )
         verdicts.append(verdict)
     return verdicts
+
+
+def _is_slow(point: Point, least_gbs: float, options: GroupOptions) -> bool:
+    """Below what a bus of `least_gbs` lets a message of this size have."""
+    return point.bus_gbs < point.reachable_gbs(least_gbs, slack_s=options.slack_s)
 
 
 def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:

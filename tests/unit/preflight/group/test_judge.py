@@ -69,12 +69,14 @@ def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
     assert (found.subject, found.status, found.scope) == ("all", Status.FAIL, Scope.GROUP)
 
 
-def bandwidth(seconds: float, *, device: str = H200, before_s: float | None = None, nccl: bool = True) -> Verdict:
-    point = Point(Collective.ALL_REDUCE, GB, seconds, 2)
+def bandwidth(
+    seconds: float, *, device: str = H200, before_s: float | None = None, nccl: bool = True, num_bytes: int = GB
+) -> Verdict:
+    point = Point(Collective.ALL_REDUCE, num_bytes, seconds, 2)
     small = Point(Collective.ALL_REDUCE, 1 << 20, 1.0, 2)
     baseline = None
     if before_s is not None:
-        before = Point(Collective.ALL_REDUCE, GB, before_s, 2)
+        before = Point(Collective.ALL_REDUCE, num_bytes, before_s, 2)
         baseline = fold_bus(None, [before], device=device, num_hosts=1)
     [verdict] = judge_bandwidth(
         [small, point],
@@ -100,6 +102,16 @@ def test_bus_bandwidth_against_the_baseline() -> None:
     worse = bandwidth(0.0035, before_s=0.00325)
     assert (worse.status, worse.expected) == (Status.WARN, 330.4)
     assert "330.4" in worse.remedy
+
+
+def test_what_every_collective_takes_is_not_held_against_a_small_message() -> None:
+    """Figures of 64 MB between two healthy H200, of which 253.8 GB/s are less than 0.7 of what the links can do."""
+    usual_s, slower_s = 0.0002486, 0.0002644
+    assert bandwidth(slower_s, num_bytes=64 << 20).status is Status.PASS
+    assert bandwidth(slower_s, num_bytes=64 << 20, before_s=usual_s).status is Status.PASS
+    # Half of the links.
+    assert bandwidth(2 * usual_s, num_bytes=64 << 20).status is Status.WARN
+    assert bandwidth(2 * usual_s, num_bytes=64 << 20, device="something new", before_s=usual_s).status is Status.WARN
 
 
 def test_an_unknown_link_is_judged_by_the_baseline_alone() -> None:
