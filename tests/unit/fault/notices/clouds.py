@@ -83,7 +83,7 @@ class FakeAzure(FakeCloud):
 
 
 @contextmanager
-def serving(cloud: FakeCloud) -> Iterator[FakeCloud]:
+def serving(cloud: FakeCloud, *, address: tuple[str, int] = ("127.0.0.1", 0)) -> Iterator[FakeCloud]:
     """The cloud, at its `url`."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -132,11 +132,11 @@ def serving(cloud: FakeCloud) -> Iterator[FakeCloud]:
                     return False
             return True
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(address, Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    cloud.url = f"http://127.0.0.1:{server.server_address[1]}"
+    cloud.url = f"http://{address[0]}:{server.server_address[1]}"
     try:
         yield cloud
     finally:

@@ -1,0 +1,281 @@
+"""A supervisor of host `a` with everything around it made up: time passes only while it sleeps."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.data import DataGroup
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.optim import OptimGroup
+from elastictrain.config.parallel import ParallelGroup
+from elastictrain.config.preflight import PreflightGroup
+from elastictrain.config.run import RunGroup
+from elastictrain.config.task import TaskGroup
+from elastictrain.config.telemetry import TelemetryGroup
+from elastictrain.config.train import TrainGroup
+from elastictrain.events import Event
+from elastictrain.fault.reasons import Reason, leave_begun, leave_reason
+from elastictrain.fault.stop import StopRequest
+from elastictrain.launch.membership.records import End, Entry, Generation, HostState
+from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.orders import Orders
+from elastictrain.launch.records import Recorder
+from elastictrain.launch.roster import Known, Roster
+from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.torchrun import Torchrun
+from elastictrain.launch.watch.star import Watch
+from tests.unit.launch.membership.made import by_host, entry
+
+BEGAN_S = 1_000.0
+KILLED = -9
+
+
+class TimeIsUpError(Exception):
+    """Ends a run that is to be looked at; it goes on where it was."""
+
+
+class Diary:
+    """What was done to the parts, in order, and when: in seconds since the launcher began."""
+
+    def __init__(self) -> None:
+        self.now_s = BEGAN_S
+        self.until_s = BEGAN_S
+        self.lines: list[tuple[float, str]] = []
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s = round(self.now_s + seconds, 3)
+        if self.now_s >= self.until_s:
+            raise TimeIsUpError
+
+    @property
+    def elapsed_s(self) -> float:
+        return round(self.now_s - BEGAN_S, 3)
+
+    def note(self, what: str) -> None:
+        self.lines.append((self.elapsed_s, what))
+
+    def when(self, what: str) -> list[float]:
+        return [elapsed_s for elapsed_s, line in self.lines if line == what]
+
+    def order(self, *whats: str) -> list[str]:
+        """Those of these things that were done, in the order in which they were."""
+        return [line for _, line in self.lines if line in whats]
+
+
+@dataclass
+class FakeRoster:
+    """Knows what it is told, and keeps what it is to write."""
+
+    diary: Diary
+    known: Known
+    entry: Entry = field(default_factory=lambda: entry("a"))
+    attentive: bool = True
+    posts: list[Generation | End] = field(default_factory=list)
+
+    def say(self, state: HostState, *, reason: str = "", ended: int | None = None, master_port: int | None = None) -> None:
+        self.diary.note(f"say {state}")
+        before = self.entry
+        self.entry = replace(
+            before,
+            state=state,
+            reason=reason,
+            ended=before.ended if ended is None else ended,
+            master_port=before.master_port if master_port is None else master_port,
+        )
+
+    def post(self, record: Generation | End) -> None:
+        self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")
+        self.posts.append(record)
+
+    def wake(self) -> None:
+        self.diary.note("wake roster")
+
+    def close(self, *, limit_s: float) -> None:
+        self.diary.note("close roster")
+
+
+@dataclass
+class FakeWatch:
+    """Hears what it is told."""
+
+    diary: Diary
+    silent: frozenset[str] = frozenset()
+    news: bool = False
+
+    def follow(self, generation: Generation | None) -> None:
+        self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
+
+    def say_ended(self) -> None:
+        self.diary.note("say ended")
+
+    def take_news(self) -> bool:
+        news, self.news = self.news, False
+        return news
+
+    def close(self) -> None:
+        self.diary.note("close watch")
+
+
+@dataclass
+class FakeTorchrun:
+    """Runs until it is killed, or is told how its workers end."""
+
+    diary: Diary
+    orders: list[Orders] = field(default_factory=list)
+    running: bool = False
+    code: int | None = None
+
+    def prepare(self) -> None:
+        self.diary.note("prepare")
+
+    def start(self, orders: Orders) -> None:
+        assert not self.running
+        self.diary.note("start")
+        self.orders.append(orders)
+        self.running, self.code = True, None
+
+    def poll(self) -> int | None:
+        assert self.running
+        self.running = self.code is None
+        return self.code
+
+    def ask_to_stop(self) -> None:
+        self.diary.note("ask")
+
+    def kill(self) -> None:
+        self.diary.note("kill")
+        self.code = KILLED
+
+    def close(self) -> None:
+        self.diary.note("close torchrun")
+        self.running = False
+
+
+@dataclass
+class FakeRecorder:
+    """Keeps events."""
+
+    events: list[tuple[int, Event]] = field(default_factory=list)
+
+    def record(self, generation: int, event: Event) -> None:
+        self.events.append((generation, event))
+
+
+class SupervisedHost:
+    """Host `a`, with a stop request, a state of health and a storage that a test sets."""
+
+    def __init__(self, folder: Path, launch: LaunchGroup | None = None, *, fault: FaultGroup | None = None) -> None:
+        self.diary = diary = Diary()
+        self.roster = FakeRoster(diary, Known(began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
+        self.watch = FakeWatch(diary)
+        self.torchrun = FakeTorchrun(diary)
+        self.recorder = FakeRecorder()
+        self.folder = folder
+        self.said: list[tuple[float, str]] = []
+        self.stop_request: StopRequest | None = None
+        self.unfit = ""
+        self.committed_steps: dict[float, int] = {0.0: 0}
+        """By the second from which storage holds them."""
+
+        self.remembered_step = 0
+        self._supervisor = Supervisor(self._parts(launch or LaunchGroup(), fault or FaultGroup()))
+
+    def go(self, seconds: float) -> int | None:
+        """Let time pass; returns the exit code, or None if the launcher is still there."""
+        self.diary.until_s = round(self.diary.now_s + seconds, 3)
+        try:
+            return self._supervisor.run()
+        except TimeIsUpError:
+            return None
+
+    def learn(
+        self, newest: Generation | None = None, *, ends: Iterable[End] = (), seen: Mapping[str, Seen] | None = None
+    ) -> None:
+        """Storage was read: this is new in it."""
+        known, now_s = self.roster.known, self.diary.now_s
+        if newest is not None:
+            known = replace(known, newest=newest, newest_since_s=now_s, ends={}, ended_since_s=None)
+        if told := by_host(ends):
+            since_s = now_s if known.ended_since_s is None else known.ended_since_s
+            known = replace(known, ends={**known.ends, **told}, ended_since_s=since_s)
+        if seen is not None:
+            known = replace(known, seen=seen)
+        self.roster.known = replace(known, read_s=now_s, reads=known.reads + 1)
+
+    def run_workers(self, generation: Generation) -> None:
+        """Take part in a generation, up to its torchrun."""
+        self.learn(generation)
+        assert self.go(0.2) is None
+        assert self.torchrun.running
+
+    def begin_training(self, number: int, *, resumed_step: int = 0) -> None:
+        """The first step is through."""
+        leave_begun(str(self.folder_of(number)), resumed_step=resumed_step)
+
+    def end_workers(self, number: int, code: int, *reasons: Reason) -> None:
+        """They end by themselves; `code` is torchrun's."""
+        for reason in reasons:
+            leave_reason(str(self.folder_of(number)), reason)
+        self.torchrun.code = code
+
+    def ask(self, *, notice_s: float | None, reason: str = "SIGTERM") -> None:
+        """A person, a scheduler or the cloud wants this host back."""
+        now_s = self.diary.now_s
+        self.stop_request = StopRequest(reason, now_s, None if notice_s is None else now_s + notice_s)
+
+    def folder_of(self, number: int) -> Path:
+        return self.folder / f"generation-{number}"
+
+    def sentences(self, part: str) -> list[str]:
+        """Those with this in it that a person was told."""
+        return [text for _, text in self.said if part in text]
+
+    def _check(self) -> str:
+        self.diary.note("check")
+        return self.unfit
+
+    def _committed_step(self) -> int:
+        return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)
+
+    def _parts(self, launch: LaunchGroup, fault: FaultGroup) -> Parts:
+        return Parts(
+            config=config(launch, fault),
+            run_arguments=("recipe=made_up",),
+            roster=cast(Roster, self.roster),
+            watch=cast(Watch, self.watch),
+            torchrun=cast(Torchrun, self.torchrun),
+            recorder=cast(Recorder, self.recorder),
+            folder=self.folder,
+            expected_hosts=0,
+            stop_request=lambda: self.stop_request,
+            check_host=self._check,
+            committed_step=self._committed_step,
+            remembered_step=lambda: self.remembered_step,
+            say=lambda text: self.said.append((self.diary.elapsed_s, text)),
+            clock=self.diary.clock,
+            sleep=self.diary.sleep,
+        )
+
+
+def config(launch: LaunchGroup, fault: FaultGroup) -> RunConfig:
+    return RunConfig(
+        run=RunGroup("runs/x"),
+        task=TaskGroup("my.Task", {}),
+        model={},
+        data=DataGroup(),
+        train=TrainGroup(steps=10, global_batch=8, micro_batch=4),
+        optim=OptimGroup(lr=1e-3),
+        parallel=ParallelGroup("ddp"),
+        checkpoint=CheckpointGroup(),
+        fault=fault,
+        preflight=PreflightGroup(),
+        telemetry=TelemetryGroup(progress="off"),
+        launch=launch,
+    )

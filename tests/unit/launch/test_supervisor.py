@@ -1,0 +1,476 @@
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.fault.reasons import Reason
+from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
+from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.records import GenerationEnded
+from tests.unit.launch.membership.made import end, entry, generation, seen
+from tests.unit.launch.supervised import SupervisedHost
+
+RETRY_S = 20.0
+STOP_LIMIT_S = 7.0
+SHORT = FaultGroup(save_timeout_s=5.0, shutdown_grace_s=2.0)
+GROWING = LaunchGroup(grow_every_s=0.0, grow_after_s=0.0)
+PORT = 4711
+UNFIT = Reason(0, 69, "start", 0, "GPU 3 has fallen off the bus")
+STOPPED = Reason(0, 75, "save", 7, "asked to stop")
+
+
+@pytest.fixture(autouse=True)
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastictrain.launch.supervisor.free_port", lambda: PORT)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> SupervisedHost:
+    return SupervisedHost(tmp_path, GROWING, fault=SHORT)
+
+
+def near(*times_s: float) -> Any:
+    """The turn at one of these moments, or the one after it."""
+    return pytest.approx(list(times_s), abs=0.15)
+
+
+def ends_of(posts: Iterable[Generation | End]) -> list[tuple[EndKind, str, int]]:
+    return [(post.kind, post.host, post.exit_code) for post in posts if isinstance(post, End)]
+
+
+def recorded_ends(host: SupervisedHost) -> list[tuple[int, str]]:
+    return [(number, event.kind) for number, event in host.recorder.events if isinstance(event, GenerationEnded)]
+
+
+def newcomer(host: SupervisedHost) -> dict[str, Seen]:
+    return {"c": seen(entry("c"), changed_s=host.diary.now_s, since_s=0.0)}
+
+
+def noted_deadline_in_s(host: SupervisedHost, *, number: int = 1) -> float:
+    """From now on; while nothing but the clock of the test has moved since the note was written."""
+    return float(json.loads((host.folder_of(number) / "stop.json").read_text())["deadline"]) - time.time()
+
+
+class TestUnfit:
+    def unfit(self, folder: Path, *, retry_s: float = RETRY_S) -> SupervisedHost:
+        host = SupervisedHost(folder, LaunchGroup(retry_unfit_s=retry_s))
+        host.run_workers(generation(1, "ab"))
+        host.unfit = UNFIT.sentence
+        host.end_workers(1, 1, UNFIT)
+        return host
+
+    def test_it_rests_and_comes_back_when_it_passes_its_checks(self, tmp_path: Path) -> None:
+        host = self.unfit(tmp_path)
+        ended_s = host.diary.elapsed_s
+        assert host.go(RETRY_S - 0.5) is None
+        line = host.roster.entry
+        assert (line.state, line.reason, line.ended) == (HostState.UNFIT, UNFIT.sentence, 1)
+        assert ends_of(host.roster.posts) == [(EndKind.FAILED, "a", 69)]
+        assert host.diary.when("check") == []
+        assert host.go(RETRY_S) is None
+        assert host.diary.when("check") == near(ended_s + RETRY_S)
+        assert host.sentences("unfit") == [f"this host is still unfit: {UNFIT.sentence}"]
+        assert (host.roster.entry.state, host.roster.entry.reason) == (HostState.UNFIT, UNFIT.sentence)
+        host.unfit = ""
+        assert host.go(3 * RETRY_S) is None
+        assert host.diary.when("check") == near(ended_s + RETRY_S, ended_s + 2 * RETRY_S)
+        assert host.sentences("passes") == ["this host passes its checks again, and waits to be taken in"]
+        line = host.roster.entry
+        assert (line.state, line.reason, line.ended) == (HostState.READY, "", 1)
+        assert host.diary.when("start") == near(0.1)
+
+    def test_what_the_others_say_of_it_does_not_put_off_the_next_look(self, tmp_path: Path) -> None:
+        host = self.unfit(tmp_path)
+        ended_s = host.diary.elapsed_s
+        assert host.go(RETRY_S / 2) is None
+        host.learn(generation(2, "b", excluded=("a",)))
+        assert host.go(RETRY_S) is None
+        assert host.diary.when("check") == near(ended_s + RETRY_S)
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.UNFIT, 2)
+
+    def test_one_that_is_left_out_rests_as_well(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
+        host.learn(generation(3, "b", excluded=("a",)))
+        assert host.go(RETRY_S - 0.5) is None
+        line = host.roster.entry
+        assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "generation 3 leaves this host out: made up", 3)
+        assert host.go(2 * RETRY_S) is None
+        assert host.diary.when("check") == near(RETRY_S)
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 3)
+
+    def test_it_leaves_where_nobody_wants_it_looked_at_again(self, tmp_path: Path) -> None:
+        host = self.unfit(tmp_path, retry_s=0.0)
+        host.unfit = ""
+        assert host.go(5.0) == 69
+        assert host.diary.elapsed_s < 0.5
+        assert host.diary.when("check") == []
+        assert host.diary.order("post failed", "say gone", "close roster") == ["post failed", "say gone", "close roster"]
+        assert (host.roster.entry.state, host.roster.entry.reason) == (HostState.GONE, UNFIT.sentence)
+        assert host.said[-1][1].startswith(f"stopped with exit code 69: {UNFIT.sentence}; ")
+
+
+class TestAskedToLeave:
+    @pytest.mark.parametrize("reads", [0, 1], ids=["before storage was read", "after it"])
+    def test_it_leaves_at_once_where_nothing_runs(self, reads: int, host: SupervisedHost) -> None:
+        host.roster.known = replace(host.roster.known, reads=reads)
+        assert host.go(1.0) is None
+        host.ask(notice_s=30.0, reason="spot")
+        assert host.go(60.0) == 75
+        assert host.diary.elapsed_s == 1.0
+        assert [what for _, what in host.diary.lines] == ["close torchrun", "say gone", "close roster", "close watch"]
+        assert host.roster.entry.reason == "asked to stop (spot)"
+        assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); nothing is saved")
+        assert host.roster.posts == []
+
+    @pytest.mark.parametrize(
+        ("notice_s", "limit_s"), [(4.5, 4.5), (60.0, 60.0), (None, STOP_LIMIT_S)], ids=["soon", "late", "nobody says when"]
+    )
+    def test_workers_are_asked_again_and_again_and_killed_in_the_end(
+        self, notice_s: float | None, limit_s: float, host: SupervisedHost
+    ) -> None:
+        host.run_workers(generation(1, "ab"))
+        asked_s = host.diary.elapsed_s
+        host.ask(notice_s=notice_s, reason="spot")
+        assert host.go(0.1) is None
+        assert noted_deadline_in_s(host) == pytest.approx(limit_s, abs=1.0)
+        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "asked to stop (spot)"
+        assert host.go(3.3) is None
+        assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2, 3)))
+        assert host.go(100.0) == 75
+        assert host.diary.when("kill") == near(asked_s + limit_s)
+        assert host.diary.elapsed_s == pytest.approx(asked_s + limit_s, abs=0.15)
+        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert len(host.diary.when("say ended")) == 1
+        assert recorded_ends(host) == [(1, "leaving")]
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.GONE, 1)
+
+    def test_the_note_is_there_before_the_signal(self, host: SupervisedHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        noted: list[bool] = []
+        monkeypatch.setattr(host.torchrun, "ask_to_stop", lambda: noted.append((host.folder_of(1) / "stop.json").exists()))
+        host.run_workers(generation(1, "ab"))
+        host.ask(notice_s=30.0)
+        assert host.go(0.5) is None
+        assert noted == [True]
+        assert host.torchrun.orders[0].environment["ELASTICTRAIN_STOP_FILE"] == str(host.folder_of(1) / "stop.json")
+
+    def test_workers_that_end_in_time_are_not_killed(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.ask(notice_s=30.0)
+        assert host.go(2.0) is None
+        host.committed_steps[0.0] = STOPPED.step
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(30.0) == 75
+        assert host.diary.elapsed_s == pytest.approx(2.2)
+        assert host.diary.when("kill") == []
+        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert "step 7 is saved in runs/x" in host.said[-1][1]
+
+
+class TestWaitingForTheKeeper:
+    def left_at(self, host: SupervisedHost, *reasons: Reason, notice_s: float | None = 30.0) -> float:
+        """How long the launcher stays when its workers have left."""
+        host.run_workers(generation(1, "ab"))
+        host.ask(notice_s=notice_s)
+        assert host.go(1.0) is None
+        host.end_workers(1, 1, *reasons)
+        ended_s = host.diary.elapsed_s
+        assert host.go(100.0) == 75
+        # Nobody counts on this host any more once it says so, and a container ends with this process.
+        assert host.diary.when("say gone") == [host.diary.elapsed_s]
+        return host.diary.elapsed_s - ended_s
+
+    def test_it_stays_until_storage_has_what_the_workers_left(self, host: SupervisedHost) -> None:
+        host.committed_steps |= {0.0: 4, 5.0: 6, 9.0: 7}
+        self.left_at(host, STOPPED)
+        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
+        assert "step 7 is saved in runs/x" in host.said[-1][1]
+
+    def test_the_newest_step_of_any_worker_counts(self, host: SupervisedHost) -> None:
+        host.committed_steps |= {0.0: 4, 5.0: 7, 9.0: 8}
+        self.left_at(host, STOPPED, replace(STOPPED, rank=1, step=8), replace(STOPPED, rank=2, step=0))
+        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
+
+    def test_it_stays_until_the_deadline_at_most(self, host: SupervisedHost) -> None:
+        host.committed_steps[0.0] = 6
+        assert self.left_at(host, STOPPED) == pytest.approx(29.0, abs=0.15)
+        assert "step 6 is saved in runs/x" in host.said[-1][1]
+
+    def test_it_does_not_stay_where_nobody_ends_it(self, host: SupervisedHost) -> None:
+        assert self.left_at(host, STOPPED, notice_s=None) == pytest.approx(0.0)
+
+    @pytest.mark.parametrize(
+        "reasons",
+        [(), (STOPPED,), (replace(STOPPED, exit_code=70, step=9),)],
+        ids=["no word", "in storage already", "not saved by one that failed"],
+    )
+    def test_it_does_not_stay_for_nothing(self, reasons: tuple[Reason, ...], host: SupervisedHost) -> None:
+        host.committed_steps[0.0] = 7
+        assert self.left_at(host, *reasons) == pytest.approx(0.0)
+
+
+class TestNothingToSave:
+    def test_workers_of_a_broken_group_are_killed_unasked(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.learn(ends=[end("b", EndKind.FAILED, 70)])
+        broken_s = host.diary.elapsed_s
+        assert host.go(10.0) is None
+        assert host.diary.when("ask") == []
+        assert host.diary.when("kill") == near(broken_s + 1.5)
+        assert not (host.folder_of(1) / "stop.json").exists()
+        assert ends_of(host.roster.posts) == []
+        assert recorded_ends(host) == [(1, "failed")]
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
+
+    def test_those_that_end_by_themselves_before_are_not_killed(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.learn(ends=[end("b", EndKind.FAILED, 70)])
+        assert host.go(1.0) is None
+        host.end_workers(1, 1, Reason(0, 71, "reduce", 5, "a peer is gone"))
+        assert host.go(10.0) is None
+        assert host.diary.when("kill") == []
+        assert ends_of(host.roster.posts) == []
+
+    @pytest.mark.parametrize("why", ["leaving", "growth"])
+    def test_an_orderly_end_that_is_under_way_is_cut_short(self, why: str, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, GROWING)
+        host.run_workers(generation(1, "ab"))
+        if why == "leaving":
+            host.ask(notice_s=120.0)
+        else:
+            host.learn(seen=newcomer(host))
+        assert host.go(3.0) is None
+        host.learn(ends=[end("b", EndKind.FAILED, 70)])
+        broken_s = host.diary.elapsed_s
+        assert host.go(10.0) == (75 if why == "leaving" else None)
+        assert host.diary.when("kill") == near(broken_s + 1.5)
+        kind = EndKind.LEAVING if why == "leaving" else EndKind.GROW
+        assert [one for one, *_ in ends_of(host.roster.posts)] == [kind]
+
+    def test_a_deadline_that_comes_first_stays(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        asked_s = host.diary.elapsed_s
+        host.ask(notice_s=2.0)
+        assert host.go(1.5) is None
+        host.learn(ends=[end("b", EndKind.FAILED, 70)])
+        assert host.go(10.0) == 75
+        assert host.diary.when("kill") == near(asked_s + 2.0)
+
+
+class TestOrderlyEnd:
+    def test_of_our_own_for_growth(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.learn(seen=newcomer(host))
+        asked_s = host.diary.elapsed_s
+        assert host.go(2.5) is None
+        assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2)))
+        assert noted_deadline_in_s(host) == pytest.approx(STOP_LIMIT_S, abs=1.0)
+        assert host.diary.order("post grow", "say ended") == ["post grow", "say ended"]
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(1.0) is None
+        assert ends_of(host.roster.posts) == [(EndKind.GROW, "a", 0)]
+        assert len(host.diary.when("say ended")) == 1
+        assert host.diary.when("kill") == []
+        assert recorded_ends(host) == [(1, "grow")]
+        line = host.roster.entry
+        assert (line.state, line.ended, line.master_port) == (HostState.READY, 1, PORT)
+
+    def test_of_another_host_is_followed_and_not_told_again(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ba"))
+        assert not host.roster.attentive
+        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+        asked_s = host.diary.elapsed_s
+        assert host.go(1.5) is None
+        assert host.diary.when("ask") == near(asked_s + 0.1, asked_s + 1.1)
+        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "leaving on b"
+        # Whatever they say of their end, it was asked for.
+        host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
+        assert host.go(1.0) is None
+        assert ends_of(host.roster.posts) == []
+        assert host.diary.when("say ended") == []
+        assert recorded_ends(host) == [(1, "leaving")]
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
+        assert host.roster.attentive
+
+    def test_workers_that_do_not_end_are_killed(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ba"))
+        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+        asked_s = host.diary.elapsed_s
+        assert host.go(20.0) is None
+        assert host.diary.when("kill") == near(asked_s + STOP_LIMIT_S)
+
+
+class TestDelayedStart:
+    PAUSE_S = 5.0
+
+    def adopted(self, host: SupervisedHost) -> None:
+        host.learn(replace(generation(1, "ab"), pause_s=self.PAUSE_S))
+        assert host.go(2.0) is None
+        assert host.roster.entry.state is HostState.BUSY
+        assert host.diary.order("follow 1", "start") == ["follow 1"]
+
+    def test_torchrun_starts_after_the_pause(self, host: SupervisedHost) -> None:
+        self.adopted(host)
+        assert host.go(10.0) is None
+        assert host.diary.when("start") == near(self.PAUSE_S)
+
+    def test_a_generation_that_is_broken_before_never_starts(self, host: SupervisedHost) -> None:
+        self.adopted(host)
+        host.learn(ends=[end("b", EndKind.FAILED, 70)])
+        assert host.go(10.0) is None
+        assert host.diary.order("start", "ask", "kill", "say ready") == ["say ready"]
+        assert host.diary.when("say ready") == near(2.1)
+        assert ends_of(host.roster.posts) == []
+        assert recorded_ends(host) == [(1, "failed")]
+        assert host.roster.entry.ended == 1
+
+    def test_nor_does_one_of_a_host_that_leaves(self, host: SupervisedHost) -> None:
+        self.adopted(host)
+        host.ask(notice_s=30.0)
+        assert host.go(10.0) == 75
+        assert host.diary.elapsed_s == pytest.approx(2.1)
+        assert host.diary.order("start", "ask") == []
+        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert recorded_ends(host) == [(1, "leaving")]
+        assert host.roster.entry.ended == 1
+
+
+@pytest.mark.parametrize("why", ["growth", "another leaves"])
+def test_the_last_step_wins_over_what_was_asked(why: str, host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    if why == "growth":
+        host.learn(seen=newcomer(host))
+    else:
+        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+    assert host.go(1.0) is None
+    host.end_workers(1, 0)
+    assert host.go(1.0) is None
+    asked_first = [(EndKind.GROW, "a", 0)] if why == "growth" else []
+    assert ends_of(host.roster.posts) == [*asked_first, (EndKind.DONE, "a", 0)]
+    assert host.diary.order("post done", "say ended")[-2:] == ["post done", "say ended"]
+    assert recorded_ends(host) == [(1, "done")]
+    assert host.sentences("has ended here") == []
+    host.learn(generation(2, "ab", outcome=Outcome.DONE))
+    assert host.go(1.0) == 0
+
+
+class TestSayingWhatIsWaitedFor:
+    def test_is_done_when_it_lasts_and_when_it_changes(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=0.0))
+        broken = {"c": seen(entry("c", HostState.UNFIT, reason="no disk"), changed_s=host.diary.now_s)}
+        assert host.go(1.0) is None
+        host.learn(seen=broken)
+        assert host.go(1.0) is None
+        # Nothing has lasted yet, though something has been waited for all along.
+        assert host.said == []
+        assert host.go(10.0) is None
+        alone = "waiting for 2 hosts (`launch.min_hosts`), of which 1 is there (ready: a"
+        assert [text for _, text in host.said] == [f"{alone}; c is unfit (no disk))"]
+        assert [said_s for said_s, _ in host.said] == near(2.5)
+        host.learn(seen={})
+        assert host.go(1.0) is None
+        assert len(host.said) == 1
+        assert host.go(10.0) is None
+        assert [text for _, text in host.said[1:]] == [f"{alone})"]
+
+    def test_tells_until_when(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=60.0))
+        assert host.go(10.0) is None
+        assert len(host.said) == 1
+        assert host.said[0][1].endswith("(ready: a), for 58 s at most")
+
+    def test_is_done_anew_after_a_generation(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=0.0))
+        assert host.go(3.0) is None
+        host.run_workers(generation(1, "ab"))
+        assert host.go(5.0) is None
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(0.2) is None
+        host.learn(ends=[post for post in host.roster.posts if isinstance(post, End)])
+        assert host.go(5.0) is None
+        first, again = host.sentences("waiting for")
+        assert first == again
+
+
+class TestRestartCost:
+    def grow(self, host: SupervisedHost) -> str:
+        """Why growth is worth it, which tells what a restart is thought to cost."""
+        host.learn(seen=newcomer(host))
+        assert host.go(0.2) is None
+        grown = host.roster.posts[-1]
+        assert isinstance(grown, End)
+        return grown.reason
+
+    def test_is_not_known_from_a_first_start(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.begin_training(1)
+        assert host.go(1.0) is None
+        assert self.grow(host) == "c came: what a restart costs (30 s) is won back in 60 s"
+
+    def test_is_the_time_from_an_end_to_the_first_step(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.begin_training(1)
+        assert host.go(5.0) is None
+        host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
+        # The end is seen in the next turn.
+        assert host.go(3.0) is None
+        host.run_workers(generation(2, "ab"))
+        assert host.go(8.8) is None
+        host.begin_training(2)
+        assert host.go(20.0) is None
+        assert self.grow(host) == "c came: what a restart costs (12 s) is won back in 24 s"
+
+
+def test_the_next_torchrun_is_prepared_once_training_has_begun(host: SupervisedHost) -> None:
+    for number, begins_s in ((1, 3.0), (2, 13.0)):
+        host.run_workers(generation(number, "ab"))
+        assert host.go(round(begins_s - host.diary.elapsed_s, 3)) is None
+        host.begin_training(number)
+        assert host.go(5.0) is None
+        assert len(host.diary.when("prepare")) == number
+        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
+        assert host.go(1.0) is None
+    assert host.diary.when("prepare") == near(3.0, 13.0)
+
+
+@pytest.mark.parametrize(("committed", "remembered", "resumed"), [(9, 4, 5), (4, 9, 5), (4, 5, 9)])
+def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, resumed: int, host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.committed_steps[0.0], host.remembered_step = committed, remembered
+    host.begin_training(1, resumed_step=resumed)
+    host.end_workers(1, 1, Reason(0, 70, "reduce", 12, "boom"))
+    assert host.go(0.5) is None
+    (post,) = host.roster.posts
+    assert isinstance(post, End)
+    assert (post.kind, post.exit_code, post.step, post.committed_step) == (EndKind.FAILED, 70, 12, 9)
+
+
+def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ba"))
+    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "rank 1 hung", guilty=True))
+    (host.folder_of(1) / "torchrun.json").write_text(json.dumps({"0": -9}))
+    assert host.go(0.5) is None
+    (post,) = host.roster.posts
+    assert isinstance(post, End)
+    assert (post.exit_code, post.reason, post.blames) == (71, "rank 1 hung", ("a",))
+
+
+def test_a_generation_is_proposed_once_though_it_is_decided_again_and_again(host: SupervisedHost) -> None:
+    assert host.go(4.0) is None
+    proposals = len(host.roster.posts)
+    assert proposals > 1
+    host.roster.known = replace(host.roster.known, created=frozenset({1}))
+    assert host.go(4.0) is None
+    assert len(host.roster.posts) == proposals
+
+
+def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.watch.news = True
+    assert host.go(1.0) is None
+    assert host.diary.when("wake roster") == near(0.2)
