@@ -45,6 +45,17 @@ class Identity:
         """Whether this rank speaks for the group (terminal, TensorBoard, shared files)."""
         return self.rank == 0
 
+    @property
+    def host_ranks(self) -> range:
+        """The ranks of this host."""
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    @property
+    def only_host(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_world_size == self.world_size
+
 
 def read_identity(environment: Mapping[str, str]) -> Identity:
     """Reads torchrun's variables; without them, a world of one.

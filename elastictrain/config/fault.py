@@ -41,3 +41,8 @@ class FaultGroup:
 
     flight_recorder_entries: Annotated[int, Range(0)] = 2000
     """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""
+
+    @property
+    def close_s(self) -> float:
+        """For each of the logs and curves of a rank at its end: they are closed one after another, within the grace."""
+        return self.shutdown_grace_s / 4

@@ -20,8 +20,8 @@ class LaunchGroup:
     """Workers of each host; 0 for one for each GPU that is visible, or a single one without GPUs."""
 
     hosts: tuple[Annotated[str, NonEmpty()], ...] = ()
-    """Names or addresses of the hosts, in the order of their ranks, where no cluster lists them; the first group waits for all.
-    Without a list hosts are taken as they come."""
+    """Names or addresses of the hosts, in the order of their ranks, where no cluster lists them; the first group waits
+    for `min_hosts` of them, and for the rest for `join_s`. Without a list hosts are taken as they come."""
 
     address: str = ""
     """IP address at which the other hosts reach this one; empty for the one that the cluster names or the kernel uses."""
@@ -52,7 +52,7 @@ class LaunchGroup:
     """Shortest time between a start and an interruption to take in more hosts."""
 
     max_failures: Annotated[int, Range(1)] = 3
-    """Failures without a newly committed step in between after which the run gives up."""
+    """Failures without progress in between, a newer step in storage or in host memory, after which the run gives up."""
 
     backoff_s: Annotated[float, Range(0.0)] = 1.0
     """Pause before the second start without progress; doubled each time, up to `backoff_limit_s`."""

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 from elastictrain.errors import UsageError
+from elastictrain.storage.opening import absolute_url
 
 _DIGITS = 16
 _MOST_BYTES = 4096
@@ -35,8 +36,7 @@ class Claim:
 
 def claim_run(run_dir: str, *, folder: str | None = None) -> Claim:
     """Raises: UsageError if another launcher of this run lives on this host."""
-    local = run_dir if "://" in run_dir else str(Path(run_dir).expanduser().absolute())
-    digest = hashlib.sha256(f"{socket.gethostname()} {local}".encode()).hexdigest()[:_DIGITS]
+    digest = hashlib.sha256(f"{socket.gethostname()} {absolute_url(run_dir)}".encode()).hexdigest()[:_DIGITS]
     path = Path(folder or tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-launch-{digest}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

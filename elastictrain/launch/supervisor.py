@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -27,8 +26,6 @@ from elastictrain.launch.records import GenerationBegun, GenerationEnded, Record
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.watch.star import Watch
-
-logger = logging.getLogger(__name__)
 
 _TURN_S = 0.1
 _STOP_NAME = "stop.json"

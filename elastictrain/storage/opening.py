@@ -24,7 +24,7 @@ def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
     retrying = Retrying(options)
     protocol, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(os.path.abspath(os.path.expanduser(url)), url=_trimmed(url), retrying=retrying)  # noqa: PTH100, PTH111
+        return LocalStore(absolute_url(url), url=_trimmed(url), retrying=retrying)
     if protocol in ("file", "local"):
         if not rest.startswith("/"):
             raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
@@ -43,6 +43,11 @@ def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
         return FilesystemBackend(protocol, url, answer_timeout_s=options.answer_timeout_s)
 
     return RemoteStore(root, url=_trimmed(url), backend=connect, retrying=retrying)
+
+
+def absolute_url(url: str) -> str:
+    """What the URL means, wherever the process that reads it runs: a path becomes absolute."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
 
 
 def _remote_root(url: str, protocol: str) -> str:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -40,8 +40,6 @@ from elastictrain.train.samples import Samples, open_samples
 from elastictrain.train.task import HasBlocks, Task
 
 logger = logging.getLogger(__name__)
-
-_CLOSED_AT_THE_END = 4
 
 StopRequested = Callable[[], StopRequest | None]
 
@@ -99,31 +97,10 @@ def bring_up(
     """
     timings = Timings()
     with timings.phase("checks"):
-        backend = choose_backend(
-            config.parallel.backend,
-            num_cuda_devices=torch.cuda.device_count(),
-            local_world_size=identity.local_world_size,
-        )
-        dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
-        for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
-            os.environ[variable.name] = variable.value
-        task = cast(Task, build_task(config))
-        if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
-            message = "needs a task that names its blocks (method `blocks`); set it to none"
-            raise ConfigError([Problem("train.activation_checkpointing", message)])
-        store = open_store(config.run.dir)
-        if identity.local_rank == 0:
-            # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
-            alone = identity.world_size == identity.local_world_size
-            untested = alone or config.preflight.level == "off" or config.preflight.checks.storage == "off"
-            check_run_folder(store, config, task=task, try_writing=untested)
-        samples = open_samples(task, config)
-    introduction = Introduction(
-        identity.host, identity.local_world_size, backend, group_digest(config, data_digest=samples.digest)
-    )
+        own = _check_alone(config, identity)
     whereabouts.enter(Phase.RENDEZVOUS)
     with timings.phase("rendezvous"):
-        met = _meet(config, identity, introduction, store=store, whereabouts=whereabouts, stop_request=stop_request)
+        met = _meet(config, identity, own, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
     check_alike(met.incarnation)
 
@@ -141,39 +118,72 @@ def bring_up(
             identity,
             met.incarnation,
             StoreExchange(dist.PrefixStore("preflight", met.shared), poll=leave_if_asked),
-            store=store,
+            store=own.store,
             record=met.journal.record,
-            data_digest=samples.digest,
+            data_digest=own.samples.digest,
         )
         preflight.check_hosts()
     if met.unwritable is not None:
         raise met.unwritable
     whereabouts.enter(Phase.GROUP)
-    preflight.listen_to_nccl(backend)
+    preflight.listen_to_nccl(own.backend)
     with timings.phase("group"):
         group = make_group(
             met.shared,
             identity,
-            backend=backend,
+            backend=own.backend,
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
         )
     whereabouts.enter(Phase.PREFLIGHT)
     with timings.phase("preflight_group"):
         preflight.check_group(group, on_part=begin_part)
-    return Started(task, samples, store, met, group, timings)
+    return Started(own.task, own.samples, own.store, met, group, timings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What a rank knows before it has met another."""
+
+    backend: Literal["nccl", "gloo"]
+    task: Task
+    samples: Samples
+    store: Store
+
+
+def _check_alone(config: RunConfig, identity: Identity) -> _Own:
+    """What can be checked without another rank; plans the environment, too. Raises: ElasticTrainError."""
+    backend = choose_backend(
+        config.parallel.backend,
+        num_cuda_devices=torch.cuda.device_count(),
+        local_world_size=identity.local_world_size,
+    )
+    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
+    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
+        os.environ[variable.name] = variable.value
+    task = cast(Task, build_task(config))
+    if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
+        message = "needs a task that names its blocks (method `blocks`); set it to none"
+        raise ConfigError([Problem("train.activation_checkpointing", message)])
+    store = open_store(config.run.dir)
+    if identity.local_rank == 0:
+        # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
+        untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
+        check_run_folder(store, config, task=task, try_writing=untested)
+    return _Own(backend, task, open_samples(task, config), store)
 
 
 def _meet(
     config: RunConfig,
     identity: Identity,
-    introduction: Introduction,
+    own: _Own,
     *,
-    store: Store,
     whereabouts: Whereabouts,
     stop_request: StopRequested,
 ) -> Met:
-    number = next_incarnation_number(store) if identity.rank == 0 else 0
+    number = next_incarnation_number(own.store) if identity.rank == 0 else 0
+    digest = group_digest(config, data_digest=own.samples.digest)
+    introduction = Introduction(identity.host, identity.local_world_size, own.backend, digest)
     timeout_s = config.fault.rendezvous_timeout_s
     rendezvous = connect(identity, timeout_s=timeout_s)
     incarnation = agree(
@@ -197,11 +207,11 @@ def _meet(
     key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
     unwritable = None
     try:
-        log: AppendLog = open_log(store, key, config)
+        log: AppendLog = open_log(own.store, key, config)
     except StorageError as error:
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
-    return Met(incarnation, shared, store, journal, board, unwritable)
+    return Met(incarnation, shared, own.store, journal, board, unwritable)
 
 
 def beat_of(mark: Mark, *, options: FaultGroup) -> dict[str, object]:
@@ -221,7 +231,5 @@ def _tell(text: str) -> None:
 
 
 def open_log(store: Store, key: str, config: RunConfig) -> AppendLog:
-    # The logs and curves of a rank are closed one after another within the grace that the end of a run has.
-    return open_append_log(
-        store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.shutdown_grace_s / _CLOSED_AT_THE_END
-    )
+    """A log of this rank in the run's folder. Raises: StorageError."""
+    return open_append_log(store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)

@@ -20,8 +20,7 @@ from elastictrain.data.loader import Loader, ReadAhead
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, wrap
-from elastictrain.errors import DataError, Problem
-from elastictrain.events import Resume, Start
+from elastictrain.events import Start
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
@@ -29,10 +28,11 @@ from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import left_s
 from elastictrain.train.loop import LoopParts
-from elastictrain.train.memory import Memory, make_saving, meet_keepers
+from elastictrain.train.memory import make_saving, meet_keepers
 from elastictrain.train.observing import make_observer
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.parameters import build_model, fill
+from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.saving import SavingParts
 from elastictrain.train.state import TrainState
@@ -62,6 +62,17 @@ class Built:
         self.close_observer()
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """What all parts are made from."""
+
+    config: RunConfig
+    identity: Identity
+    started: Started
+    whereabouts: Whereabouts
+    stop_request: StopRequested
+
+
 def build(
     config: RunConfig,
     identity: Identity,
@@ -72,21 +83,23 @@ def build(
     link: KeeperLink | None,
 ) -> Built:
     """Model, state, loader and loop; the state is restored. `link` leads to this host's keeper. Collective: yes."""
+    setting = _Setting(config, identity, started, whereabouts, stop_request)
     record = started.met.journal.record
     whereabouts.enter(Phase.BUILD)
     with started.timings.phase("build"):
-        wrapped, state = _build_state(config, identity, started)
+        wrapped, state = _build_state(setting)
     with started.timings.phase("keeper"):
         memory = meet_keepers(config, identity, started, link)
     if identity.speaks:
         store_config(started.store, config)
-        record(_start_event(config, identity, started))
-    checkpointer = _make_checkpointer(config, identity, started)
+        record(_start_event(setting))
+    checkpointer = make_checkpointer(config, identity, started)
     whereabouts.enter(Phase.RESTORE)
-    resume = _restore(checkpointer, state, config, memory)
+    recall = memory.recall if memory is not None else None
+    resume = restore(checkpointer, state, on_change=config.run.on_change, recall=recall)
     if identity.speaks:
         record(resume)
-    loader = _make_loader(config, identity, started, first_step=state.step)
+    loader = _make_loader(setting, first_step=state.step)
     tokens, flops = _arithmetic(started, state.model)
     observer = make_observer(
         config,
@@ -96,7 +109,7 @@ def build(
         resume=resume,
         flops_per_token=None if flops is None else flops / tokens,
     )
-    ledger = _make_ledger(config, identity, started)
+    ledger = _make_ledger(setting)
 
     def tighten() -> None:
         limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.step_timeout_s)
@@ -105,17 +118,7 @@ def build(
 
     saving = make_saving(
         memory,
-        _saving_parts(
-            config,
-            identity,
-            started,
-            checkpointer,
-            state,
-            whereabouts=whereabouts,
-            stop_request=stop_request,
-            ledger=ledger,
-            say=observer.say,
-        ),
+        _saving_parts(setting, checkpointer, state, ledger=ledger, say=observer.say),
         config=config,
         identity=identity,
         started=started,
@@ -124,12 +127,10 @@ def build(
         config=config,
         identity=identity,
         state=state,
-        stepper=_make_stepper(
-            config, started, state, wrapped=wrapped, whereabouts=whereabouts, before_update=saving.before_update
-        ),
+        stepper=_make_stepper(setting, state, wrapped=wrapped, before_update=saving.before_update),
         micro_batches=iter(loader),
         saving=saving,
-        evaluator=_make_evaluator(config, identity, started, wrapped=wrapped, whereabouts=whereabouts),
+        evaluator=_make_evaluator(setting, wrapped=wrapped),
         ledger=ledger,
         observer=observer,
         record=record,
@@ -149,20 +150,13 @@ def build(
     )
 
 
-def _saving_parts(  # noqa: PLR0913 -- what saving works with comes from everywhere
-    config: RunConfig,
-    identity: Identity,
-    started: Started,
-    checkpointer: Checkpointer,
-    state: TrainState,
-    *,
-    whereabouts: Whereabouts,
-    stop_request: StopRequested,
-    ledger: Ledger | None,
-    say: Callable[[str], None],
+def _saving_parts(
+    setting: _Setting, checkpointer: Checkpointer, state: TrainState, *, ledger: Ledger | None, say: Callable[[str], None]
 ) -> SavingParts:
+    config, journal = setting.config, setting.started.met.journal
+
     def flush_records() -> None:
-        started.met.journal.flush()
+        journal.flush()
         if ledger is not None:
             ledger.flush()
 
@@ -170,15 +164,15 @@ def _saving_parts(  # noqa: PLR0913 -- what saving works with comes from everywh
         checkpointer=checkpointer,
         state=state,
         global_batch=config.train.global_batch,
-        group=started.group.control,
-        rank=identity.rank,
+        group=setting.started.group.control,
+        rank=setting.identity.rank,
         max_failed_saves=config.checkpoint.max_failed_saves,
         save_timeout_s=config.fault.save_timeout_s,
-        finish_timeout_s=config.fault.shutdown_grace_s / 4,
-        left_s=lambda: left_s(stop_request(), now_s=time.monotonic(), grace_s=config.fault.shutdown_grace_s),
-        whereabouts=whereabouts,
+        finish_timeout_s=config.fault.close_s,
+        left_s=lambda: left_s(setting.stop_request(), now_s=time.monotonic(), grace_s=config.fault.shutdown_grace_s),
+        whereabouts=setting.whereabouts,
         flush_records=flush_records,
-        record=started.met.journal.record,
+        record=journal.record,
         say=say,
     )
 
@@ -195,7 +189,8 @@ def show_sample(task: Task, wrapped: Wrapped, *, device: torch.device, seed: int
     say(text)
 
 
-def _build_state(config: RunConfig, identity: Identity, started: Started) -> tuple[Wrapped, TrainState]:
+def _build_state(setting: _Setting) -> tuple[Wrapped, TrainState]:
+    config, identity, started = setting.config, setting.identity, setting.started
     task, device = started.task, started.group.device
     model = build_model(task, seed=config.run.seed, device=device)
     shape = mesh_shape(
@@ -219,58 +214,20 @@ def _build_state(config: RunConfig, identity: Identity, started: Started) -> tup
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
 
 
-def _restore(checkpointer: Checkpointer, state: TrainState, config: RunConfig, memory: Memory | None) -> Resume:
-    began = time.monotonic()
-    result = checkpointer.restore(tensors=state.tensors(), recall=memory.recall if memory is not None else None)
-    if result is None:
-        seconds = {"total": round(time.monotonic() - began, 4)}
-        return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
-    state.adopt_scalars(result.state)
-    before = result.state.get("data_digest")
-    if before != state.data_digest and config.run.on_change == "stop":
-        message = (
-            f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it back, "
-            "or set run.on_change=continue"
-        )
-        raise DataError([Problem("data.path", message)])
-    return Resume(step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
-
-
-def _make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
-    return Checkpointer(
-        started.store,
-        options=config.checkpoint,
-        group=started.group.control,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        incarnation=started.met.incarnation.name,
-        config_digest=config_digest(config),
-        record=started.met.journal.record,
-        generation=identity.launcher.generation if identity.launcher is not None else None,
-    )
-
-
-def _make_stepper(
-    config: RunConfig,
-    started: Started,
-    state: TrainState,
-    *,
-    wrapped: Wrapped,
-    whereabouts: Whereabouts,
-    before_update: Callable[[], None],
-) -> Stepper:
+def _make_stepper(setting: _Setting, state: TrainState, *, wrapped: Wrapped, before_update: Callable[[], None]) -> Stepper:
     return Stepper(
-        started.task,
+        setting.started.task,
         wrapped,
         state.optimizer,
-        clip_norm=config.train.clip_norm,
-        seed=config.run.seed,
-        whereabouts=whereabouts,
+        clip_norm=setting.config.train.clip_norm,
+        seed=setting.config.run.seed,
+        whereabouts=setting.whereabouts,
         before_update=before_update,
     )
 
 
-def _make_loader(config: RunConfig, identity: Identity, started: Started, *, first_step: int) -> Loader:
+def _make_loader(setting: _Setting, *, first_step: int) -> Loader:
+    config, identity, started = setting.config, setting.identity, setting.started
     return Loader(
         started.samples.train,
         share=Share(
@@ -291,9 +248,8 @@ def _make_loader(config: RunConfig, identity: Identity, started: Started, *, fir
     )
 
 
-def _make_evaluator(
-    config: RunConfig, identity: Identity, started: Started, *, wrapped: Wrapped, whereabouts: Whereabouts
-) -> Evaluator | None:
+def _make_evaluator(setting: _Setting, *, wrapped: Wrapped) -> Evaluator | None:
+    config, started = setting.config, setting.started
     if started.samples.held_out is None or not config.train.eval_every_steps:
         return None
     return Evaluator(
@@ -302,17 +258,17 @@ def _make_evaluator(
         started.samples.held_out,
         num_samples=config.train.eval_samples,
         micro_batch=config.train.micro_batch,
-        identity=identity,
+        identity=setting.identity,
         device=started.group.device,
-        whereabouts=whereabouts,
+        whereabouts=setting.whereabouts,
     )
 
 
-def _make_ledger(config: RunConfig, identity: Identity, started: Started) -> Ledger | None:
-    if not config.data.ledger:
+def _make_ledger(setting: _Setting) -> Ledger | None:
+    if not setting.config.data.ledger:
         return None
-    key = ledger_key(incarnation=started.met.incarnation.name, rank=identity.rank)
-    return Ledger(open_log(started.store, key, config))
+    key = ledger_key(incarnation=setting.started.met.incarnation.name, rank=setting.identity.rank)
+    return Ledger(open_log(setting.started.store, key, setting.config))
 
 
 def _arithmetic(started: Started, model: nn.Module) -> tuple[int, float | None]:
@@ -323,14 +279,15 @@ def _arithmetic(started: Started, model: nn.Module) -> tuple[int, float | None]:
     return started.task.tokens_per_sample(sample), started.task.flops_per_sample(model, sample)
 
 
-def _start_event(config: RunConfig, identity: Identity, started: Started) -> Start:
+def _start_event(setting: _Setting) -> Start:
+    started = setting.started
     device = started.group.device
     return Start(
-        world_size=identity.world_size,
+        world_size=setting.identity.world_size,
         hosts=tuple(dict.fromkeys(started.met.incarnation.hosts)),
         backend=started.group.backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        config_digest=config_digest(config),
+        config_digest=config_digest(setting.config),
         versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         seconds=started.timings.seconds,
     )

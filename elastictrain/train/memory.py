@@ -32,6 +32,7 @@ from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
+from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
@@ -67,7 +68,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
     make_private(folder)
     versions = {"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()}
     facts = RunFacts(
-        run_dir=_absolute(config.run.dir),
+        run_dir=absolute_url(config.run.dir),
         run=run_name(config.run.dir),
         keep_last=options.keep_last,
         keep_every=options.keep_every,
@@ -76,8 +77,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
         grace_s=config.fault.shutdown_grace_s,
         versions=versions,
     )
-    first = identity.rank - identity.local_rank
-    ranks: list[JsonValue] = list(range(first, first + identity.local_world_size))
+    ranks: list[JsonValue] = list(identity.host_ranks)
     link = KeeperLink(
         folder,
         facts,
@@ -88,7 +88,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
             "world_size": identity.world_size,
             "incarnation": started.met.incarnation.name,
             "agent": agent,
-            "address": "" if identity.local_world_size == identity.world_size else own_address(os.environ),
+            "address": "" if identity.only_host else own_address(os.environ),
             "port": 0,
         },
         starts=identity.local_rank == 0,
@@ -107,7 +107,7 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
             link.wait()
         except CheckpointError as exception:
             error = str(exception)
-    address = "" if identity.local_world_size == identity.world_size else own_address(os.environ)
+    address = "" if identity.only_host else own_address(os.environ)
     told = gather_json([error, identity.host, address, link.port if link is not None else 0, identity.local_rank], group=group)
     rows = [row for row in told if isinstance(row, list)]
     errors = [str(row[0]) for row in rows if row[0]]
@@ -118,7 +118,7 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
             logger.warning("checkpoints are written while training waits: %s", errors[0])
         return None
     hosts = _hosts(rows)
-    own = identity.rank - identity.local_rank
+    own = identity.host_ranks.start
     token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
     others: OtherHosts | None = None
     if len(hosts) > 1 and all(isinstance(host, dict) and host["port"] for host in hosts):
@@ -216,10 +216,6 @@ def _hosts(rows: Sequence[Sequence[JsonValue]]) -> list[JsonValue]:
     return hosts
 
 
-def _absolute(run_dir: str) -> str:
-    return run_dir if "://" in run_dir else os.path.abspath(os.path.expanduser(run_dir))  # noqa: PTH100, PTH111
-
-
 def _check_alike(tensors: Mapping[str, Tensor], parts: SavingParts) -> None:
     """Each rank decides by itself what it writes, so all must have the same names. Raises: CheckpointError."""
     facts = [[name, dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
@@ -235,7 +231,7 @@ def _agree_on_buffers(
     """What all hosts have room for. Collective: yes."""
     options, group = config.checkpoint, parts.group
     _, fitting = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=options.buffers)
-    host = identity.rank - identity.local_rank
+    host = identity.host_ranks.start
     sizes: dict[int, int] = {}
     held = 0
     for row in gather_json([host, layout.file_bytes, len(fitting)], group=group):

@@ -131,7 +131,7 @@ def make_observer(
         progress=progress,
         scalars=scalars,
         probe=HostProbe(device),
-        close_timeout_s=config.fault.shutdown_grace_s / 4,
+        close_timeout_s=config.fault.close_s,
         utilisation_per_token=_utilisation_per_token(
             config, num_devices=identity.world_size, device=device, flops_per_token=flops_per_token
         ),

@@ -31,11 +31,6 @@ class Pets:
     warnings: tuple[str, ...]
 
 
-def has_pets(variables: Variables) -> bool:
-    """Whether there is anything to read."""
-    return bool(variables.first("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"))
-
-
 def read_pets(variables: Variables) -> Pets:
     """Problems are left in `variables`."""
     conclusions, warnings = [], []

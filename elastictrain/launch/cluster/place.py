@@ -59,10 +59,6 @@ class Place:
     deadline: float | None = None
     """Unix time at which the cluster ends the job, if it says so."""
 
-    requeue: bool = False
-    """Whether the cluster starts the job again after exit code 75 if it is asked to. The batch script asks, once all hosts have
-    ended: a launcher that asked would end the others while they save."""
-
     job: str = ""
     """The cluster's name for the job; empty if unknown."""
 

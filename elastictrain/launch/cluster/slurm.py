@@ -48,7 +48,6 @@ def read_slurm(environment: Mapping[str, str]) -> Place:
     workers = _workers(variables, step)
     deadline = _deadline(variables)
     variables.check()
-    requeue = environment.get("ENVIRONMENT") == "BATCH" and role == "launcher"
     conclusions = [f"Slurm ({variables.show(*_JOB)})", *step.conclusions]
     if role == "idle":
         conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
@@ -67,7 +66,6 @@ def read_slurm(environment: Mapping[str, str]) -> Place:
         processes=workers.number,
         peers=tuple(name for name in step.names if name not in ("", step.own)),
         deadline=deadline,
-        requeue=requeue,
         job=variables.text(*_JOB),
         conclusions=tuple(conclusions),
         warnings=(*step.warnings, *workers.warnings, *_job_warnings(variables, deadline=deadline)),

@@ -6,14 +6,12 @@ ended may propose the next: storage takes the first proposal of each number and 
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
+from elastictrain.launch.membership.decisions import Adopt, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.form import find_past, form, nothing_to_save
 from elastictrain.launch.membership.growth import worth_growing
 from elastictrain.launch.membership.lost import missing_member
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 from elastictrain.launch.membership.view import View
-
-__all__ = ["Adopt", "Create", "Decision", "Finish", "Leave", "Rest", "View", "Wait", "decide"]
 
 
 def decide(view: View, options: LaunchGroup) -> Decision:

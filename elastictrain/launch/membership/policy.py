@@ -60,9 +60,6 @@ def judge(aftermath: Aftermath, options: LaunchGroup) -> Next:
     if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
         reason = f"{names[cause.host]}: {cause.reason}"
         return Next(outcome=Outcome.GIVE_UP, exit_code=cause.exit_code, reason=reason)
-    for end in ends.values():
-        if end.kind is EndKind.STOPPED:
-            return Next(outcome=Outcome.STOP, exit_code=EXIT_STOPPED, reason=end.reason)
     failures = _since_progress(generation.failures, ends)
     if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
         left_out = _excluded(aftermath, [host for host in unfit if host not in aftermath.ready])

@@ -63,9 +63,6 @@ class EndKind(StrEnum):
     DONE = "done"
     """Every worker of the host has reached the last step."""
 
-    STOPPED = "stopped"
-    """The run was asked to stop as a whole (a person, a time limit), and state is saved."""
-
     LEAVING = "leaving"
     """This host was asked to leave; the others may go on."""
 
@@ -132,9 +129,6 @@ class Outcome(StrEnum):
     DONE = "done"
     """Nothing more is to be done."""
 
-    STOP = "stop"
-    """Stopped on request; the next start goes on."""
-
     GIVE_UP = "give up"
     """It failed for good, with `exit_code` and `reason`."""
 
@@ -171,7 +165,7 @@ class Generation:
     """How long its hosts wait before they start."""
 
     exit_code: int
-    """0 unless `outcome` is STOP or GIVE_UP."""
+    """0 unless `outcome` is GIVE_UP."""
 
     reason: str
     """Why it was made, for people."""

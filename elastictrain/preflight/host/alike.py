@@ -155,7 +155,7 @@ def compare(hosts: Mapping[str, Likeness | None]) -> list[Verdict]:
         differences = [
             *_code(host, likeness, known, say),
             *_config(host, likeness, known, say),
-            *_versions(host, likeness, known, say),
+            *_versions(host, known, say),
         ]
         found += differences or [say.passed("alike", expected="alike")]
     return found
@@ -206,7 +206,7 @@ def _config(host: str, own: Likeness, known: Mapping[str, Likeness], say: Findin
         yield say.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
 
 
-def _versions(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+def _versions(host: str, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
     for package in sorted({name for likeness in known.values() for name in likeness.versions}):
         values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
         right_host = model(values)

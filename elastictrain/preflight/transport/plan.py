@@ -61,7 +61,7 @@ def decide(facts: Facts, wishes: Wishes) -> TransportPlan:
     """The plan for this host."""
     choice = choose_interface(facts)
     rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=wishes.rdma)
-    planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(facts, choice, rdma), *_debug(wishes)]
+    planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(choice, rdma), *_debug(wishes)]
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     return TransportPlan(
@@ -106,7 +106,7 @@ def _rdma_variables(rdma: RdmaPlan) -> Iterator[Variable]:
         yield Variable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
 
 
-def _socket_variables(facts: Facts, choice: Choice, rdma: RdmaPlan) -> Iterator[Variable]:
+def _socket_variables(choice: Choice, rdma: RdmaPlan) -> Iterator[Variable]:
     speed = choice.interface.speed_gbps if choice.interface else None
     if choice.interface is None or rdma.kind is not Rdma.NONE or speed is None or speed < MEDIUM_GBPS:
         return

@@ -159,7 +159,7 @@ def test_whether_a_generation_goes_on_with_a_launch() -> None:
     store = FakeStore()
     with rostering(store) as roster:
         told = []
-        for number, outcome in ((1, Outcome.RUN), (2, Outcome.RUN), (3, Outcome.STOP), (4, Outcome.RUN)):
+        for number, outcome in ((1, Outcome.RUN), (2, Outcome.RUN), (3, Outcome.GIVE_UP), (4, Outcome.RUN)):
             Registry(store).create(generation(number, "a", outcome=outcome))
             turn(roster)
             told.append(roster.known.follows_another)
@@ -371,7 +371,7 @@ def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> 
     with rostering(store, poll_s=LONG_S) as roster:
         eventually(lambda: roster.known.reads > 0)
         began_s = time.monotonic()
-        roster.post(end("a", EndKind.STOPPED))
+        roster.post(end("a", EndKind.LEAVING))
         roster.say(HostState.GONE, reason="asked to stop", ended=1)
     assert time.monotonic() - began_s < LIMIT_S / 2
     line = line_in(store)

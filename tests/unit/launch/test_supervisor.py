@@ -13,6 +13,7 @@ from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
 from elastictrain.launch.records import GenerationEnded
+from elastictrain.launch.roster import Known
 from tests.unit.launch.membership.made import end, entry, generation, seen
 from tests.unit.launch.supervised import SupervisedHost
 
@@ -104,6 +105,13 @@ class TestUnfit:
         assert host.diary.when("check") == near(RETRY_S)
         assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 3)
 
+    def test_what_another_host_failed_of_is_no_failing_of_this_one(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
+        host.run_workers(generation(1, "ab"))
+        host.learn(ends=[end("b", EndKind.FAILED, 69)])
+        assert host.go(3.0) is None
+        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
+
     def test_it_leaves_where_nobody_wants_it_looked_at_again(self, tmp_path: Path) -> None:
         host = self.unfit(tmp_path, retry_s=0.0)
         host.unfit = ""
@@ -181,8 +189,6 @@ class TestWaitingForTheKeeper:
         host.end_workers(1, 1, *reasons)
         ended_s = host.diary.elapsed_s
         assert host.go(100.0) == 75
-        # Nobody counts on this host any more once it says so, and a container ends with this process.
-        assert host.diary.when("say gone") == [host.diary.elapsed_s]
         return host.diary.elapsed_s - ended_s
 
     def test_it_stays_until_storage_has_what_the_workers_left(self, host: SupervisedHost) -> None:
@@ -384,6 +390,14 @@ class TestSayingWhatIsWaitedFor:
         assert len(host.said) == 1
         assert host.said[0][1].endswith("(ready: a), for 58 s at most")
 
+    def test_is_not_done_where_nobody_needs_to_know(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=0.0))
+        assert host.go(3.0) is None
+        host.learn(generation(1, "bc", excluded=("a",)))
+        assert host.go(5.0) is None
+        assert host.roster.entry.state is HostState.UNFIT
+        assert len(host.said) == 1
+
     def test_is_done_anew_after_a_generation(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=0.0))
         assert host.go(3.0) is None
@@ -452,12 +466,12 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
 
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
-    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "rank 1 hung", guilty=True))
+    host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"))
     (host.folder_of(1) / "torchrun.json").write_text(json.dumps({"0": -9}))
     assert host.go(0.5) is None
     (post,) = host.roster.posts
     assert isinstance(post, End)
-    assert (post.exit_code, post.reason, post.blames) == (71, "rank 1 hung", ("a",))
+    assert (post.exit_code, post.reason) == (71, "a peer is gone")
 
 
 def test_a_generation_is_proposed_once_though_it_is_decided_again_and_again(host: SupervisedHost) -> None:
@@ -474,3 +488,9 @@ def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> No
     host.watch.news = True
     assert host.go(1.0) is None
     assert host.diary.when("wake roster") == near(0.2)
+
+
+def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:
+    host.roster.known = Known()
+    assert host.go(5.0) is None
+    assert (host.diary.lines, host.said) == ([], [])

@@ -28,7 +28,7 @@ from tests.unit.launch.cluster.refusals import refused, without
 )
 def test_pods(environment: Mapping[str, str], order: int, num_hosts: int, processes: int, peers: tuple[str, ...]) -> None:
     place = detect(environment)
-    assert (place.kind, place.role, place.requeue, place.deadline) == ("kubernetes", "launcher", False, None)
+    assert (place.kind, place.role, place.deadline) == ("kubernetes", "launcher", None)
     assert (place.order, place.num_hosts, place.processes, place.peers) == (order, num_hosts, processes, peers)
     assert place.warnings == ()
 

@@ -16,7 +16,7 @@ def test_one_pod() -> None:
 def test_a_pod_of_several() -> None:
     place = detect(RUNAI_DISTRIBUTED)
     assert (place.kind, place.order, place.num_hosts, place.processes) == ("runai", 3, 4, 8)
-    assert (place.peers, place.requeue, place.warnings) == (("llama-master-0",), False, ())
+    assert (place.peers, place.warnings) == (("llama-master-0",), ())
 
 
 def test_the_pod_index_of_a_parameter_search_numbers_no_hosts() -> None:

@@ -18,7 +18,7 @@ def test_one_task_per_node() -> None:
     place = detect(SLURM_TASK_PER_NODE)
     assert (place.kind, place.role, place.order, place.num_hosts, place.processes) == ("slurm", "launcher", 2, 4, 8)
     assert place.peers == ("gnode10", "gnode20", "gnode37")
-    assert (place.deadline, place.requeue, place.job, place.address) == (1900003600.0, True, "200505", "")
+    assert (place.deadline, place.job, place.address) == (1900003600.0, "200505", "")
     assert place.warnings == ()
 
 
@@ -35,10 +35,10 @@ def test_conclusions_name_the_variables() -> None:
 def test_of_one_task_per_gpu_the_first_of_the_host_launches() -> None:
     first = SLURM_TASK_PER_GPU | {"SLURM_LOCALID": "0", "SLURM_PROCID": "8"}
     place = detect(first)
-    assert (place.role, place.order, place.num_hosts, place.processes, place.requeue) == ("launcher", 2, 3, 3, True)
+    assert (place.role, place.order, place.num_hosts, place.processes) == ("launcher", 2, 3, 3)
     assert place.peers == ("rack1gpu01", "rack1gpu02")
     idle = detect(SLURM_TASK_PER_GPU)
-    assert (idle.role, idle.order, idle.num_hosts, idle.requeue) == ("idle", 2, 3, False)
+    assert (idle.role, idle.order, idle.num_hosts) == ("idle", 2, 3)
     assert any("SLURM_LOCALID=0 launches" in sentence for sentence in idle.conclusions)
 
 
@@ -65,7 +65,7 @@ def test_a_batch_script_on_one_host_needs_no_srun() -> None:
     place = detect(SLURM_BATCH_SCRIPT)
     # Its 16 "tasks" are a way to ask for CPUs: nobody has started them.
     assert (place.role, place.order, place.num_hosts, place.processes) == ("launcher", 0, 1, 4)
-    assert (place.requeue, place.peers, place.warnings) == (True, (), ())
+    assert (place.peers, place.warnings) == ((), ())
     assert "the job was requeued before (SLURM_RESTART_COUNT=2)" in place.conclusions
 
 
@@ -82,9 +82,9 @@ def test_without_srun_the_other_hosts_would_have_no_launcher(environment: Mappin
     assert "srun --ntasks-per-node=1" in said["SLURM_STEP_ID"]
 
 
-def test_an_interactive_shell_on_one_host_is_not_requeued() -> None:
+def test_an_interactive_shell_on_one_host() -> None:
     place = detect(SLURM_INTERACTIVE | {"SLURM_JOB_NUM_NODES": "1"})
-    assert (place.num_hosts, place.processes, place.requeue) == (1, 8, False)
+    assert (place.num_hosts, place.processes) == (1, 8)
 
 
 def test_the_shell_of_salloc_is_on_no_host_of_the_job() -> None:

@@ -3,9 +3,11 @@ from dataclasses import replace
 from math import inf
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decide import Decision, View, decide
+from elastictrain.launch.membership.decide import decide
+from elastictrain.launch.membership.decisions import Decision
 from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Member, Outcome
 from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.membership.view import View
 
 OPTIONS = LaunchGroup()
 NOW_S = 10_000.0

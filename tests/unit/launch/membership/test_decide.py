@@ -3,12 +3,13 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.launch.membership.decide import Adopt, Create, Finish, Leave, Rest, Wait, decide
+from elastictrain.launch.membership.decide import decide
+from elastictrain.launch.membership.decisions import Adopt, Create, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.records import EndKind, Entry, Generation, HostState, Outcome
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, end, entry, generation, seen, view
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
-TERMINAL = (Outcome.DONE, Outcome.STOP, Outcome.GIVE_UP)
+TERMINAL = (Outcome.DONE, Outcome.GIVE_UP)
 
 
 def test_a_member_of_the_newest_generation_takes_part() -> None:
@@ -65,7 +66,6 @@ def test_a_reading_that_is_older_than_what_runs_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("kind", "at_once"),
     [
-        (EndKind.STOPPED, False),
         (EndKind.LEAVING, False),
         (EndKind.GROW, False),
         (EndKind.FAILED, True),

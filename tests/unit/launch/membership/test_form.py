@@ -3,10 +3,12 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
-from elastictrain.launch.membership.decide import Create, Decision, Leave, View, Wait, decide
+from elastictrain.launch.membership.decide import decide
+from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
 from elastictrain.launch.membership.lost import takeover_s
 from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.membership.view import View
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, end, entry, generation, seen, view
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
@@ -152,7 +154,7 @@ def test_members_are_in_the_order_that_the_cluster_gives_them() -> None:
 
 
 def test_the_end_of_an_earlier_run_is_not_waited_for_and_who_leaves_with_it_is_no_member() -> None:
-    over = generation(7, "xy", outcome=Outcome.STOP, exit_code=75)
+    over = generation(7, "xy", outcome=Outcome.GIVE_UP, exit_code=75)
     others = (seen(entry("x", ended=6), since_s=NOW_S), newcomer("b"))
     looked = replace(beginning(*others, expected_hosts=2), newest=over, newest_since_s=NOW_S)
     decision = decide(looked, OPTIONS)
@@ -301,7 +303,7 @@ def test_the_end_needs_no_minimum() -> None:
     assert (over.outcome, over.exit_code) == (Outcome.GIVE_UP, EXIT_CONFIG)
 
 
-@pytest.mark.parametrize(("kind", "code"), [(EndKind.DONE, 0), (EndKind.STOPPED, 75), (EndKind.FAILED, EXIT_CONFIG)])
+@pytest.mark.parametrize(("kind", "code"), [(EndKind.DONE, 0), (EndKind.FAILED, EXIT_CONFIG)])
 def test_who_is_started_after_all_have_left_goes_on(kind: EndKind, code: int) -> None:
     newest = generation(3, "a")
     others = seen(entry("a", GONE, ended=3))

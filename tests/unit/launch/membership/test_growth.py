@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decide import Finish, Wait, decide
+from elastictrain.launch.membership.decide import decide
+from elastictrain.launch.membership.decisions import Finish, Wait
 from elastictrain.launch.membership.growth import worth_growing
 from elastictrain.launch.membership.records import EndKind, Generation, HostState
 from elastictrain.launch.membership.sight import Seen

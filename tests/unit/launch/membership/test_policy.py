@@ -19,7 +19,7 @@ from elastictrain.launch.membership.policy import Aftermath, Next, judge, pause_
 from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, Outcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
 
-DONE, STOPPED, LEAVING, GROW, FAILED, LOST = EndKind
+DONE, LEAVING, GROW, FAILED, LOST = EndKind
 KILLED = 137
 
 
@@ -66,14 +66,9 @@ def test_a_run_of_which_not_all_hosts_are_done_goes_on(other: End | None) -> Non
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_USAGE])
 def test_what_is_wrong_everywhere_is_not_tried_again(code: int) -> None:
-    following = after(failed("b", code), failed("a", EXIT_TRANSPORT), end("c", STOPPED))
+    following = after(failed("b", code), failed("a", EXIT_TRANSPORT), end("c", LEAVING))
     assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, code)
     assert following.reason == "b: failed on b"
-
-
-def test_a_run_that_was_asked_to_stop_stops() -> None:
-    following = after(end("b", STOPPED), failed("a"), end("c", LEAVING))
-    assert (following.outcome, following.exit_code) == (Outcome.STOP, EXIT_STOPPED)
 
 
 @pytest.mark.parametrize(

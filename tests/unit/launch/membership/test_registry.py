@@ -211,7 +211,7 @@ def test_foreign_names_are_no_generations() -> None:
 def test_whether_a_generation_follows_another(store: Objects) -> None:
     registry = Registry(store)
     registry.create(generation(1, "a"))
-    registry.create(generation(2, "a", outcome=Outcome.STOP))
+    registry.create(generation(2, "a", outcome=Outcome.GIVE_UP))
     registry.create(generation(3, "a"))
     assert [registry.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
 
@@ -221,9 +221,9 @@ def test_ends_are_found_by_host(store: Objects) -> None:
     registry.write_end(end("a", EndKind.FAILED, 70))
     registry.write_end(end("a", EndKind.DONE))
     registry.write_end(end("b", EndKind.LOST, lost="a"))
-    registry.write_end(end("a", EndKind.STOPPED, number=11))
+    registry.write_end(end("a", EndKind.LEAVING, number=11))
     assert registry.ends(1) == {"a": end("a", EndKind.DONE), "b": end("b", EndKind.LOST, lost="a")}
-    assert registry.ends(11) == {"a": end("a", EndKind.STOPPED, number=11)}
+    assert registry.ends(11) == {"a": end("a", EndKind.LEAVING, number=11)}
     assert registry.ends(2) == {}
 
 

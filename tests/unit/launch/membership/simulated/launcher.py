@@ -5,9 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decide import Adopt, Create, Decision, Finish, Leave, Rest, View, Wait
+from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState
 from elastictrain.launch.membership.sight import Seen, see
+from elastictrain.launch.membership.view import View
 from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
 
 Decide = Callable[[View, LaunchGroup], Decision]

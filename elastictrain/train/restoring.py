@@ -1,0 +1,49 @@
+"""What a run goes on from: its checkpointer, and its state as it was saved."""
+
+import time
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.recall import Recall
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import config_digest
+from elastictrain.errors import DataError, Problem
+from elastictrain.events import Resume
+from elastictrain.identity import Identity
+from elastictrain.train.bringup import Started
+from elastictrain.train.state import TrainState
+
+
+def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
+    """The checkpointer of this rank."""
+    return Checkpointer(
+        started.store,
+        options=config.checkpoint,
+        group=started.group.control,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        incarnation=started.met.incarnation.name,
+        config_digest=config_digest(config),
+        record=started.met.journal.record,
+        generation=identity.launcher.generation if identity.launcher is not None else None,
+    )
+
+
+def restore(checkpointer: Checkpointer, state: TrainState, *, on_change: str, recall: Recall | None) -> Resume:
+    """Load the newest state in any tier into `state`; with `on_change` stop it must have been trained on the same data.
+
+    Collective: yes. Raises: CheckpointError, ConfigError, StorageError; DataError if the data is not the same.
+    """
+    began = time.monotonic()
+    result = checkpointer.restore(tensors=state.tensors(), recall=recall)
+    if result is None:
+        seconds = {"total": round(time.monotonic() - began, 4)}
+        return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
+    state.adopt_scalars(result.state)
+    before = result.state.get("data_digest")
+    if before != state.data_digest and on_change == "stop":
+        message = (
+            f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it back, "
+            "or set run.on_change=continue"
+        )
+        raise DataError([Problem("data.path", message)])
+    return Resume(step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds)
