@@ -1,31 +1,34 @@
 """The launcher's loop: asks what is to be done, and does it. What is decided elsewhere is only carried out here."""
 
-import itertools
-import json
+import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.errors import EXIT_STOPPED, EXIT_UNFIT
-from elastictrain.fault.reasons import read_begun, read_reasons
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT
+from elastictrain.fault.reasons import read_begun
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.stop_file import StopNote, write_stop_note
+from elastictrain.fault.whereabouts import Phase
 from elastictrain.launch.arguments import Here, plan_torchrun
-from elastictrain.launch.ending import Remains, judge_end
+from elastictrain.launch.attempt import Attempt, read_remains
+from elastictrain.launch.ending import judge_end
 from elastictrain.launch.last_words import last_words, say_waiting
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 from elastictrain.launch.membership.view import View
 from elastictrain.launch.membership.words import listed
-from elastictrain.launch.orders import CODES_NAME
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.watch.star import Watch
+from elastictrain.storage.failures import reason_of
+
+logger = logging.getLogger(__name__)
 
 _TURN_S = 0.1
 _STOP_NAME = "stop.json"
@@ -69,28 +72,6 @@ class Parts:
     sleep: Callable[[float], None] = time.sleep
 
 
-@dataclass(slots=True)
-class Attempt:
-    """A generation in which this host takes part."""
-
-    generation: Generation
-    starts_s: float
-    """When its torchrun is due."""
-
-    started: bool = False
-    asked: End | None = None
-    """Why it is being ended here, if it is; the word of another host where that one came first."""
-
-    begun: bool = False
-    """Whether its first step is through, as far as this host's workers said."""
-
-    ask_s: float = float("inf")
-    """When its workers are asked to end once more: some may not have been there yet."""
-
-    kill_s: float = float("inf")
-    """When workers that have not ended by themselves are killed."""
-
-
 class Supervisor:
     """One launcher's life, from its first look at the roster to its exit code."""
 
@@ -99,7 +80,12 @@ class Supervisor:
         self._began_s = parts.clock()
         self._stop_limit_s = parts.config.fault.save_timeout_s + parts.config.fault.shutdown_grace_s
         self._attempt: Attempt | None = None
-        self._ended_s: float | None = None
+        self._stop_cost_s: float | None = None
+        """What the end of the last generation took; waiting for hosts after it is no cost of a restart."""
+
+        self._done = False
+        """Whether this host's workers have reached the last step."""
+
         self._restart_cost_s = 0.0
         self._left_step = 0
         self._said = self._waits_for = ""
@@ -166,7 +152,7 @@ class Supervisor:
         parts = self._parts
         if self._attempt is not None:
             return
-        self._attempt = Attempt(generation, parts.clock() + generation.pause_s)
+        self._attempt = Attempt(generation=generation, adopted_s=parts.clock(), starts_s=parts.clock() + generation.pause_s)
         parts.roster.say(HostState.BUSY)
         parts.roster.attentive = generation.members[0].host == parts.roster.entry.host
         parts.watch.follow(generation)
@@ -186,8 +172,13 @@ class Supervisor:
 
     def _start(self, attempt: Attempt) -> None:
         parts, generation = self._parts, attempt.generation
-        folder = self._folder_of(generation)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder = self._make_folder(generation)
+        except OSError as error:
+            reason = f"{self._folder_of(generation)} cannot be made: {reason_of(error)}"
+            host = parts.roster.entry.host
+            self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
+            return
         here = Here(
             host=parts.roster.entry.host,
             address=parts.roster.entry.address,
@@ -210,8 +201,12 @@ class Supervisor:
             # Also where an orderly end is under way, which will not come any more.
             attempt.kill_s = min(attempt.kill_s, now_s + _DEAD_GROUP_S)
         if attempt.asked is not None:
+            if request is not None and request.deadline_s is not None and request.deadline_s < attempt.kill_s:
+                # This host is wanted back, or sooner than was known: what is under way for another reason has less time.
+                attempt.kill_s = request.deadline_s
+                self._tell_workers(attempt)
             return
-        attempt.asked = end
+        attempt.asked, attempt.asked_s = end, now_s
         if end.host == parts.roster.entry.host:
             parts.roster.post(end)
             parts.watch.say_ended()
@@ -219,10 +214,20 @@ class Supervisor:
             attempt.kill_s = now_s + self._stop_limit_s
             if request is not None and request.deadline_s is not None:
                 attempt.kill_s = request.deadline_s
-            folder = self._folder_of(attempt.generation)
-            folder.mkdir(exist_ok=True)
-            write_stop_note(str(folder / _STOP_NAME), StopNote(end.reason, time.time() + attempt.kill_s - now_s))
             attempt.ask_s = now_s
+            self._tell_workers(attempt)
+
+    def _tell_workers(self, attempt: Attempt) -> None:
+        """Why they are stopped and until when, for the next signal that they get."""
+        if attempt.asked is None or attempt.ask_s == float("inf"):
+            return
+        deadline = time.time() + attempt.kill_s - self._parts.clock()
+        try:
+            note = self._make_folder(attempt.generation) / _STOP_NAME
+            write_stop_note(str(note), StopNote(attempt.asked.reason, deadline))
+        except OSError as error:
+            # The signal alone makes them save, too.
+            logger.warning("the workers cannot be told why they are stopped: %s", error)
 
     def _look_after_workers(self) -> None:
         parts, attempt = self._parts, self._attempt
@@ -251,22 +256,17 @@ class Supervisor:
         parts, folder = self._parts, self._folder_of(attempt.generation)
         # What a start would go on from is progress, wherever it is kept.
         committed = max(parts.committed_step(), parts.remembered_step(), read_begun(str(folder)) or 0)
-        reasons = read_reasons(str(folder))
-        self._left_step = max((one.step for one in reasons if one.exit_code == EXIT_STOPPED), default=0)
-        remains = Remains(code, _signals(folder / CODES_NAME), reasons, committed, self._first_rank(attempt.generation))
+        remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=committed)
+        self._left_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)
         end = judge_end(remains, generation=attempt.generation.number, host=parts.roster.entry.host)
         # What workers do when they are asked to end is no news, but that they were at the last step already is.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
-    def _first_rank(self, generation: Generation) -> int:
-        """Of this host's workers."""
-        before = itertools.takewhile(lambda member: member.host != self._parts.roster.entry.host, generation.members)
-        return sum(member.processes for member in before)
-
     def _over(self, attempt: Attempt, end: End) -> None:
         """Nothing of the generation runs here any more."""
         parts = self._parts
-        self._attempt, self._ended_s = None, parts.clock()
+        self._attempt, self._done = None, end.kind is EndKind.DONE
+        self._stop_cost_s = parts.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             parts.roster.post(end)
             parts.watch.say_ended()
@@ -296,8 +296,8 @@ class Supervisor:
         if attempt.begun or read_begun(str(self._folder_of(attempt.generation))) is None:
             return
         attempt.begun = True
-        if self._ended_s is not None:
-            self._restart_cost_s = self._parts.clock() - self._ended_s
+        if self._stop_cost_s is not None:
+            self._restart_cost_s = self._stop_cost_s + self._parts.clock() - attempt.adopted_s
         self._parts.torchrun.prepare()
 
     def _leave_if_asked(self) -> int | None:
@@ -307,6 +307,8 @@ class Supervisor:
         if request is None:
             return None
         if attempt is None:
+            if self._done:
+                return self._leave(EXIT_OK, "the last step is done")
             return self._leave(EXIT_STOPPED, f"asked to stop ({request.reason})")
         if attempt.asked is None:
             reason = f"asked to stop ({request.reason})"
@@ -326,7 +328,7 @@ class Supervisor:
             self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
         else:
             parts.say("this host passes its checks again, and waits to be taken in")
-            parts.roster.say(HostState.READY)
+            parts.roster.say(HostState.READY, master_port=free_port())
         return None
 
     def _wait(self, decision: Wait) -> None:
@@ -340,12 +342,11 @@ class Supervisor:
 
     def _leave(self, code: int, reason: str) -> int:
         parts = self._parts
-        if self._attempt is not None:
-            parts.torchrun.kill()
         parts.torchrun.close()
+        # Before anything is waited for: the others are not to count on this host.
+        parts.roster.say(HostState.GONE, reason=reason)
         if code == EXIT_STOPPED:
             self._wait_for_keeper()
-        parts.roster.say(HostState.GONE, reason=reason)
         parts.roster.close(limit_s=_LEAVING_LIMIT_S)
         parts.watch.close()
         parts.say(last_words(code, reason, run_dir=parts.config.run.dir, committed_step=parts.committed_step()))
@@ -363,13 +364,12 @@ class Supervisor:
         hours = self._parts.config.launch.max_hours
         return max(0.0, self._began_s + 3600 * hours - self._parts.clock()) if hours else float("inf")
 
+    def _make_folder(self, generation: Generation) -> Path:
+        """Raises: OSError."""
+        folder = self._folder_of(generation)
+        # Folders for temporary files are swept of what is old, and a generation may last for weeks.
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
     def _folder_of(self, generation: Generation) -> Path:
         return self._parts.folder / f"generation-{generation.number}"
-
-
-def _signals(path: Path) -> Mapping[int, int]:
-    """What torchrun saw of its workers' ends, by local rank."""
-    try:
-        return {int(rank): int(code) for rank, code in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError):
-        return {}

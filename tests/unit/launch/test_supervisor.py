@@ -1,4 +1,5 @@
 import json
+import shutil
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -84,6 +85,7 @@ class TestUnfit:
         assert host.sentences("passes") == ["this host passes its checks again, and waits to be taken in"]
         line = host.roster.entry
         assert (line.state, line.reason, line.ended) == (HostState.READY, "", 1)
+        assert line.master_port == PORT
         assert host.diary.when("start") == near(0.1)
 
     def test_what_the_others_say_of_it_does_not_put_off_the_next_look(self, tmp_path: Path) -> None:
@@ -178,6 +180,65 @@ class TestAskedToLeave:
         assert host.diary.when("kill") == []
         assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
         assert "step 7 is saved in runs/x" in host.said[-1][1]
+
+
+class TestLessTime:
+    """What is under way has less time once this host is wanted back sooner."""
+
+    @pytest.mark.parametrize("why", ["growth", "another leaves", "a later notice"])
+    def test_the_tighter_deadline_counts(self, why: str, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        if why == "growth":
+            host.learn(seen=newcomer(host))
+        elif why == "another leaves":
+            host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+        else:
+            host.ask(notice_s=10.0)
+        assert host.go(2.0) is None
+        posts = len(host.roster.posts)
+        asked_s = host.diary.elapsed_s
+        host.ask(notice_s=3.0, reason="spot")
+        assert host.go(1.2) is None
+        assert noted_deadline_in_s(host) == pytest.approx(3.0, abs=1.0)
+        assert host.go(30.0) == 75
+        assert host.diary.when("kill") == near(asked_s + 3.0)
+        assert len(host.roster.posts) == posts
+
+    def test_a_looser_one_does_not(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.ask(notice_s=4.0)
+        assert host.go(1.0) is None
+        host.ask(notice_s=60.0)
+        assert host.go(30.0) == 75
+        assert host.diary.when("kill") == near(4.1)
+
+
+def test_workers_that_cannot_be_told_why_are_asked_all_the_same(host: SupervisedHost, tmp_path: Path) -> None:
+    host.run_workers(generation(1, "ab"))
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no folder")
+    host.ask(notice_s=30.0)
+    assert host.go(0.5) is None
+    assert len(host.diary.when("ask")) == 1
+
+
+def test_a_folder_that_was_swept_away_is_made_again(host: SupervisedHost, tmp_path: Path) -> None:
+    host.run_workers(generation(1, "ab"))
+    shutil.rmtree(tmp_path)
+    host.ask(notice_s=30.0)
+    assert host.go(0.5) is None
+    assert noted_deadline_in_s(host) == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_host_without_room_for_words_takes_no_part(host: SupervisedHost, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path)
+    tmp_path.write_text("no folder")
+    host.learn(generation(1, "ab"))
+    assert host.go(1.0) is None
+    assert host.diary.when("start") == []
+    assert ends_of(host.roster.posts) == [(EndKind.FAILED, "a", 69)]
+    assert host.roster.entry.state is HostState.UNFIT
+    assert f"{host.folder_of(1)} cannot be made" in host.roster.entry.reason
 
 
 class TestWaitingForTheKeeper:
@@ -426,18 +487,32 @@ class TestRestartCost:
         assert host.go(1.0) is None
         assert self.grow(host) == "c came: what a restart costs (30 s) is won back in 60 s"
 
-    def test_is_the_time_from_an_end_to_the_first_step(self, host: SupervisedHost) -> None:
+    def test_is_the_time_from_the_adoption_of_a_generation_to_its_first_step(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
         host.begin_training(1)
         assert host.go(5.0) is None
         host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
-        # The end is seen in the next turn.
-        assert host.go(3.0) is None
+        # However long the hosts wait for others.
+        assert host.go(300.0) is None
         host.run_workers(generation(2, "ab"))
         assert host.go(8.8) is None
         host.begin_training(2)
         assert host.go(20.0) is None
-        assert self.grow(host) == "c came: what a restart costs (12 s) is won back in 24 s"
+        assert self.grow(host) == "c came: what a restart costs (9 s) is won back in 18 s"
+
+    def test_and_what_the_end_of_the_one_before_took(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "ab"))
+        host.begin_training(1)
+        assert host.go(5.0) is None
+        host.learn(ends=[end("b", EndKind.LEAVING, 75)])
+        assert host.go(4.0) is None
+        host.end_workers(1, 1, STOPPED)
+        assert host.go(300.0) is None
+        host.run_workers(generation(2, "ab"))
+        assert host.go(8.8) is None
+        host.begin_training(2)
+        assert host.go(20.0) is None
+        assert self.grow(host) == "c came: what a restart costs (13 s) is won back in 26 s"
 
 
 def test_the_next_torchrun_is_prepared_once_training_has_begun(host: SupervisedHost) -> None:
@@ -494,3 +569,21 @@ def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> Non
     host.roster.known = Known()
     assert host.go(5.0) is None
     assert (host.diary.lines, host.said) == ([], [])
+
+
+def test_one_that_is_asked_to_leave_after_the_last_step_is_done(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.ask(notice_s=30.0)
+    assert host.go(0.5) is None
+    host.end_workers(1, 0)
+    assert host.go(5.0) == 0
+    assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75), (EndKind.DONE, "a", 0)]
+
+
+def test_nobody_counts_on_a_host_that_only_waits_for_its_keeper(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.ask(notice_s=30.0)
+    assert host.go(0.5) is None
+    host.end_workers(1, 1, STOPPED)
+    assert host.go(5.0) is None
+    assert host.roster.entry.state is HostState.GONE

@@ -1,0 +1,51 @@
+"""One host's part in a generation: how far it is, and what its workers left behind."""
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from elastictrain.fault.reasons import read_reasons
+from elastictrain.launch.ending import Remains
+from elastictrain.launch.membership.records import End, Generation
+from elastictrain.launch.orders import CODES_NAME
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A generation in which this host takes part. Times are monotonic."""
+
+    generation: Generation
+    adopted_s: float
+    starts_s: float
+    """When its torchrun is due."""
+
+    started: bool = False
+    asked: End | None = None
+    """Why it is being ended here, if it is; the word of another host where that one came first."""
+
+    asked_s: float = float("inf")
+    begun: bool = False
+    """Whether its first step is through, as far as this host's workers said."""
+
+    ask_s: float = float("inf")
+    """When its workers are asked to end once more: some may not have been there yet."""
+
+    kill_s: float = float("inf")
+    """When workers that have not ended by themselves are killed."""
+
+
+def read_remains(attempt: Attempt, folder: Path, *, host: str, code: int, committed_step: int) -> Remains:
+    """What is left of it on this host; `code` is torchrun's."""
+    before = itertools.takewhile(lambda member: member.host != host, attempt.generation.members)
+    first_rank = sum(member.processes for member in before)
+    return Remains(code, _codes(folder / CODES_NAME), read_reasons(str(folder)), committed_step, first_rank)
+
+
+def _codes(path: Path) -> Mapping[int, int]:
+    """What torchrun saw of its workers' ends, by local rank."""
+    try:
+        return {int(rank): int(code) for rank, code in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}
