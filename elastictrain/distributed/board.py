@@ -108,7 +108,8 @@ class Board:
     def fall(self, reason: str) -> None:
         """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
         word = json.dumps({"rank": self._rank, "host": self._hosts[self._rank], "reason": reason})
-        within(_READ_LIMIT_S / 2, lambda: self._reading.set(_FALLEN, word))
+        # The first word stays: who falls after it falls because of it.
+        within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", word))
 
     def fallen(self) -> str | None:
         """The name of another rank that said that it ends because of an error, if one did. As `beats`."""

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
 from elastictrain.config.roster_address import read_roster_address
-from elastictrain.errors import EXIT_OK, EXIT_UNFIT, ElasticTrainError, StorageError
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, ElasticTrainError, HostUnfitError, StorageError
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import Place, Probes
@@ -45,6 +46,7 @@ from elastictrain.launch.turns import take_turn, wait_for_launcher
 from elastictrain.launch.watch.star import Watch
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
@@ -53,6 +55,8 @@ _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Launch to the end; returns the exit code."""
+    # Where a parent ignores the ends of its children, so would this process, and how they ended would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     logging.basicConfig(level=logging.WARNING, format="elastictrain: %(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
@@ -71,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         say(str(error))
         return error.exit_code
+    except KeyboardInterrupt:
+        # Before anything listens for it there is nothing to stop.
+        return EXIT_STOPPED
 
 
 def say(text: str) -> None:
@@ -103,31 +110,37 @@ class Held:
     torchrun: Torchrun
     folder: Path
     ending: ExitStack
-    """What is to be ended after all else."""
+    """What gives it back, the last thing first; each, whatever becomes of the others."""
 
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings) -> int:
-    claim = claim_run(config.run.dir)
-    listener = StopListener(notice_s=config.fault.notice_s)
-    listener.start()
-    held = Held(claim, listener, Torchrun(), Path(tempfile.mkdtemp(prefix="elastictrain-launch-")), ExitStack())
-    held.torchrun.prepare()
-    try:
+    with ExitStack() as ending:
+        held = _hold(config, ending)
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             say(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
         parts = _put_together(config, arguments, place, surroundings, held=held)
-        notices = watch_notices(config, place, listener=listener, recorder=parts.recorder, say=say)
-        try:
-            return Supervisor(parts).run()
-        finally:
-            notices.close()
-            parts.recorder.close()
-    finally:
-        held.ending.close()
-        held.torchrun.close()
-        held.claim.close()
-        shutil.rmtree(held.folder, ignore_errors=True)
+        ending.callback(parts.recorder.close)
+        notices = watch_notices(config, place, listener=held.listener, recorder=parts.recorder, say=say)
+        ending.callback(notices.close)
+        return Supervisor(parts).run()
+
+
+def _hold(config: RunConfig, ending: ExitStack) -> Held:
+    """Raises: UsageError, HostUnfitError."""
+    claim = claim_run(config.run.dir)
+    ending.callback(claim.close)
+    listener = StopListener(notice_s=config.fault.notice_s)
+    listener.start()
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="elastictrain-launch-"))
+    except OSError as error:
+        raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
+    ending.callback(shutil.rmtree, folder, ignore_errors=True)
+    torchrun = Torchrun()
+    ending.callback(torchrun.close)
+    torchrun.prepare()
+    return Held(claim, listener, torchrun, folder, ending)
 
 
 def _put_together(
@@ -169,10 +182,11 @@ def _put_together(
         # It did not come to say so itself.
         registry.bury(held.claim.before)
     held.claim.sign(host)
+    # From the moment that the others can see this host they count on it: all that can fail comes before.
+    log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
     roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s)
     watch.start()
     roster.start()
-    log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
     return Parts(
         config=config,
         run_arguments=arguments,

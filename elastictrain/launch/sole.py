@@ -5,11 +5,10 @@ import hashlib
 import json
 import os
 import socket
-import tempfile
-from pathlib import Path
 
+from elastictrain.checkpoint.memory.place import run_name
 from elastictrain.errors import UsageError
-from elastictrain.storage.opening import absolute_url
+from elastictrain.launch.lock_file import open_lock
 
 _DIGITS = 16
 _MOST_BYTES = 4096
@@ -35,10 +34,10 @@ class Claim:
 
 
 def claim_run(run_dir: str, *, folder: str | None = None) -> Claim:
-    """Raises: UsageError if another launcher of this run lives on this host."""
-    digest = hashlib.sha256(f"{socket.gethostname()} {absolute_url(run_dir)}".encode()).hexdigest()[:_DIGITS]
-    path = Path(folder or tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-launch-{digest}"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be found out."""
+    # Hosts may share the folder for temporary files.
+    digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
+    descriptor = open_lock(f"launch-{digest}", folder=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

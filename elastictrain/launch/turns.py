@@ -3,12 +3,11 @@
 import fcntl
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from elastictrain.errors import EXIT_OK
+from elastictrain.launch.lock_file import open_lock
 
 _LAUNCHER_COMES_S = 120.0
 _TURN_S = 0.2
@@ -17,7 +16,7 @@ _QUIET_S = 2.0
 
 def take_turn(job: str, *, say: Callable[[str], None]) -> int:
     """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
-    descriptor = os.open(_lock_path(job), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_lock(f"{job}.lock")
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
         try:
@@ -37,7 +36,7 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
     # What ends the job is meant for the launcher: a task that ended before it could end all others.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    descriptor = os.open(_lock_path(job), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_lock(f"{job}.lock")
     deadline, came = time.monotonic() + comes_s, False
     while came or time.monotonic() < deadline:
         try:
@@ -51,7 +50,3 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
         time.sleep(_TURN_S)
     os.close(descriptor)
     return EXIT_OK
-
-
-def _lock_path(job: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-{job}.lock"

@@ -170,5 +170,13 @@ def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:
     assert one.fallen() is None
 
 
+def test_the_first_one_to_fall_is_the_one_that_is_named() -> None:
+    store = dist.HashStore()
+    one, two, three = (board(store, rank) for rank in range(3))
+    two.fall("a bug")
+    one.fall("a collective failed")
+    assert three.fallen() == "rank 1 on b"
+
+
 def test_to_fall_where_the_store_is_lost_is_no_error() -> None:
     board(LostStore(), 0).fall("x")  # type: ignore[arg-type]

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.errors import UsageError
+from elastictrain.errors import HostUnfitError, UsageError
 from elastictrain.launch.sole import claim_run
 
 
@@ -32,3 +32,25 @@ def test_garbage_in_the_file_is_nobody(garbage: bytes, tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     path.write_bytes(garbage)
     assert claim_run("runs/a", folder=str(tmp_path)).before == ""
+
+
+@pytest.mark.parametrize("other", ["{0}/run/", "{0}/link", "{0}/x/../run"])
+def test_other_names_of_the_same_run_are_the_same_run(other: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    claim_run(f"{tmp_path}/run", folder=str(tmp_path))
+    with pytest.raises(UsageError, match="another launcher of"):
+        claim_run(other.format(tmp_path), folder=str(tmp_path))
+
+
+def test_a_trailing_slash_makes_no_other_bucket_folder(tmp_path: Path) -> None:
+    claim_run("s3://bucket/run", folder=str(tmp_path))
+    with pytest.raises(UsageError, match="another launcher of"):
+        claim_run("s3://bucket/run/", folder=str(tmp_path))
+
+
+def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    with pytest.raises(
+        HostUnfitError, match=r"/none/elastictrain-\d+-launch-\w+ must be a file that this user can lock, but: No such"
+    ):
+        claim_run("runs/a", folder=f"{tmp_path}/none")

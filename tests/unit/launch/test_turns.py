@@ -4,11 +4,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from elastictrain.errors import HostUnfitError
 from elastictrain.launch.turns import take_turn, wait_for_launcher
 
 QUIET: list[str] = []
@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Locks of its own, short turns, and the handlers as they were."""
-    monkeypatch.setattr("elastictrain.launch.turns.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("elastictrain.launch.lock_file.tempfile.gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr("elastictrain.launch.turns._TURN_S", 0.005)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
@@ -90,7 +90,9 @@ def test_nothing_is_held_afterwards(job: str) -> None:
 
 def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_path: Path) -> None:
     (tmp_path / f"elastictrain-{os.getuid()}-{job}.lock").symlink_to(tmp_path / "precious")
-    with suppress(OSError):
+    with pytest.raises(
+        HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock must be a file that this user can lock, but"
+    ):
         take_turn(job, say=QUIET.append)
     assert not (tmp_path / "precious").exists()
 
