@@ -35,7 +35,7 @@ from elastictrain.launch.membership.registry import Registry
 from elastictrain.launch.membership.serving import Site
 from elastictrain.launch.membership.tcp_joining import Around, JoinedRoster
 from elastictrain.launch.notices import watch_notices
-from elastictrain.launch.probing import count_gpus, default_interface, own_address, own_names, usable_interfaces
+from elastictrain.launch.probing import count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.roster import Roster
@@ -45,6 +45,7 @@ from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.turns import take_turn, wait_for_launcher
 from elastictrain.launch.watch.star import Watch
 from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.own import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store

@@ -4,7 +4,6 @@ import logging
 import os
 import platform
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +31,8 @@ from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.own import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts
@@ -39,8 +40,6 @@ from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.snapshot_saving import SnapshotSaving
 
 logger = logging.getLogger(__name__)
-
-_CONTROL_PORT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
             "world_size": identity.world_size,
             "incarnation": started.met.incarnation.name,
             "agent": agent,
-            "address": "" if identity.only_host else own_address(os.environ),
+            "address": _address(identity),
             "port": 0,
         },
         starts=identity.local_rank == 0,
@@ -107,8 +106,9 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
             link.wait()
         except CheckpointError as exception:
             error = str(exception)
-    address = "" if identity.only_host else own_address(os.environ)
-    told = gather_json([error, identity.host, address, link.port if link is not None else 0, identity.local_rank], group=group)
+    told = gather_json(
+        [error, identity.host, _address(identity), link.port if link is not None else 0, identity.local_rank], group=group
+    )
     rows = [row for row in told if isinstance(row, list)]
     errors = [str(row[0]) for row in rows if row[0]]
     if errors or link is None:
@@ -190,18 +190,12 @@ def make_saving(
     )
 
 
-def own_address(environment: Mapping[str, str]) -> str:
-    """The address by which other hosts reach this one: the one that the kernel uses towards the rendezvous."""
-    target = environment.get("MASTER_ADDR", "127.0.0.1")
-    for family in (socket.AF_INET, socket.AF_INET6):
-        try:
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                # Connecting a datagram socket sends nothing: it only asks for the route.
-                probe.connect((target, _CONTROL_PORT))
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    return "127.0.0.1"
+def _address(identity: Identity) -> str:
+    """By which other hosts reach this one, if there are any."""
+    if identity.only_host:
+        return ""
+    # A name of this host that means loopback here would lead the others to themselves.
+    return own_address(tuple(filter(None, [os.environ.get("MASTER_ADDR")])), surroundings=Surroundings())
 
 
 def _hosts(rows: Sequence[Sequence[JsonValue]]) -> list[JsonValue]:
