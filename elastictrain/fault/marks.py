@@ -59,7 +59,7 @@ class MarksFile:
     """The writing side. One thread marks, another one gives the pulse; none of it ever waits or raises."""
 
     def __init__(self, folder: str, *, rank: int, stopped_s: float, grace_s: float) -> None:
-        """Raises: OSError."""
+        """Raises: OSError, also if the memory is not there."""
         self.path = marks_path(folder, rank)
         self._sequence = 0
         self._pulse = 0
@@ -67,13 +67,18 @@ class MarksFile:
         temporary = f"{self.path}.{os.getpid()}"
         descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.ftruncate(descriptor, _SIZE)
+            # All of it now: memory that is not there would end the process with SIGBUS at its first mark.
+            os.posix_fallocate(descriptor, 0, _SIZE)
             self._map = mmap.mmap(descriptor, _SIZE)
+            self.write(Mark(Phase.START, 0, 0, 0.0, False), bound_s=float("inf"), limit_s=float("inf"))
+            self._map[: _FIXED.size] = _FIXED.pack(_MAGIC, os.getpid(), rank, stopped_s, grace_s)
+            os.rename(temporary, self.path)  # noqa: PTH104
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
         finally:
             os.close(descriptor)
-        self.write(Mark(Phase.START, 0, 0, 0.0, False), bound_s=float("inf"), limit_s=float("inf"))
-        self._map[: _FIXED.size] = _FIXED.pack(_MAGIC, os.getpid(), rank, stopped_s, grace_s)
-        os.rename(temporary, self.path)  # noqa: PTH104
 
     def write(self, mark: Mark, *, bound_s: float, limit_s: float) -> None:
         """Replace the mark."""

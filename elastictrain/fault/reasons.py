@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -27,14 +29,14 @@ class Reason:
     """Whether it hung, and others waited for it."""
 
 
-def leave_reason(folder: str, reason: Reason) -> None:
-    """Never raises: it is the last thing that a process does."""
-    _leave(Path(folder) / f"rank-{reason.rank:05d}.json", json.dumps(asdict(reason)))
+def leave_reason(folder: str, reason: Reason, *, only_if_none: bool = False) -> None:
+    """Never raises: it is the last thing that a process does. `only_if_none`: what the rank has left itself is kept."""
+    _leave(Path(folder) / f"rank-{reason.rank:05d}.json", json.dumps(asdict(reason)), only_if_none=only_if_none)
 
 
 def leave_begun(folder: str, *, resumed_step: int) -> None:
     """The first step is through; `resumed_step` is the one whose state was taken up. Never raises."""
-    _leave(Path(folder) / _BEGUN_NAME, json.dumps(resumed_step))
+    _leave(Path(folder) / _BEGUN_NAME, json.dumps(resumed_step), only_if_none=False)
 
 
 def read_begun(folder: str) -> int | None:
@@ -60,10 +62,19 @@ def read_reasons(folder: str) -> list[Reason]:
     return found
 
 
-def _leave(path: Path, text: str) -> None:
+def _leave(path: Path, text: str, *, only_if_none: bool) -> None:
+    # A thread that finds this process overdue may leave its word while the main thread leaves another.
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text)
-        temporary.replace(path)
+        if only_if_none:
+            # A link, since it never takes the place of what somebody else has left in the meantime.
+            with suppress(FileExistsError):
+                path.hardlink_to(temporary)
+        else:
+            temporary.replace(path)
     except OSError as error:
         logger.warning("the launcher cannot be told: %s", error)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -145,7 +145,11 @@ class HangWatch:
         )
         outpost = Outpost(facts, rank=identity.rank, options=config.fault)
         if identity.local_rank == 0:
-            outpost.start_watcher()
+            try:
+                outpost.start_watcher()
+            except OSError:
+                outpost.close()
+                raise
         return outpost
 
     def _on_mark(self, mark: Mark) -> None:

@@ -5,18 +5,14 @@ import logging
 import os
 import signal
 import sys
-import time
-from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK
 from elastictrain.events import Hang, Journal
-from elastictrain.fault.hang.outpost import HostFacts, remove_folder, workers_of
-from elastictrain.fault.hang.proc import has_ended
+from elastictrain.fault.hang.leftovers import sweep
+from elastictrain.fault.hang.outpost import HostFacts
 from elastictrain.fault.hang.watcher import Watcher, clear
-
-_STALE_S = 3600.0
 
 
 def main(folder: str, facts: HostFacts) -> NoReturn:
@@ -46,21 +42,6 @@ def keep(hang: Hang, stacks: str, facts: HostFacts) -> None:
     journal.record(replace(hang, stacks=key))
     journal.close()
     store.write(key, stacks.encode())
-
-
-def sweep(parent: str, *, now: float | None = None) -> list[str]:
-    """Removes folders whose workers and watcher were all killed long ago; returns their paths."""
-    removed = []
-    with suppress(OSError):
-        for entry in list(os.scandir(parent)):
-            age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
-            if not entry.is_dir(follow_symlinks=False) or age_s < _STALE_S:
-                continue
-            ranks = [int(name[1:6]) for name in os.listdir(entry.path) if name.endswith(".marks")]  # noqa: PTH208
-            if all(has_ended(pid) for _, pid in workers_of(entry.path, ranks)):
-                remove_folder(entry.path, with_files=True)
-                removed.append(entry.path)
-    return removed
 
 
 def read_facts(text: str) -> HostFacts:

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
 from elastictrain.config.fault import FaultGroup
+from elastictrain.fault.hang.leftovers import hold, remove_folder
 from elastictrain.fault.hang.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
 from elastictrain.fault.marks import MarksFile, MarksReader
 from elastictrain.fault.watchdog import bound_s, limit_s
@@ -43,18 +44,19 @@ class Outpost:
     """One worker. Its files and its watcher go with `close`; where a worker ends otherwise, the watcher removes them."""
 
     def __init__(self, facts: HostFacts, *, rank: int, options: FaultGroup, parent: str = "") -> None:
-        """Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
+        """From the main thread. Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
         self._facts = facts
         self._options = options
         self.folder = f"{parent or default_parent()}/{facts.incarnation}-r{facts.ranks[0]:05d}"
         _make_folder(self.folder)
         stopped_s = min(options.hang_floor_s, options.step_timeout_s)
-        self._marks = MarksFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
-        try:
-            self._stacks = tell_stacks_when_asked(self.folder, rank)
-        except OSError:
-            self._marks.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(remove_folder, self.folder, with_files=False)
+            undo.callback(os.close, hold(self.folder))
+            self._marks = MarksFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
+            undo.callback(self._marks.close)
+            undo.callback(no_stacks_any_more, tell_stacks_when_asked(self.folder, rank))
+            self._undo = undo.pop_all()
         self._watcher: subprocess.Popen[bytes] | None = None
 
     @property
@@ -87,15 +89,11 @@ class Outpost:
         return take_stacks(self.folder, workers_of(self.folder, self._facts.ranks))
 
     def close(self) -> None:
-        """Nobody watches any more; from the main thread."""
+        """Nobody watches any more."""
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.wait()
-        no_stacks_any_more(self._stacks)
-        self._marks.close()
-        with suppress(OSError):
-            os.unlink(self._stacks.name)  # noqa: PTH108
-        remove_folder(self.folder, with_files=False)
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self
@@ -120,16 +118,6 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
             found.append((rank, reader.pid))
             reader.close()
     return found
-
-
-def remove_folder(folder: str, *, with_files: bool) -> None:
-    """Removes what is empty, or all of an incarnation; never raises."""
-    with suppress(OSError):
-        for entry in list(os.scandir(folder)) if with_files else ():
-            with suppress(OSError):
-                os.unlink(entry.path)  # noqa: PTH108
-        os.rmdir(folder)  # noqa: PTH106
-        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120
 
 
 def _make_folder(folder: str) -> None:

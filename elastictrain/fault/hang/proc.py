@@ -50,12 +50,6 @@ def look_at(pid: int, *, proc: Path = Path("/proc")) -> Task | None:
         return None
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a process is gone, or cannot but go."""
-    task = look_at(pid)
-    return task is None or task.exiting
-
-
 def describe_process(pid: int, *, proc: Path = Path("/proc")) -> str:
     """A process, its threads and the processes that it has started, one on a line."""
     lines = [f"  {task}" for task in _threads(pid, proc=proc)]

@@ -27,7 +27,13 @@ def stacks_path(folder: str, rank: int) -> str:
 
 
 def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
-    """From now on this process answers `STACKS_SIGNAL`. The file must stay open as long as it lives. Raises: OSError."""
+    """From now on this process answers `STACKS_SIGNAL`; from the main thread.
+
+    The file must stay open as long as it lives. Raises: OSError.
+    """
+    # Whoever finds the file may ask at once, and the signal would end a process that does nothing about it. What is set here
+    # also comes back when the handler goes.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     # Opened now: the handler runs where nothing can be opened any more. It needs no lock, so it works while the
     # interpreter's lock is held by a thread that never gives it back.
     file = open(stacks_path(folder, rank), "w", opener=_private)  # noqa: SIM115
@@ -36,11 +42,11 @@ def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
 
 
 def no_stacks_any_more(file: TextIO) -> None:
-    """The signal does nothing from now on."""
+    """The signal does nothing from now on: it is ignored again, as it was before there was a handler. The file goes."""
     faulthandler.unregister(STACKS_SIGNAL)
-    # Unregistered, it would end the process.
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     file.close()
+    with suppress(OSError):
+        os.unlink(file.name)  # noqa: PTH108
 
 
 def take_stacks(folder: str, ranks: Sequence[tuple[int, int]], *, patience_s: float = _PATIENCE_S) -> str:

@@ -15,17 +15,22 @@ from typing import Protocol
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.events import Hang
 from elastictrain.fault.hang.judge import PULSE_S, Seen, Sentence, judge
-from elastictrain.fault.hang.outpost import HostFacts, remove_folder
+from elastictrain.fault.hang.leftovers import remove_folder
+from elastictrain.fault.hang.outpost import HostFacts
 from elastictrain.fault.hang.proc import look_at
 from elastictrain.fault.hang.stacks import take_stacks
 from elastictrain.fault.marks import MarksReader
 from elastictrain.fault.reasons import Reason, leave_reason
+from elastictrain.fault.whereabouts import Phase
 
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.2
 _LONGEST_TURN_S = 1.0
 """What is beyond that was no waiting: this process was not running, and so the others may not have been either."""
+
+_TELL_S = 1.0
+"""How long the terminal is waited for: whoever reads it may be stopped, and its pipe full."""
 
 _NOBODY_S = 10.0
 """The marks of the first worker are there before its watcher: without any, that worker is gone."""
@@ -35,7 +40,10 @@ class Worker(Protocol):
     """One watched process."""
 
     def look(self, awake_s: float) -> Seen | None:
-        """How it is, `awake_s` after the last look; None while it has nothing to show."""
+        """How it is, `awake_s` after the last look; None while it has nothing to show.
+
+        Raises: ProcessLookupError if it is gone, and has never shown anything.
+        """
 
     def kill(self) -> None:
         """End it."""
@@ -61,6 +69,9 @@ class LiveWorker:
         """How it is."""
         marks = self._reader.read()
         if marks is None:
+            # Killed in the middle of a mark, before the first look: nobody will ever finish it.
+            if self._poll.poll(0):
+                raise ProcessLookupError(self._reader.pid)
             return None
         before = self._seen or Seen(marks, 0.0, 0.0)
         changed = marks.sequence != before.marks.sequence
@@ -104,32 +115,45 @@ class Watcher:
         self._last_s = self._began_s = clock()
         self._workers: dict[int, Worker] = {}
         self._ended: set[int] = set()
-        self._records: list[threading.Thread] = []
+        self._vanished: set[int] = set()
+        """Ranks that will never show anything: their number may soon be another process's."""
+        self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
         """Until nobody is left."""
         while self.turn():
             time.sleep(TURN_S)
         deadline = self._clock() + self._facts.close_s
-        for thread in self._records:
+        for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
 
     def turn(self) -> bool:
         """Look once, and act; whether anybody is left to watch."""
         now_s = self._clock()
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
-        for rank in self._facts.ranks:
-            if rank not in self._workers:
-                with suppress(OSError, ValueError):
-                    self._workers[rank] = self._find(self._folder, rank)
-        looks = {rank: worker.look(awake_s) for rank, worker in self._workers.items()}
-        seen = [one for one in looks.values() if one is not None]
+        looks = self._look(awake_s)
+        seen = [one for one in looks if one is not None]
         sentences = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
         if sentences:
             self._carry_out(sentences, seen)
         if not self._workers:
             return now_s - self._began_s < _NOBODY_S
-        return any(one is None or one.gone_s is None for one in looks.values())
+        return any(one is None or one.gone_s is None for one in looks)
+
+    def _look(self, awake_s: float) -> list[Seen | None]:
+        """At each that has come so far."""
+        looks = []
+        for rank in self._facts.ranks:
+            if rank not in self._workers and rank not in self._vanished:
+                with suppress(OSError, ValueError):
+                    self._workers[rank] = self._find(self._folder, rank)
+            if rank in self._workers:
+                try:
+                    looks.append(self._workers[rank].look(awake_s))
+                except ProcessLookupError:
+                    del self._workers[rank]
+                    self._vanished.add(rank)
+        return looks
 
     def _carry_out(self, sentences: Sequence[Sentence], seen: Sequence[Seen]) -> None:
         hanging = [one for one in sentences if one.hangs]
@@ -138,22 +162,27 @@ class Watcher:
         if hanging:
             alive = [(one.marks.rank, one.marks.pid) for one in seen if one.gone_s is None]
             stacks = take_stacks(self._folder, alive)
-        with suppress(OSError):
-            sys.stderr.write(f"elastictrain: {text}\n{stacks}")
-            sys.stderr.flush()
         for one in sentences:
             marks = one.seen.marks
-            self._ended.add(marks.rank)
-            self._workers[marks.rank].kill()
             if self._facts.launcher_folder:
                 reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one in hanging)
-                leave_reason(self._facts.launcher_folder, reason)
+                # One that ends by itself may have said why, and is only slow.
+                ends = marks.ending or marks.mark.phase is Phase.END
+                leave_reason(self._facts.launcher_folder, reason, only_if_none=ends)
+            self._ended.add(marks.rank)
+            self._workers[marks.rank].kill()
         if hanging:
             event = hang_event(hanging, seen, host=self._facts.host, text=text)
             # Storage may be what hangs.
-            thread = threading.Thread(target=self._record, args=(event, stacks), name="record", daemon=True)
-            thread.start()
-            self._records.append(thread)
+            self._start(lambda: self._record(event, stacks))
+        # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
+        self._start(lambda: _tell(f"elastictrain: {text}\n{stacks}")).join(_TELL_S)
+
+    def _start(self, act: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return thread
 
 
 def describe(sentences: Sequence[Sentence], seen: Sequence[Seen], *, host: str) -> str:
@@ -202,6 +231,12 @@ def hang_event(hanging: Sequence[Sentence], seen: Sequence[Seen], *, host: str, 
         text=text,
         stacks=None,
     )
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def clear(folder: str) -> None:

@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -73,6 +74,17 @@ def test_a_deleted_file_is_still_read_and_a_closed_one_takes_no_more(tmp_path: P
     found = reader.read()
     assert found is not None
     assert found.mark.phase is Phase.START
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_that_is_not_there_is_missed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, start: int, length: int) -> None:
+        assert (os.fstat(descriptor).st_size, start, length) == (0, 0, 4096)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        pair(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

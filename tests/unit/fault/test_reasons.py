@@ -25,6 +25,30 @@ def test_the_last_word_of_a_rank_counts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.json"]
 
 
+def test_what_a_rank_has_said_itself_is_kept_if_asked(tmp_path: Path) -> None:
+    for _ in range(2):
+        leave_reason(str(tmp_path), REASON, only_if_none=True)
+    leave_reason(str(tmp_path), Reason(3, 70, "update", 13, "another one"), only_if_none=True)
+    assert read_reasons(str(tmp_path)) == [REASON]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.json"]
+
+
+def test_what_a_rank_says_at_the_same_moment_is_kept_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.write_text
+
+    def write_text(self: Path, text: str) -> int:
+        written = real(self, text)
+        monkeypatch.undo()
+        leave_reason(str(tmp_path), REASON)
+        # It is another process that speaks at the same moment.
+        real(self, text)
+        return written
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    leave_reason(str(tmp_path), Reason(3, 71, "update", 13, "from outside"), only_if_none=True)
+    assert read_reasons(str(tmp_path)) == [REASON]
+
+
 def test_nothing_was_left(tmp_path: Path) -> None:
     assert read_reasons(str(tmp_path)) == read_reasons(str(tmp_path / "nowhere")) == []
     assert read_begun(str(tmp_path)) is read_begun(str(tmp_path / "nowhere")) is None
@@ -83,6 +107,14 @@ def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixt
         leave_reason(str(tmp_path / "nowhere"), REASON)
         leave_begun(str(tmp_path / "nowhere"), resumed_step=1)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the launcher cannot be told"] * 2
+
+
+@pytest.mark.parametrize("only_if_none", [True, False])
+def test_what_cannot_be_left_is_no_litter(only_if_none: bool, tmp_path: Path) -> None:
+    place = tmp_path / "rank-00003.json"
+    place.mkdir()
+    leave_reason(str(tmp_path), REASON, only_if_none=only_if_none)
+    assert list(tmp_path.iterdir()) == [place]
 
 
 def test_a_reader_sees_whole_words_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,19 @@
+import errno
+import faulthandler
+import os
+import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.events import Event, Hang
+from elastictrain.fault.hang import outpost
+from elastictrain.fault.hang.outpost import Outpost
+from elastictrain.fault.hang.stacks import STACKS_SIGNAL
 from elastictrain.fault.watchdog import Overdue
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
@@ -29,7 +37,7 @@ class StalledJournal:
 
 
 def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, Whereabouts]:
-    config = SimpleNamespace(fault=FaultGroup())
+    config = SimpleNamespace(fault=FaultGroup(), run=SimpleNamespace(dir="run"), telemetry=SimpleNamespace(flush_s=1.0))
     whereabouts = Whereabouts()
     made = HangWatch(config, identity, whereabouts)  # type: ignore[arg-type]
     incarnation = SimpleNamespace(name="000001-abc")
@@ -76,25 +84,62 @@ def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, j
     assert not journal.released.is_set()
 
 
-def test_a_host_whose_marks_cannot_be_made_trains_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(self: HangWatch, met: object) -> None:
-        raise PermissionError("no room")
+class NoLookout:
+    in_vain = False
 
-    class NoLookout:
-        in_vain = False
+    def __init__(self, board: object, **_: object) -> None:
+        pass
 
-        def __init__(self, board: object, **_: object) -> None:
-            pass
+    def start(self) -> None:
+        pass
 
-        def start(self) -> None:
-            pass
+    def close(self) -> None:
+        pass
 
-        def close(self) -> None:
-            pass
 
+def no_memory(descriptor: int, start: int, length: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def no_process(self: Outpost) -> None:
+    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+@pytest.fixture
+def the_signal_as_before() -> Iterator[None]:
+    before = signal.getsignal(STACKS_SIGNAL)
+    yield
+    signal.signal(STACKS_SIGNAL, before)
+
+
+@pytest.mark.usefixtures("the_signal_as_before")
+@pytest.mark.parametrize(
+    ("part", "name", "refuse", "why"),
+    [
+        (os, "posix_fallocate", no_memory, "No space left"),
+        (Outpost, "start_watcher", no_process, "Resource temporarily unavailable"),
+    ],
+    ids=["no memory", "no watcher"],
+)
+def test_a_host_that_cannot_be_watched_trains_on(
+    part: object,
+    name: str,
+    refuse: object,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parent = tmp_path / "marks"
     monkeypatch.setattr(module, "Lookout", NoLookout)
-    monkeypatch.setattr(module.HangWatch, "_open_outpost", refuse)
+    monkeypatch.setattr(outpost, "default_parent", lambda: str(parent))
+    monkeypatch.setattr(part, name, refuse)
     hangs, whereabouts = watch(Identity(0, 2, 0, 2, "a", launched=True))
-    assert "not watched from outside (no room)" in caplog.text
+    assert "this rank is not watched from outside" in caplog.text
+    assert why in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    # Nothing of it is left that could tell stacks, or be told of.
+    assert not faulthandler.unregister(STACKS_SIGNAL)
     whereabouts.enter(Phase.DATA, step=1)
+    hangs.beat()
     hangs.close()

@@ -1,17 +1,17 @@
+import errno
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastictrain.config.fault import FaultGroup
-from elastictrain.fault.hang.__main__ import sweep
+from elastictrain.fault.hang import outpost as module
 from elastictrain.fault.hang.outpost import HostFacts, Outpost, workers_of
 from elastictrain.fault.hang.stacks import STACKS_SIGNAL
 from elastictrain.fault.hang.watcher import LiveWorker
-from elastictrain.fault.marks import MarksReader
+from elastictrain.fault.marks import MarksReader, marks_path
 from elastictrain.fault.whereabouts import Mark, Phase
 
 FACTS = HostFacts("000001-abc", "b", (4, 5), "/run", 1.0, 1.0)
@@ -60,12 +60,30 @@ def test_a_living_worker_is_seen_to_go_on(tmp_path: Path) -> None:
     assert all(one is not None and one.gone_s is None and not one.stopped for one in looks)
 
 
-def test_what_was_left_long_ago_by_the_dead_is_swept(tmp_path: Path) -> None:
-    parent = tmp_path / "marks"
-    abandoned = parent / "000001-old-r00000"
-    with Outpost(FACTS, rank=5, options=OPTIONS, parent=str(parent)) as outpost:
-        abandoned.mkdir()
-        later_s = time.time() + 2 * 86400
-        assert sweep(str(parent), now=time.time()) == []
-        assert sweep(str(parent), now=later_s) == [str(abandoned)]
-        assert Path(outpost.folder).exists()
+def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, end = os.pipe()
+    # A descriptor of a process can be read from when that has ended.
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: gone)
+    with Outpost(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks")) as outpost:
+        with open(marks_path(outpost.folder, 5), "r+b") as file:  # noqa: PTH123
+            file.seek(64 + 20)
+            file.write(b"\xff\xff")
+        worker = LiveWorker(outpost.folder, 5)
+        assert worker.look(0.0) is None
+        os.close(end)
+        with pytest.raises(ProcessLookupError):
+            worker.look(0.2)
+    os.close(gone)
+
+
+@pytest.mark.parametrize("fails", ["MarksFile", "hold", "tell_stacks_when_asked"])
+def test_one_that_cannot_be_set_up_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, fails, refuse)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(OSError, match="No space left"):
+        Outpost(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks"))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,10 +1,13 @@
+import faulthandler
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from elastictrain.fault.hang import stacks as module
 from elastictrain.fault.hang.stacks import STACKS_SIGNAL, no_stacks_any_more, stacks_path, take_stacks, tell_stacks_when_asked
 
 
@@ -28,7 +31,33 @@ def test_a_process_tells_its_own_stacks_when_asked_each_time_anew(tmp_path: Path
         assert f"rank 0, process {os.getpid()}, as the kernel sees it:\n  " in text
     assert os.stat(stacks_path(str(tmp_path), 0)).st_mode & 0o777 == 0o600  # noqa: PTH116
     no_stacks_any_more(file)
-    os.kill(os.getpid(), STACKS_SIGNAL)
+    assert not Path(stacks_path(str(tmp_path), 0)).exists()
+    assert is_ignored()
+
+
+def is_ignored() -> bool:
+    """What the kernel does with the signal, whatever Python thinks."""
+    (mask,) = re.findall(r"SigIgn:\s(\w+)", Path("/proc/self/status").read_text())
+    return bool(int(mask, 16) >> (STACKS_SIGNAL - 1) & 1)
+
+
+def test_no_question_ever_ends_a_process_that_has_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[tuple[str, bool]] = []
+    real_open, real_unregister = module._private, faulthandler.unregister
+
+    def opener(path: str, flags: int) -> int:
+        moments.append(("opens", is_ignored()))
+        return real_open(path, flags)
+
+    def unregister(number: int) -> None:
+        assert not is_ignored()
+        real_unregister(number)
+        moments.append(("has no handler", is_ignored()))
+
+    monkeypatch.setattr(module, "_private", opener)
+    monkeypatch.setattr(faulthandler, "unregister", unregister)
+    no_stacks_any_more(tell_stacks_when_asked(str(tmp_path), 0))
+    assert moments == [("opens", True), ("has no handler", True)]
 
 
 def test_who_cannot_answer_is_not_asked(tmp_path: Path) -> None:
