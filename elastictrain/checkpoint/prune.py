@@ -1,8 +1,10 @@
 """Carries out what `retention` plans, and knows which checkpoints are intact."""
 
 import logging
+from collections.abc import Collection, Sequence
 
 from elastictrain.checkpoint.folders import FolderFacts, Listing, key_of
+from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.retention import Deletion, plan_retention
@@ -27,19 +29,20 @@ class Pruner:
     def prune(self, newest: str, *, manifest: Manifest) -> tuple[str, ...]:
         """Deletes what `newest`, just committed with `manifest`, supersedes; the names of the checkpoints deleted.
 
+        What is off the line that the run took (see `lineage`) is not kept in the place of what is on it, and goes when damaged
+        folders do. Where `newest` is off the line itself, nothing goes: the line is not ours to prune.
+
         Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
         """
         self._manifests[newest] = manifest
         folders = list_checkpoints(self._store).folders
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
-        deletions = plan_retention(
-            folders,
-            newest=newest,
-            intact={folder.name for folder in folders if self._intact(folder)},
-            keep_last=self._keep_last,
-            keep_every=self._keep_every,
-            unknown=self._unknown,
-        )
+        intact = {folder.name for folder in folders if self._intact(folder)}
+        deletions = self._plan(folders, newest=newest, intact=intact)
+        if deletions:
+            # Asked only now: most saves of a young run delete nothing.
+            _, off_line = Lineage(self._store).line_first(folders)
+            deletions = self._plan(folders, newest=newest, intact=intact - off_line) if off_line else deletions
         for deletion in deletions:
             if MANIFEST_NAME in deletion.files or not is_there(self._store, key_of(deletion.folder, MANIFEST_NAME)):
                 self._delete(deletion)
@@ -59,6 +62,16 @@ class Pruner:
         except StorageError as error:
             logger.warning("old checkpoints could not be deleted: %s", error)
             return ()
+
+    def _plan(self, folders: Sequence[FolderFacts], *, newest: str, intact: Collection[str]) -> tuple[Deletion, ...]:
+        return plan_retention(
+            folders,
+            newest=newest,
+            intact=intact,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            unknown=self._unknown,
+        )
 
     def _intact(self, folder: FolderFacts) -> bool:
         if not folder.has_manifest or folder.quarantined:

@@ -21,7 +21,7 @@ class Reason:
     exit_code: int
     phase: str
     step: int
-    """The step that it was in; 0 before the first."""
+    """The step that it was in, 0 before the first; of one that was stopped, the newest that is safe, 0 if none is."""
 
     sentence: str
 

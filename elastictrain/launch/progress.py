@@ -1,6 +1,7 @@
 """How far the run has come, as one host can know it: in storage, and in its own memory."""
 
 from elastictrain.checkpoint.folders import ROOT, read_listing
+from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.memory.place import run_folder, run_name
 from elastictrain.config.composed import RunConfig
@@ -11,11 +12,15 @@ _LISTING_S = 5.0
 
 
 def committed_step(store: Store) -> int:
-    """The newest step in storage; 0 if there is none, or storage does not answer in time."""
+    """The step in storage that a start would go on from; 0 if there is none, or storage does not answer in time."""
 
     def newest() -> int:
-        folders = read_listing(store.list(ROOT)).folders
-        return max((folder.step for folder in folders if folder.has_manifest and not folder.quarantined), default=0)
+        listed = read_listing(store.list(ROOT)).folders
+        committed = tuple(folder for folder in listed if folder.has_manifest and not folder.quarantined)
+        if len(committed) > 1:
+            # A generation that was given up may have committed a later step since, which nobody goes on from.
+            committed, _ = Lineage(store).line_first(committed)
+        return committed[0].step if committed else 0
 
     return within(_LISTING_S, newest) or 0
 

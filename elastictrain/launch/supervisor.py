@@ -62,7 +62,7 @@ class Parts:
     """Why this host is unfit; empty if it is not."""
 
     committed_step: Callable[[], int]
-    """The newest step in storage."""
+    """The step in storage that a start would go on from."""
 
     remembered_step: Callable[[], int]
     """The newest step in this host's memory."""

@@ -30,13 +30,13 @@ class SaveWait:
         """As rank 0: these were committed."""
         self.saved_step = max(self.saved_step, *(one.step for one in saved)) if saved else self.saved_step
 
-    def until_safe(self, step: int, *, can_replicate: bool, in_a_row: int) -> Verdict:
+    def until_safe(self, step: int, *, can_replicate: bool, in_a_row: int, deadline_s: float) -> Verdict:
         """Until a step whose snapshot is whole on all ranks is in storage, has failed to get there, or this run has to go.
 
-        If it has to go soon, and `can_replicate`, the step is sent to the peers as well. `in_a_row`: saves that have failed.
+        If it has to go soon, and `can_replicate`, the step is sent to the peers as well. `in_a_row`: saves that have failed;
+        `deadline_s`: monotonic.
         Collective: yes.
         """
-        deadline_s = self._clock() + SHARE * self._parts.save_timeout_s
         replicating = False
         while True:
             words = self._hear_all(step, deadline_s=deadline_s, in_a_row=in_a_row)

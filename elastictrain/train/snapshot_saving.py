@@ -244,17 +244,23 @@ class SnapshotSaving:
         return Reached(in_memory, "storage" if self._wait.saved_step >= in_memory else "memory")
 
     def _outcome(self, step: int) -> Verdict:
-        """Waits until the snapshot of a step is whole, and then as long as there is time for storage. Collective: yes."""
+        """Waits until the snapshot of a step is whole, and then as long as there is time for storage. Collective: yes.
+
+        The watchdog takes both for one phase, so they have one limit.
+        """
+        limit_s = SHARE * self._parts.save_timeout_s
+        deadline_s = self._clock() + limit_s
         error, left = "", self._parts.left_s()
         try:
-            self._snapshots.wait(step, timeout_s=copy_limit_s(left, most_s=SHARE * self._parts.save_timeout_s))
+            self._snapshots.wait(step, timeout_s=copy_limit_s(left, most_s=limit_s))
         except CheckpointError as exception:
             error = str(exception)
         told = [row for row in gather_json([error, left is not None], group=self._parts.group) if isinstance(row, list)]
         errors = [str(row[0]) for row in told if row[0]]
         if errors:
             return Verdict("nothing", any(row[1] for row in told), errors[0])
-        return self._wait.until_safe(step, can_replicate=self._rounds is not None, in_a_row=self._failed.in_a_row)
+        can_replicate, in_a_row = self._rounds is not None, self._failed.in_a_row
+        return self._wait.until_safe(step, can_replicate=can_replicate, in_a_row=in_a_row, deadline_s=deadline_s)
 
     def _fall_back(self) -> SynchronousSaving:
         if self._parts.rank == 0:

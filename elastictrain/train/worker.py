@@ -112,7 +112,7 @@ class Worker:
             built.show_sample()
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
-        self._whereabouts.enter(Phase.END)
+        self._whereabouts.enter(Phase.END, step=built.loop.state.step)
         self._say_goodbye(built, code=code, reason=reason, reached=loop.reached)
         leave(started.group)
         self._hangs.close()
@@ -135,7 +135,7 @@ class Worker:
     def _say_goodbye(self, built: Built, *, code: int, reason: str, reached: Reached) -> None:
         step = built.loop.state.step
         # Said before anything is closed: storage that is slow may keep us from coming back.
-        self._tell_launcher(code, reason)
+        self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
         if code == EXIT_STOPPED:
             self._leave_in_time()
         if self._met is not None and self._identity.speaks:
@@ -206,7 +206,8 @@ class Worker:
                 sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
                 sys.stderr.flush()
             mark = self._whereabouts.mark
-            self._tell_launcher(what.exit_code, what.sentence)
+            # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
+            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
             if self._met is None:
                 return
             if accusation is not None:
@@ -227,10 +228,10 @@ class Worker:
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
 
-    def _tell_launcher(self, exit_code: int, sentence: str) -> None:
+    def _tell_launcher(self, exit_code: int, sentence: str, *, step: int) -> None:
         launcher, mark = self._identity.launcher, self._whereabouts.mark
         if launcher is not None:
-            leave_reason(launcher.folder, Reason(self._identity.rank, exit_code, str(mark.phase), mark.step, sentence))
+            leave_reason(launcher.folder, Reason(self._identity.rank, exit_code, str(mark.phase), step, sentence))
 
     def _speaks(self, what: Meaning) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torchruns import TINY, Run, events, kill, last_step, losses, memory_arguments, started, train, wait_until
+from torchruns import TINY, Run, events, keepers, kill, last_step, losses, memory_arguments, started, train, wait_until
 
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")
@@ -84,6 +84,32 @@ def test_asked_to_stop_it_saves_and_the_same_command_goes_on(tmp_path: Path, und
     assert [row["step"] for row in events(run_dir, "resume")] == [0, stopped_at]
     assert losses(run_dir) == undisturbed
     assert [row["outcome"] for row in generations(tmp_path)] == ["run", "run", "done"]
+
+
+def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Path) -> None:
+    run_dir, memory = tmp_path / "run", tmp_path / "host-memory"
+    memory.mkdir()
+    # Nothing is saved before it is asked to stop, and then it waits for 9 s of the 12.
+    unsaved = ["checkpoint.every_steps=0", "checkpoint.snapshot_every_steps=0", "train.steps=100000"]
+    options = [*unsaved, "fault.notice_s=12", "fault.shutdown_grace_s=6"]
+    with launched([*PACED, *options, f"checkpoint.memory_dir={memory}"], folder=tmp_path) as run:
+        wait_until(lambda: last_step(run_dir) >= 3, what="step 3")
+        (keeper,) = keepers(tmp_path)
+        # Storage that does not answer: nobody but the keeper asks it for anything now.
+        keeper.suspend()
+        try:
+            run.process.terminate()
+            wait_until(lambda: not children_of(run.process.pid), what="the end of the workers")
+            (stop,) = events(run_dir, "stop")
+            assert (stop["saved"], stop["saved_step"]) == ("memory", stop["step"])
+            assert not list(run_dir.glob("checkpoints/*/manifest.json"))
+            time.sleep(0.5)
+            assert run.process.poll() is None, run.output()
+        finally:
+            keeper.resume()
+        assert run.wait(30) == 75, run.output()
+    assert f"step {stop['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
+    wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
 
 
 def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`prune`: deletes old checkpoints by the rules of retention, once the newest one has been read and is whole."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.commands.location import Location, locate
@@ -10,6 +10,7 @@ from elastictrain.checkpoint.commands.survey import Surveyed, list_folders, surv
 from elastictrain.checkpoint.commands.texts import plural, size_text, table
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import key_of
+from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.retention import Deletion, plan_retention
 from elastictrain.checkpoint.second_look import is_there
@@ -34,6 +35,8 @@ class Plan:
     newest: Surveyed
     folders: tuple[Surveyed, ...]
     deletions: tuple[Deletion, ...]
+    off_line: frozenset[str]
+    """Names of checkpoints that no start takes as long as there are others: see `lineage`."""
 
     def bytes_of(self, name: str) -> int:
         """Of all files in the folder `name`."""
@@ -80,7 +83,9 @@ def plan_deletions(location: Location, *, keep: Keep) -> Plan:
     """
     folders = survey(location.run, list_folders(location))
     # A mark says that what a start would take is older.
-    newest = next((one for one in folders if one.state not in (State.UNCOMMITTED, State.QUARANTINED)), None)
+    committed = [one for one in folders if one.state not in (State.UNCOMMITTED, State.QUARANTINED)]
+    off_line = _off_line(location, committed)
+    newest = next((one for one in committed if one.name not in off_line), None)
     if newest is None:
         raise NoValidCheckpointError(f"{location.url} has no valid checkpoint; nothing is deleted")
     if newest.state is not State.VALID:
@@ -88,12 +93,18 @@ def plan_deletions(location: Location, *, keep: Keep) -> Plan:
     deletions = plan_retention(
         [one.listed.facts for one in folders],
         newest=newest.name,
-        intact={one.name for one in folders if one.state is State.VALID},
+        intact={one.name for one in folders if one.state is State.VALID} - off_line,
         keep_last=keep.last,
         keep_every=keep.every,
         unknown={one.name for one in folders if one.state is State.UNKNOWN},
     )
-    return Plan(newest, folders, deletions)
+    return Plan(newest, folders, deletions, off_line)
+
+
+def _off_line(location: Location, committed: Sequence[Surveyed]) -> frozenset[str]:
+    """Those off the line that the run took; none where nothing else is left, since a start takes them then."""
+    _, off_line = Lineage(location.run).line_first(one.listed.facts for one in committed)
+    return off_line if len(off_line) < len(committed) else frozenset()
 
 
 def _refusal(newest: Surveyed, why: str) -> str:
@@ -126,9 +137,8 @@ def delete_folder(location: Location, deletion: Deletion) -> bool:
 def _text(plan: Plan, *, url: str) -> str:
     if not plan.deletions:
         return f"{url}\n  nothing to delete"
-    states = {one.name: one.state for one in plan.folders}
     rows = [
-        (deletion.folder, size_text(plan.bytes_of(deletion.folder)), _what(states[deletion.folder]))
+        (deletion.folder, size_text(plan.bytes_of(deletion.folder)), _what(deletion.folder, plan))
         for deletion in plan.deletions
     ]
     total = sum(plan.bytes_of(deletion.folder) for deletion in plan.deletions)
@@ -137,5 +147,8 @@ def _text(plan: Plan, *, url: str) -> str:
     return f"{url}\n{table(('to delete', 'size', 'what'), rows, right=('size',))}\n{end}"
 
 
-def _what(state: State) -> str:
+def _what(name: str, plan: Plan) -> str:
+    if name in plan.off_line:
+        return "others went on without it"
+    state = next(one.state for one in plan.folders if one.name == name)
     return {State.VALID: "checkpoint", State.UNCOMMITTED: "remnant of a save"}.get(state, state.value)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
+from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import ObjectNotFoundError, StorageError
@@ -57,7 +58,9 @@ def choose_flush(
 
     The leader takes its newest. The others wait for it to begin with a step that they have. Raises: StorageError.
     """
-    committed = [folder.step for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
+    folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
+    _, off_line = Lineage(store).line_first(folders)
+    committed = [folder.step for folder in folders if folder.name not in off_line]
     # What a deleted run of the same name left in memory has no events here.
     known = {station.incarnation, *list_incarnations(store)}
     wanted = [

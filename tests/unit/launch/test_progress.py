@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.folders import ROOT, key_of
+from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
 from elastictrain.config.load import load
 from elastictrain.errors import TransientStorageError
@@ -31,6 +32,25 @@ def test_the_newest_step_in_storage(objects: list[str], step: int, tmp_path: Pat
     for name in objects:
         store.write(f"{ROOT}/{name}", b"x")
     assert committed_step(store) == step
+
+
+def test_a_step_that_nobody_goes_on_from_is_no_progress() -> None:
+    first, second = "000001-aa", "000002-bb"
+
+    def commits(*made: tuple[str, int]) -> FakeStore:
+        store = FakeStore()
+        Lineage(store).write(Origin(1, first, 0, ""))
+        Lineage(store).write(Origin(2, second, 20, first))
+        for incarnation, step in made:
+            for file in (f"{incarnation}-r00000-000.safetensors", "manifest.json"):
+                store.write(key_of(f"step-{step:09d}", file), b"x")
+        return store
+
+    # The first generation was given up at step 20, and thawed.
+    assert committed_step(commits((first, 20), (second, 25), (first, 30))) == 25
+    assert committed_step(commits((first, 20), (first, 30))) == 20
+    # It counts where nothing else is left: a start takes it then.
+    assert committed_step(commits((first, 28), (first, 30))) == 30
 
 
 def test_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

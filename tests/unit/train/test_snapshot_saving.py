@@ -55,6 +55,9 @@ class FakeSnapshots:
     began: list[tuple[int, int, str]] = field(default_factory=list)
     let_go_of: int = 0
     breaks: str = ""
+    copying: Callable[[float], None] = lambda timeout_s: None
+    """What happens while a copy is waited for."""
+
     spared: list[tuple[int | None, ...]] = field(default_factory=list)
 
     def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
@@ -71,6 +74,7 @@ class FakeSnapshots:
         self.spared.append(tuple(steps))
 
     def wait(self, step: int, *, timeout_s: float) -> None:
+        self.copying(timeout_s)
         if self.breaks:
             raise CheckpointError(self.breaks)
 
@@ -403,3 +407,39 @@ def test_training_that_waits_for_its_save_does_not_try_again_when_time_is_up() -
         one.saving.save_now(9, STOP)
     one.left[0] = -1.0
     assert one.saving.save_now(10, STOP) == Reached(10, "storage")
+
+
+@pytest.mark.parametrize("copy_s", [0.0, 30.04, 90.0])
+def test_a_slow_copy_leaves_storage_only_the_rest_of_the_limit(copy_s: float) -> None:
+    one = stage(save_timeout_s=100.0)
+    limits_s: list[float] = []
+    began_s: list[float] = []
+
+    def copy(timeout_s: float) -> None:
+        limits_s.append(timeout_s)
+        began_s.append(one.clock[0])
+        one.clock[0] += copy_s
+
+    def pass_time() -> None:
+        one.clock[0] += 1.0
+        one.link.news.append(pass_time)
+
+    one.snapshots.copying = copy
+    one.link.news.append(pass_time)
+    with pytest.raises(SavesFailingError):
+        one.saving.save_now(9, STOP)
+    errors = [event.error for event in one.events if isinstance(event, CheckpointFailed)]
+    assert errors == ["it was not durable within 100 s"] * 2
+    # The watchdog would end the process after 100 s in this phase.
+    assert limits_s == [90.0, 90.0]
+    lasted_s = [end_s - begin_s for begin_s, end_s in zip(began_s, [began_s[1], one.clock[0]], strict=True)]
+    assert lasted_s == [pytest.approx(90.5, abs=0.5)] * 2
+
+
+def test_a_step_that_is_in_storage_already_is_not_waited_for() -> None:
+    one = stage()
+    one.link.saved = [Saved(9, "step-9", 8)]
+    one.saving.notes(10)
+    one.left[0] = 3.0
+    one.link.news = [lambda: one.left.__setitem__(0, 0.0)]
+    assert one.saving.save_now(9, STOP) == Reached(9, "storage")

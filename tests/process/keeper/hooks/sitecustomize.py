@@ -37,10 +37,10 @@ _reached: Counter[int] = Counter()
 
 def memory_folder() -> str:
     """Of this run: a worker has it among its arguments, and the keeper's only one lies in it."""
-    for argument in sys.orig_argv:
+    for argument in sys.argv:
         if argument.startswith("checkpoint.memory_dir="):
             return argument.partition("=")[2]
-    return str(Path(sys.orig_argv[-1]).parents[1])
+    return str(Path(sys.argv[-1]).parents[1])
 
 
 def armed() -> int:
@@ -140,7 +140,7 @@ def look_around(incarnation: str) -> None:
     """Write down, before anything is restored, what is whole in memory and in storage, by looking at the files alone."""
     if os.environ.get("RANK", "0") != "0":
         return
-    run_dir = next(word.partition("=")[2] for word in sys.orig_argv if word.startswith("run.dir="))
+    run_dir = next(word.partition("=")[2] for word in sys.argv if word.startswith("run.dir="))
     stored = [int(path.parent.name[5:14]) for path in Path(run_dir).glob("checkpoints/step-*/manifest.json")]
     ranks: dict[tuple[int, str, int], set[int]] = {}
     for path in Path(memory_folder()).glob("*/*/own-r*-s?"):

@@ -42,6 +42,7 @@ def save(
     chunk_bytes: int = CHUNK_BYTES,
     attempt: int = 1,
     uncommitted: bool = False,
+    incarnation: str = "000001-aa",
 ) -> Path:
     """Saves as `world_size` ranks, each of which has its part of the dimension `dim` of every tensor that has so many rows."""
     store, name = open_store(str(run)), folder_name(step, attempt=attempt)
@@ -49,7 +50,7 @@ def save(
     facts = SaveFacts(
         step=step,
         world_size=world_size,
-        incarnation="000001-aa",
+        incarnation=incarnation,
         created=CREATED + step,
         config_digest="digest",
         versions={"elastictrain": "0"},
@@ -61,7 +62,7 @@ def save(
             item for key, tensor in values.items() for item in items_of(key, tensor, rank=rank, world_size=world_size, dim=dim)
         ]
         files = plan_files(
-            items, incarnation="000001-aa", rank=rank, shard_bytes=1 << 30, chunk_bytes=chunk_bytes, metadata={"format": "pt"}
+            items, incarnation=incarnation, rank=rank, shard_bytes=1 << 30, chunk_bytes=chunk_bytes, metadata={"format": "pt"}
         )
         written += write_files(
             store, files, prefix=f"{ROOT}/{name}", source=lambda item: reader_of(part(values[item.name], item), item)

@@ -11,8 +11,10 @@ from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands import speaking
 from elastictrain.checkpoint.commands.location import locate
 from elastictrain.checkpoint.commands.prune import Keep, delete_folder, prune_checkpoints
+from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.retention import Deletion
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
+from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import as_version_2, flip, folders, quarantine, save, shard, truncate
 
 STEPS = (10, 20, 30, 40, 50)
@@ -177,3 +179,44 @@ def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says:
     ):
         prune_checkpoints(str(run), keep=Keep(last=1, every=0), dry_run=False, ask=ask, threads=1)
     assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}
+
+
+@pytest.fixture
+def overlapping(tmp_path: Path) -> Path:
+    """Others went on from step 30, and committed the newest on the line; what was given up committed 40 and 50 later."""
+    for step in STEPS:
+        save(tmp_path, step)
+    save(tmp_path, 36, incarnation="000002-bb")
+    lineage = Lineage(open_store(str(tmp_path)))
+    lineage.write(Origin(1, "000001-aa", 0, ""))
+    lineage.write(Origin(2, "000002-bb", 30, "000001-aa"))
+    return tmp_path
+
+
+def test_what_nobody_went_on_from_is_not_kept_in_the_place_of_others(overlapping: Path) -> None:
+    assert prune(overlapping, "--keep-last", "2", "--yes") == EXIT_OK
+    assert folders(overlapping) == [name(step) for step in (30, 36, 40, 50)]
+    # What is newer than the newest on the line stays, whole or not.
+    flip(shard(overlapping / "checkpoints" / name(50)))
+    (overlapping / "checkpoints" / name(40) / "manifest.json").write_text("{")
+    assert prune(overlapping, "--keep-last", "1", "--yes") == EXIT_OK
+    assert folders(overlapping) == [name(step) for step in (36, 40, 50)]
+
+
+def test_what_nobody_went_on_from_goes_when_it_is_oldest_and_says_so(
+    overlapping: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(overlapping, 60, incarnation="000002-bb")
+    assert prune(overlapping, "--keep-last", "2", "--keep-every", "40", "--dry-run") == EXIT_OK
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-1]] == [name(step) for step in (10, 20, 30)]
+    assert prune(overlapping, "--keep-last", "1", "--yes") == EXIT_OK
+    assert folders(overlapping) == [name(60)]
+    rows = [line for line in capsys.readouterr().out.splitlines() if "others went on without it" in line]
+    assert [row.split()[0] for row in rows] == [name(40), name(50)]
+
+
+def test_what_nobody_went_on_from_counts_where_nothing_else_is_left(overlapping: Path) -> None:
+    for step in (10, 20, 30, 36):
+        shutil.rmtree(overlapping / "checkpoints" / name(step))
+    assert prune(overlapping, "--keep-last", "1", "--yes") == EXIT_OK
+    assert folders(overlapping) == [name(50)]

@@ -3,6 +3,7 @@ import json
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.flush import choose_flush, still_there, whole_here
 from elastictrain.checkpoint.keeper.meeting import begin_key
+from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.memory.place import SlotName
 from tests.unit.checkpoint.fakes import FakeStore
@@ -36,6 +37,16 @@ def test_the_newest_step_that_all_ranks_have() -> None:
     assert chosen(store(committed=3), BOTH, *found)
     assert chosen(store(committed=4), BOTH, *found) == []
     assert chosen(store(), BOTH) == []
+
+
+def test_what_others_went_on_without_keeps_no_step_from_being_saved() -> None:
+    """The first generation thawed after the second had gone on from step 2, and committed step 6."""
+    fake = store()
+    Lineage(fake).write(Origin(1, "000001-aa", 0, ""))
+    Lineage(fake).write(Origin(2, "000002-bb", 2, "000001-aa"))
+    for name in ("000001-aa-r00000-000.safetensors", "manifest.json"):
+        fake.objects[f"checkpoints/step-000000006/{name}"] = b""
+    assert [step for step, _, _ in chosen(fake, BOTH, held(4, 0), held(4, 1))] == [4, 4]
 
 
 def test_a_step_of_two_incarnations_is_not_mixed() -> None:
