@@ -62,6 +62,9 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
     where = next((reason for reason in remains.reasons if reason.exit_code == EXIT_TRANSPORT), None)
     phase, step = (where.phase, where.step) if where else ("", 0)
     dead = _first_dead(remains)
+    if dead is None and remains.torchrun_code < 0:
+        sentence = f"torchrun was ended by {_name(-remains.torchrun_code)}"
+        return End(generation, host, EndKind.FAILED, _SIGNAL_BASE - remains.torchrun_code, phase, step, committed, sentence)
     if dead is None:
         known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in remains.signals.values()]
         exit_code, who = (known[0], f"exit code {known[0]}") if known else (EXIT_BUG, f"torchrun: {remains.torchrun_code}")
@@ -74,15 +77,17 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
 
 
 def _choose(remains: Remains) -> Reason | None:
-    """The reason that explains most; None if a worker died without one, which may be what the others only noticed."""
-    by_code = {reason.exit_code: reason for reason in reversed(remains.reasons)}
+    """The reason that explains most; None if a worker or torchrun died without one: the others may only have noticed that."""
+    # What torchrun says of itself, which is no rank, comes last: of what workers do it knows least.
+    last_first = sorted(remains.reasons, key=lambda reason: (reason.rank >= 0, -reason.rank))
+    by_code = {reason.exit_code: reason for reason in last_first}
     for code in _EXPLAINS_MOST:
         if code in by_code:
             return by_code[code]
     dead = _first_dead(remains)
     hung = any(reason.guilty for reason in remains.reasons)
     # One that hung was killed by its host, which says why.
-    if dead is not None and dead[1] != -signal.SIGTERM and not hung:
+    if not hung and (remains.torchrun_code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
         return None
     guilty = next((reason for reason in remains.reasons if reason.guilty), None)
     return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)

@@ -6,6 +6,7 @@ that it could not have: torchrun forks before it has threads, a store or a devic
 
 import gc
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -13,14 +14,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, cast
 
-from elastictrain.errors import EXIT_OK
+from elastictrain.errors import EXIT_BUG, EXIT_OK
 from elastictrain.fault.parent import follow_parent
 
 _AHEAD = (
@@ -35,6 +35,7 @@ _COMMAND = (sys.executable, "-u", "-m", _MODULE)
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _READY = b"+"
 _LOOK_EVERY_S = 0.02
+_DEVICES = ("/dev/nvidia", "/dev/kfd")
 
 
 def import_ahead(modules: Sequence[str] = _AHEAD) -> None:
@@ -53,13 +54,12 @@ def import_ahead(modules: Sequence[str] = _AHEAD) -> None:
 
 
 class Fork:
-    """A process of ours that waits to become a worker; with the part of `subprocess.Popen` that torchrun uses."""
+    """A process of ours that waits to become a worker; with what torchrun, in one thread, uses of `subprocess.Popen`."""
 
     def __init__(self, pid: int, orders: socket.socket) -> None:
         self.pid = pid
         self.returncode: int | None = None
         self._orders = orders
-        self._lock = threading.Lock()
 
     def begin(self, arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Have it run with these; False if it is gone."""
@@ -76,10 +76,15 @@ class Fork:
 
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
-        with self._lock:
-            if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
-                self.returncode = os.waitstatus_to_exitcode(ended[1])
-            return self.returncode
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # It has ended, and somebody else was told how; that it ended well nobody can say.
+                self.returncode = EXIT_BUG
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises: subprocess.TimeoutExpired."""
@@ -98,24 +103,41 @@ class Forks:
         self._waiting: list[Fork] = []
 
     def prepare(self, count: int) -> None:
-        """Fork, unless there are threads: what they hold would be held for ever in a fork. Does not return in a fork."""
-        threads = Path("/proc/self/task")
-        if not threads.is_dir() or len(list(threads.iterdir())) != 1:
+        """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork."""
+        if not may_fork():
             return
         # Collecting garbage would write to, and so copy, pages that all of them share.
         gc.freeze()
         for _ in range(count):
+            # What one of them finds no room for, no process number or no file, the next will not find either.
+            if not self._add():
+                return
+
+    def _add(self) -> bool:
+        agent = os.getpid()
+        try:
             ours, theirs = socket.socketpair()
-            agent = os.getpid()
+        except OSError:
+            return False
+        try:
             pid = os.fork()
-            if pid == 0:
-                ours.close()
-                for other in self._waiting:
-                    other.close()
-                _become_worker(theirs, agent=agent)
+        except OSError:
+            ours.close()
             theirs.close()
-            if ours.recv(1) == _READY:
-                self._waiting.append(Fork(pid, ours))
+            return False
+        if pid == 0:
+            ours.close()
+            for other in self._waiting:
+                other.close()
+            _become_worker(theirs, agent=agent)
+        theirs.close()
+        fork = Fork(pid, ours)
+        if ours.recv(len(_READY)) == _READY:
+            self._waiting.append(fork)
+            return True
+        fork.close()
+        fork.wait()
+        return False
 
     def take(self, command: Sequence[str], environment: Mapping[str, str]) -> Fork | None:
         """A worker that runs `command`, in exactly this environment; None if none of ours can."""
@@ -128,30 +150,68 @@ class Forks:
         return None
 
 
-def hand_out(forks: Forks) -> None:
-    """Have torchrun, in this process, start its workers from `forks`, as far as these can be what it asks for."""
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+def may_fork(process: Path = Path("/proc/self")) -> bool:
+    """Whether a fork can use all that this process has: no lock held by a thread that it lacks, no device of its parent's."""
+    try:
+        threads = list((process / "task").iterdir())
+        files = list((process / "fd").iterdir())
+    except OSError:
+        return False
+    return len(threads) == 1 and not any(_leads_to(file).startswith(_DEVICES) for file in files)
+
+
+def _leads_to(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:
+        # The folder's own, which is closed by now.
+        return ""
+
+
+def hand_out(forks: Forks) -> bool:
+    """Have torchrun, in this process, start its workers from `forks`, as far as these can be what it asks for.
+
+    False if this torchrun does not start its workers in the way that is known here; it then does so as before.
+    """
+    try:
+        from torch.distributed.elastic.multiprocessing import api
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    except ImportError:
+        return False
+    if not _is_known(getattr(api, "get_subprocess_handler", None), SubprocessHandler):
+        return False
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-            plain = self._stdout is None and self._stderr is None
+            streams = vars(self)
+            plain = all(streams.get(name, "unknown") is None for name in ("_stdout", "_stderr"))
             fork = forks.take(args, env) if plain else None
             return super()._popen(args, env) if fork is None else cast("subprocess.Popen[bytes]", fork)
 
     api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
+    return True
+
+
+def _is_known(get_handler: object, handler: type) -> bool:
+    """Whether the one takes what the other does, and starts a process with what ours does."""
+    popen = getattr(handler, "_popen", None)
+    if not (callable(get_handler) and callable(popen)):
+        return False
+    same = [*inspect.signature(get_handler).parameters] == [*inspect.signature(handler).parameters]
+    return same and [*inspect.signature(popen).parameters] == ["self", "args", "env"]
 
 
 def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:
     """Wait for orders, and carry them out as the program that they are for."""
-    # torchrun ends its workers by process group.
-    os.setsid()
-    if not follow_parent(agent, with_signal=signal.SIGKILL):
-        os._exit(EXIT_OK)
-    with orders:
-        orders.sendall(_READY)
-        with orders.makefile("rb") as words:
-            told = words.read()
+    told = b""
+    with suppress(OSError):
+        # torchrun ends its workers by process group.
+        os.setsid()
+        if follow_parent(agent, with_signal=signal.SIGKILL):
+            with orders:
+                orders.sendall(_READY)
+                with orders.makefile("rb") as words:
+                    told = words.read()
     if not told:
         os._exit(EXIT_OK)
     arguments, environment = json.loads(told)

@@ -1,36 +1,56 @@
 """One host's torchruns, one after the other. Acts: starts and ends processes."""
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import psutil
 
 from elastictrain.launch.orders import Orders, encode
 
+logger = logging.getLogger(__name__)
+
+# Its forks print as workers do, whose output is not held back.
+_AGENT = (sys.executable, "-u", "-m", "elastictrain.launch.agent")
+
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.fault.hang"))
 """Modules of processes that workers start, and that end by themselves with nothing left behind."""
 
-_COLLECT_S = 5.0
+_LOOK_EVERY_S = 1.0
+_GONE_WITHIN_S = 30.0
+"""How long the killed may hold up the next start: the kernel lets go of some only when a device has answered."""
+
+_CLOSE_WITHIN_S = 5.0
+_PAUSE_S = 0.02
 
 
 class Torchrun:
     """At most one runs, and one more waits for its orders."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, program: Sequence[str] = _AGENT, clock: Callable[[], float] = time.monotonic) -> None:
+        self._program = program
+        self._clock = clock
         self._waiting: subprocess.Popen[bytes] | None = None
         self._running: subprocess.Popen[bytes] | None = None
+        self._family: dict[psutil.Process, bool] = {}
+        """What ends with the running one, as last seen, and whether it is a worker."""
+
+        self._looked_s = self._killed_s = float("-inf")
+        self._killed = False
 
     def prepare(self) -> None:
         """Start the next one ahead of time, unless it waits already."""
-        if self._waiting is None or self._waiting.poll() is not None:
-            self._waiting = subprocess.Popen(
-                # Its forks print as workers do, whose output is not held back.
-                [sys.executable, "-u", "-m", "elastictrain.launch.agent"],
+        if self._waiting is not None and self._waiting.poll() is not None:
+            self._drop_waiting()
+        if self._waiting is None:
+            self._waiting = subprocess.Popen(  # noqa: S603  # our own module
+                self._program,
                 stdin=subprocess.PIPE,
                 env=agent_environment(os.environ),
                 # Ctrl-C is for the launcher, which then asks the workers; torchrun would end them at once.
@@ -44,61 +64,148 @@ class Torchrun:
         assert agent is not None  # noqa: S101
         assert agent.stdin is not None  # noqa: S101
         assert self._running is None  # noqa: S101
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError), agent.stdin:
             # If it has died meanwhile, `poll` says so.
             agent.stdin.write(encode(orders))
-            agent.stdin.close()
         self._running = agent
+        self._family, self._looked_s, self._killed = {}, float("-inf"), False
 
     def poll(self) -> int | None:
-        """How the running one ended; None while it runs. After an answer there is none any more."""
+        """How the running one ended; None while it runs, or something is left of it that holds devices.
+
+        After an answer there is none any more.
+        """
         assert self._running is not None  # noqa: S101
         code = self._running.poll()
-        if code is not None:
-            self._running = None
-        return code
+        if not self._killed:
+            if code is None:
+                if self._clock() >= self._looked_s + _LOOK_EVERY_S:
+                    self._look()
+                return None
+            if code != 0:
+                # Killed from outside it leaves all that it had started; otherwise at most workers that it could not end.
+                self._kill([one for one, is_worker in self._family.items() if is_worker or code < 0])
+        left = self._left()
+        if left and self._clock() < self._killed_s + _GONE_WITHIN_S:
+            return None
+        self._give_up(left)
+        return -signal.SIGKILL if code is None else code
 
     def ask_to_stop(self) -> None:
         """SIGTERM to each worker, as often as this is called; torchrun ends when they have."""
         # Not to torchrun: it would kill them after half a minute, whatever a large save needs.
-        for worker in self._workers():
-            with suppress(psutil.Error):
-                worker.send_signal(signal.SIGTERM)
+        for process, is_worker in self._descendants().items():
+            if is_worker:
+                with suppress(psutil.Error):
+                    process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End torchrun, its workers and what they started, but not keeper and watcher, and wait until they are gone."""
-        if self._running is None:
+        """End torchrun, its workers and what they started, but not keeper and watcher; `poll` says when they are gone."""
+        if self._running is None or self._killed:
             return
-        family = [*self._workers(with_children=True)]
+        # Stopped, it starts nobody between our look and its end.
+        self._running.send_signal(signal.SIGSTOP)
+        self._look()
         self._running.kill()
-        for one in family:
-            with suppress(psutil.Error):
-                one.kill()
-        psutil.wait_procs(family, timeout=_COLLECT_S)
-        self._running.wait(_COLLECT_S)
+        self._kill(self._family)
 
     def close(self) -> None:
-        """End everything that was started here."""
+        """End everything that was started here, and wait for it a few seconds at most."""
         self.kill()
-        self._running = None
-        if self._waiting is not None:
-            self._waiting.kill()
-            self._waiting.wait(_COLLECT_S)
-            self._waiting = None
+        until_s = self._clock() + _CLOSE_WITHIN_S
+        while self._running is not None and self.poll() is None:
+            if self._clock() >= until_s:
+                self._give_up(self._left())
+                break
+            time.sleep(_PAUSE_S)
+        self._drop_waiting()
 
-    def _workers(self, *, with_children: bool = False) -> Iterator[psutil.Process]:
+    def _drop_waiting(self) -> None:
+        """It has no workers, and holds nothing that anybody needs."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and waiting.stdin is not None:
+            waiting.stdin.close()
+            waiting.kill()
+            with suppress(subprocess.TimeoutExpired):
+                waiting.wait(_CLOSE_WITHIN_S)
+
+    def _look(self) -> None:
+        """Remember who is there: when torchrun has died nobody can tell any more whom it had started."""
+        self._looked_s = self._clock()
+        family = self._descendants()
+        # If it has died meanwhile its workers had another parent already, and were not found.
+        if self._running is not None and self._running.poll() is None:
+            self._family = family
+
+    def _kill(self, family: Iterable[psutil.Process]) -> None:
+        """SIGKILL to these, and to what they have started since they were seen."""
+        self._killed, self._killed_s = True, self._clock()
+        # One that was about to become a keeper when it was seen is one now.
+        self._family = {one: False for one in _with_children(family) if not _outlives(one)}
+        for one in self._family:
+            with suppress(psutil.Error):
+                one.kill()
+
+    def _left(self) -> list[int]:
+        """Processes that were killed, and hold what they held."""
+        if not self._killed or self._running is None:
+            return []
+        agent = [self._running.pid] if self._running.poll() is None else []
+        return agent + [one.pid for one in self._family if _lives(one)]
+
+    def _give_up(self, left: Sequence[int]) -> None:
+        if left:
+            logger.warning(
+                "killed, but still there after %.0f s: process(es) %s; they may hold devices that the next workers need",
+                self._clock() - self._killed_s,
+                ", ".join(map(str, left)),
+            )
+        self._running, self._family = None, {}
+
+    def _descendants(self) -> dict[psutil.Process, bool]:
+        """What ends with the running one, and whether it is a worker: those it has started itself."""
         if self._running is None:
-            return
-        try:
-            children = psutil.Process(self._running.pid).children(recursive=with_children)
-        except psutil.Error:
-            return
-        for child in children:
-            try:
-                if _OUTLIVE_WORKERS.isdisjoint(child.cmdline()):
-                    yield child
-            except psutil.Error:
-                continue
+            return {}
+        found = {}
+        with suppress(psutil.Error):
+            for one in psutil.Process(self._running.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    if not _outlives(one):
+                        found[one] = one.ppid() == self._running.pid
+        return found
+
+
+def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The same and all that they have started, in one pass over the host's processes."""
+    found = {one.pid: one for one in family if one.is_running()}
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    to_do = [*found]
+    while to_do:
+        for child in children.get(to_do.pop(), ()):
+            if child.pid not in found:
+                found[child.pid] = child
+                to_do.append(child.pid)
+    return [*found.values()]
+
+
+def _outlives(process: psutil.Process) -> bool:
+    """Whether it is not to end with the workers."""
+    try:
+        return not _OUTLIVE_WORKERS.isdisjoint(process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it holds anything: one that has ended may wait for a parent that never asks for it, as in many containers."""
+    try:
+        # Its first thread may have ended while another one still waits for a device, and with it all that they share.
+        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    except psutil.Error:
+        return False
 
 
 def agent_environment(present: Mapping[str, str]) -> dict[str, str]:

@@ -87,11 +87,84 @@ def test_what_is_imported_ahead_leaves_one_thread_and_no_device() -> None:
         """
 import_ahead()
 import torch
-print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized(), "elastictrain.train.worker" in sys.modules)
+from elastictrain.launch.forks import may_fork
+print(may_fork(), torch.cuda.is_initialized(), "elastictrain.train.worker" in sys.modules)
 """,
         limit_s=120,
     )
-    assert said.split() == ["1", "False", "True"]
+    assert said.split() == ["True", "False", "True"]
+
+
+@pytest.mark.parametrize("what", ["socket.socketpair", "os.fork"])
+def test_where_there_is_no_room_for_all_forks_there_are_fewer(what: str) -> None:
+    said = python(
+        f"""
+import socket, warnings
+# What is left to the garbage collector to close.
+warnings.simplefilter("error")
+sys.unraisablehook = print
+before = set(os.listdir("/proc/self/fd"))
+make, made = {what}, []
+def make_two():
+    if len(made) == 2:
+        raise OSError(24, "no room")
+    made.append(1)
+    return make()
+{what} = make_two
+forks.prepare(4)
+pids = [fork.pid for fork in forks._waiting]
+print(len(pids), len(set(os.listdir("/proc/self/fd")) - before))
+"""
+    )
+    assert said.split() == ["2", "2"]
+
+
+def test_a_fork_that_dies_before_it_is_ready_leaves_nothing() -> None:
+    said = python(
+        """
+from elastictrain.launch import forks as module
+before = os.listdir("/proc/self/fd")
+module.follow_parent = lambda *told, **how: False
+forks.prepare(2)
+print(forks._waiting, len(os.listdir("/proc/self/fd")) - len(before))
+try:
+    print(os.waitpid(-1, os.WNOHANG))
+except ChildProcessError:
+    print("no child")
+"""
+    )
+    assert said == "[] 0\nno child\n"
+
+
+def test_a_fork_that_cannot_have_a_session_of_its_own_does_not_go_on_as_another_torchrun() -> None:
+    said = python(
+        """
+def refuse():
+    raise PermissionError(1, "no session")
+os.setsid = refuse
+sys.stderr = sys.stdout
+forks.prepare(1)
+print("once")
+"""
+    )
+    assert said == "once\n"
+
+
+def test_a_process_that_has_touched_a_device_does_not_fork(tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    said = python(
+        f"""
+from elastictrain.launch import forks as module
+module._DEVICES = ({str(device)!r},)
+with open({str(device)!r}):
+    forks.prepare(1)
+print(forks._waiting)
+forks.prepare(1)
+print(len(forks._waiting))
+"""
+    )
+    assert said.split() == ["[]", "1"]
 
 
 @pytest.mark.parametrize("end", ["exit", "kill"])

@@ -68,6 +68,24 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert entry["state"] == "gone"
 
 
+def test_a_killed_torchrun_takes_its_workers_with_it_before_the_next_one_starts(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    run_dir = tmp_path / "run"
+    with launched(PACED, folder=tmp_path) as run:
+        wait_until(lambda: last_step(run_dir) >= 12, what="step 12")
+        workers = run.workers()
+        torchrun = workers[0].parent()
+        assert torchrun is not None
+        kill(torchrun)
+        wait_until(lambda: len(events(run_dir, "start")) == 2, what="the second start")
+        # They would save, and hold their devices meanwhile.
+        assert all_gone(workers)
+        assert run.wait(90) == 0, run.output()
+        assert "torchrun was ended by SIGKILL" in run.output()
+    assert losses(run_dir) == undisturbed
+
+
 def test_asked_to_stop_it_saves_and_the_same_command_goes_on(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "run"
     with launched(PACED, folder=tmp_path) as run:

@@ -18,6 +18,7 @@ from elastictrain.errors import (
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.ending import Remains, judge_end
 from elastictrain.launch.membership.records import End, EndKind
+from elastictrain.launch.records import NO_RANK
 
 CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
 NOTICED = (EXIT_TRANSPORT, EXIT_STOPPED)
@@ -89,8 +90,26 @@ def test_an_end_without_a_word_is_a_bug() -> None:
     found = judged(reason(1, EXIT_TRANSPORT), codes={0: 1, 1: EXIT_TRANSPORT})
     assert (found.exit_code, found.reason) == (EXIT_BUG, "local rank 0 ended with exit code 1 without a word")
     assert (found.phase, found.step) == ("reduce", 12)
-    found = judged(torchrun=-9)
-    assert (found.exit_code, found.reason) == (EXIT_BUG, "workers ended without a word (torchrun: -9)")
+    found = judged()
+    assert (found.exit_code, found.reason) == (EXIT_BUG, "workers ended without a word (torchrun: 1)")
+
+
+def test_the_death_of_torchrun_explains_what_its_workers_noticed() -> None:
+    """They follow it with a SIGTERM, and may find the time to save, or to miss a peer that was killed before them."""
+    for noticed in NOTICED:
+        found = judged(reason(0, noticed), torchrun=-9)
+        assert (found.exit_code, found.reason) == (137, "torchrun was ended by SIGKILL")
+    assert judged(torchrun=-9).reason == "torchrun was ended by SIGKILL"
+    assert judged(reason(0, EXIT_BUG), torchrun=-9).reason == "rank 0 says 70"
+
+
+def test_what_torchrun_says_of_itself_counts_as_what_workers_say_but_after_it() -> None:
+    for code in (EXIT_TRANSPORT, EXIT_UNFIT, EXIT_BUG):
+        own = reason(NO_RANK, code)
+        assert judged(own).exit_code == code
+        assert judged(own).reason == f"rank -1 says {code}"
+        assert judged(own, reason(3, code), reason(4, code), first_rank=3).reason == f"rank 3 says {code}"
+    assert judged(reason(NO_RANK, EXIT_TRANSPORT), codes={0: -9}).reason == "local rank 0 was ended by SIGKILL"
 
 
 @pytest.mark.parametrize("code", [*CLEAREST_FIRST, *NOTICED])

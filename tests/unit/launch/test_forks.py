@@ -1,0 +1,118 @@
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from elastictrain.errors import EXIT_BUG
+from elastictrain.launch.forks import Fork, Forks, hand_out, may_fork
+
+
+def process(folder: Path, *, threads: int = 1, files: tuple[str, ...] = ("/dev/null", "socket:[12]")) -> Path:
+    """What the kernel shows of one."""
+    for thread in range(threads):
+        (folder / "task" / str(thread)).mkdir(parents=True)
+    (folder / "fd").mkdir()
+    for number, file in enumerate(files):
+        (folder / "fd" / str(number)).symlink_to(file)
+    return folder
+
+
+def test_a_process_with_one_thread_and_no_device_may_fork(tmp_path: Path) -> None:
+    assert may_fork(process(tmp_path))
+
+
+def test_a_process_with_threads_may_not_fork(tmp_path: Path) -> None:
+    assert not may_fork(process(tmp_path, threads=2))
+
+
+@pytest.mark.parametrize("device", ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm", "/dev/kfd"])
+def test_a_process_with_a_device_may_not_fork(device: str, tmp_path: Path) -> None:
+    assert not may_fork(process(tmp_path, files=("/dev/null", device)))
+
+
+def test_what_is_no_link_any_more_is_no_device(tmp_path: Path) -> None:
+    folder = process(tmp_path)
+    (folder / "fd" / "7").touch()
+    assert may_fork(folder)
+
+
+def test_where_the_kernel_shows_nothing_nobody_forks(tmp_path: Path) -> None:
+    assert not may_fork(tmp_path)
+
+
+@pytest.fixture
+def torchrun_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed out in a test is not for the next one."""
+    monkeypatch.setattr(api, "get_subprocess_handler", api.get_subprocess_handler)
+
+
+@pytest.mark.usefixtures("torchrun_as_before")
+def test_the_torch_that_is_installed_takes_our_workers() -> None:
+    before = api.get_subprocess_handler
+    assert hand_out(Forks())
+    assert api.get_subprocess_handler is not before
+
+
+def other(entrypoint: str) -> None:
+    """What takes something else."""
+
+
+@pytest.mark.usefixtures("torchrun_as_before")
+@pytest.mark.parametrize(
+    "what", ["module moved", "class renamed", "function renamed", "function changed", "method renamed", "method changed"]
+)
+def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
+    match what:
+        case "module moved":
+            monkeypatch.setitem(sys.modules, package, None)
+        case "class renamed":
+            monkeypatch.delattr(f"{package}.SubprocessHandler")
+        case "function renamed":
+            monkeypatch.delattr(api, "get_subprocess_handler")
+        case "function changed":
+            monkeypatch.setattr(api, "get_subprocess_handler", other)
+        case "method renamed":
+            monkeypatch.delattr(SubprocessHandler, "_popen")
+        case "method changed":
+            monkeypatch.setattr(SubprocessHandler, "_popen", other)
+    before = getattr(api, "get_subprocess_handler", None)
+    assert not hand_out(Forks())
+    assert getattr(api, "get_subprocess_handler", None) is before
+
+
+class Taken(Forks):
+    """Says what is taken from it, and has nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def take(self, command: object, environment: object) -> None:
+        self.asked += 1
+
+
+@pytest.mark.usefixtures("torchrun_as_before")
+def test_a_worker_whose_output_goes_to_an_unknown_place_is_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks, started = Taken(), []
+    monkeypatch.setattr(SubprocessHandler, "_popen", lambda self, args, env: started.append(args))
+    assert hand_out(forks)
+    one = api.get_subprocess_handler("program", (), {}, "", "", 0, None)
+    assert (forks.asked, len(started)) == (1, 1)
+    del one._stdout
+    one._popen(("program",), {})
+    assert (forks.asked, len(started)) == (1, 2)
+
+
+def test_an_end_that_somebody_else_was_told_of_is_not_taken_for_a_good_one() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    # No process of ours, so that the kernel says of it what it says where SIGCHLD is ignored.
+    fork = Fork(os.getppid(), ours)
+    assert fork.poll() == EXIT_BUG
+    assert fork.wait(0.0) == EXIT_BUG
+    fork.close()
