@@ -43,6 +43,8 @@ class SystemTools:
                 check=False,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "LC_ALL": "C"},
+                # What asks this process to stop may be sent to its group, and is not for the tool.
+                process_group=0,
             )
         except subprocess.TimeoutExpired:
             return ToolOutput(-1, "", "", timed_out=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from refusals import START, RefusingHost, files_in, running_host
-from torchruns import torchrun
+from torchruns import torchrun, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,8 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         (folder / "filler").write_bytes(bytes(64 << 10))
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # What a run leaves behind for a moment, its keeper or its watcher, may have a file open there.
+        wait_until(lambda: subprocess.run(["umount", str(folder)], check=False).returncode == 0, timeout_s=30, what="umount")
 
 
 def test_full_disk(full_disk: Path, host: RefusingHost, tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def read_trip(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**surroundings.environment, "PYTHONPATH": os.pathsep.join(paths)},
+        # torchrun passes a request to stop on to groups of processes: this one would die of it, and storage be blamed.
+        process_group=0,
     )
     try:
         output, complaints = process.communicate(order, timeout=limit_s)

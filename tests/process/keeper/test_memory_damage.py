@@ -124,7 +124,7 @@ def test_from_two_ranks_to_one_and_back(tmp_path: Path, undisturbed: dict[int, f
     hooks: dict[str, object] = {"extra_environment": with_faults([], faults)}
     for count, (world_size, step) in enumerate([(2, 10), (1, 20)]):
         with launched(
-            arguments(run_dir, "task.pause_s=0.01", "checkpoint.every_steps=0"),
+            arguments(run_dir, "task.pause_s=0.05", "checkpoint.every_steps=0"),
             world_size=world_size,
             folder=run_dir.parent,
             **hooks,

@@ -249,6 +249,8 @@ def trips(endpoint: str) -> list[psutil.Process]:
         ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", "start: no answer in 1 s"),
         ("raise SystemExit('broken')", "start: exit code 1: broken"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "start: exit code -9: "),
+        # What is sent to the group of a worker does not reach it.
+        ("import os; raise SystemExit('alone' if os.getpgid(0) == os.getpid() else 'hit, too')", "start: exit code 1: alone"),
     ],
 )
 def test_trip_that_does_not_come_back(script: str, measured: str) -> None:
