@@ -47,12 +47,13 @@ class Actor:
         found = self._make_contact(order) if isinstance(order, MakeContact) else self._measure(number, order)
         self._board.put_findings(number, self._place, found)
 
-    def is_gone(self, number: int, place: int, *, since: float) -> bool:
-        """Whether a host that has a part in order `number`, given at `since`, shows no sign of life: it has not taken up the
-        order, or answered this host before and does not any more."""
-        # A host that could never be reached from here may well do its part: it is known by its words alone.
-        if self._clock() - since >= self._options.take_s and not self._board.is_taken(number, place):
-            return True
+    def has_ignored(self, number: int, place: int, *, since: float) -> bool:
+        """Whether a host has not taken up order `number`, given at `since`, in all the time that there was for that."""
+        # One that could never be reached from here may well do its part: it is known by its words alone.
+        return self._clock() - since >= self._options.take_s and not self._board.is_taken(number, place)
+
+    def has_fallen_silent(self, place: int) -> bool:
+        """Whether a host that answered this one before does not any more. Takes as long as a contact."""
         before = self._contacts.get(place)
         return before is not None and before.latency_s is not None and self._probe(place).contact().latency_s is None
 
@@ -88,11 +89,15 @@ class Actor:
         probe = self._probe(partner)
         willing = contact.latency_s is not None and not contact.loses_large
         self._board.say_ready(number, round_number, self._place, willing=willing)
-        latest, ready = until - self._options.stream_round_s(), None
+        latest, ready, looked = until - self._options.stream_round_s(), None, False
         while ready is None:
             ready = self._board.is_ready(number, round_number, partner, limit_s=min(latest - self._clock(), _TURN_S))
-            if ready is None and (self._clock() >= latest or self.is_gone(number, partner, since=since)):
+            if ready is None and (self._clock() >= latest or self.has_ignored(number, partner, since=since)):
                 return ()
+            # Once is enough: of a partner that is far away a look takes longer than a turn.
+            if ready is None and not looked and self.has_fallen_silent(partner):
+                return ()
+            looked = True
         if not ready or not willing:
             return ()
         if self._place > partner:

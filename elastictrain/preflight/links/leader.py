@@ -162,11 +162,14 @@ class Leader:
                 found += heard
                 continue
             misses[place] += 1
-            if self._clock() >= until or (misses[place] > 1 and self._actor.is_gone(number, place, since=since)):
+            if self._clock() >= until or (misses[place] > 1 and self._is_gone(number, place, since=since)):
                 self._silences.append(Silence(place, order.doing, self._clock() - began))
             else:
                 waiting.append(place)
         return found
+
+    def _is_gone(self, number: int, place: int, *, since: float) -> bool:
+        return self._actor.has_ignored(number, place, since=since) or self._actor.has_fallen_silent(place)
 
     def _hear(self, number: int, place: int, *, limit_s: float) -> Findings | None:
         try:
