@@ -105,9 +105,9 @@ class Board:
                 beats[rank] = self._beat(rank, told) if isinstance(told, dict) else None
         return beats
 
-    def fall(self, reason: str) -> None:
+    def fall(self) -> None:
         """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
-        word = json.dumps({"rank": self._rank, "host": self._hosts[self._rank], "reason": reason})
+        word = json.dumps({"rank": self._rank, "host": self._hosts[self._rank]})
         # The first word stays: who falls after it falls because of it.
         within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", word))
 

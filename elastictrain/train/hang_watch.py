@@ -1,7 +1,6 @@
 """Everything that a worker does about hangs: it shows where it is, looks at the others, and says whose fault a hang is."""
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from elastictrain.fault.hang.standing import Standing
 from elastictrain.fault.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.fault.whereabouts import Mark, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Met
 from elastictrain.train.lookout import Lookout
 
@@ -90,11 +90,11 @@ class HangWatch:
         if self._outpost is not None:
             self._outpost.say_ending()
 
-    def tell_others(self, reason: str) -> None:
+    def tell_others(self) -> None:
         """This rank ends because of an error, which a collective of the others may never notice."""
         # Before the first step ranks find the same faults at different times, and each host is to say its own.
         if self._met is not None and self._whereabouts.mark.first_step_done:
-            self._met.board.fall(reason)
+            self._met.board.fall()
 
     def accuse(self, overdue: Overdue) -> Accusation:
         """What there is to say of a hang, as the end of a sentence; takes a bounded time."""
@@ -133,14 +133,13 @@ class HangWatch:
 
     def _open_outpost(self, met: Met) -> Outpost:
         config, identity = self._config, self._identity
-        first = identity.rank - identity.local_rank
         facts = HostFacts(
             incarnation=met.incarnation.name,
             host=identity.host,
-            ranks=tuple(range(first, first + identity.local_world_size)),
-            run_dir=config.run.dir if "://" in config.run.dir else os.path.abspath(os.path.expanduser(config.run.dir)),  # noqa: PTH100, PTH111
+            ranks=tuple(identity.host_ranks),
+            run_dir=absolute_url(config.run.dir),
             flush_s=config.telemetry.flush_s,
-            close_s=config.fault.shutdown_grace_s / 4,
+            close_s=config.fault.close_s,
             launcher_folder=identity.launcher.folder if identity.launcher is not None else "",
         )
         outpost = Outpost(facts, rank=identity.rank, options=config.fault)

@@ -171,7 +171,7 @@ class Worker:
         heard = self._last_heard()
         what = meaning(error, mark=self._whereabouts.mark, last_heard=heard)
         if what.alone:
-            self._hangs.tell_others(what.sentence)
+            self._hangs.tell_others()
         stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
         self._report(what, stack=stack, heard=heard)
         return what.exit_code
@@ -183,7 +183,7 @@ class Worker:
         try:
             accusation = self._hangs.accuse(overdue)
             if overdue.exit_code == EXIT_TRANSPORT:
-                self._hangs.tell_others(overdue.reason)
+                self._hangs.tell_others()
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
             stack = _all_stacks() if overdue.show_stacks else ""

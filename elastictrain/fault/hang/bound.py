@@ -14,17 +14,15 @@ class StepHistory:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
-        self._num = 0
 
     def add(self, seconds: float) -> None:
         """One more step is through."""
         self._seconds.append(seconds)
-        self._num += 1
 
     @property
     def usual_s(self) -> float:
         """The longest step but one, so that a single stall does not blunt the bound; 0 until enough is known."""
-        return sorted(self._seconds)[-2] if self._num >= ENOUGH_STEPS else 0.0
+        return sorted(self._seconds)[-2] if len(self._seconds) >= ENOUGH_STEPS else 0.0
 
 
 def learned_bound_s(usual_s: float, *, multiple: float, floor_s: float, ceiling_s: float) -> float:

@@ -165,7 +165,7 @@ def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:
     store = dist.HashStore()
     one, other = board(store, 0), board(store, 1)
     assert other.fallen() is None
-    one.fall("a collective failed")
+    one.fall()
     assert other.fallen() == "rank 0 on a"
     assert one.fallen() is None
 
@@ -173,10 +173,10 @@ def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:
 def test_the_first_one_to_fall_is_the_one_that_is_named() -> None:
     store = dist.HashStore()
     one, two, three = (board(store, rank) for rank in range(3))
-    two.fall("a bug")
-    one.fall("a collective failed")
+    two.fall()
+    one.fall()
     assert three.fallen() == "rank 1 on b"
 
 
 def test_to_fall_where_the_store_is_lost_is_no_error() -> None:
-    board(LostStore(), 0).fall("x")  # type: ignore[arg-type]
+    board(LostStore(), 0).fall()  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
+import errno
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -227,6 +229,38 @@ def test_whatever_ends_it_nothing_is_left_behind(launch: Launch) -> None:
     assert main(RUN) == 74
     assert launch.calls[-1] == "close"
     assert not launch.parts[0].folder.exists()
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_host_without_room_for_temporary_files_is_unfit(
+    monkeypatch: pytest.MonkeyPatch, launch: Launch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(prefix: str) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    assert main(RUN) == 69
+    assert f"no folder can be made in {tempfile.gettempdir()}: No space left on device" in capsys.readouterr().err
+    # The next one may claim the run.
+    claim_run("run").close()
+
+
+def test_ctrl_c_before_anything_listens_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(arguments: object, with_task: bool) -> RunConfig:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launching, "load", interrupted)
+    assert main(RUN) == 75
+
+
+@pytest.mark.usefixtures("loaded")
+def test_ends_of_children_are_heard_of_whatever_the_parent_ignores() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        main(RUN)
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.usefixtures("loaded")

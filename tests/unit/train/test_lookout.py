@@ -112,7 +112,7 @@ def test_who_is_guilty_itself_waits_no_longer(group: Group) -> None:
 
 
 def test_a_rank_that_said_that_it_ends_is_lost(group: Group) -> None:
-    Board(group.store, rank=2, hosts=HOSTS, tell=dict, interval_s=60.0).fall("a bug")
+    Board(group.store, rank=2, hosts=HOSTS, tell=dict, interval_s=60.0).fall()
     group.pass_time(1)
     assert group.lookout.fallen is not None
     assert (group.lookout.fallen.name, group.lookout.fallen.since_s) == ("rank 2 on c", 1.0)
