@@ -1,17 +1,25 @@
 """Which step is saved from memory when everybody is gone."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.keeper.desk import Station
+from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
-from elastictrain.errors import ObjectNotFoundError, StorageError
+from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store
 
+logger = logging.getLogger(__name__)
+
 _PAUSE_S = 0.25
+_STORAGE_PAUSE_S = 1.0
+_AGAIN = 5
+"""Times the limit for a first host that is at work, and has chosen a step that is not whole here."""
+
 _RUN_MARK = "config.yaml"
 
 
@@ -51,32 +59,58 @@ def choose_flush(
     held: Sequence[Held],
     *,
     limit_s: float,
+    storage_limit_s: float,
+    needed_no_more: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Held, ...]:
-    """The snapshots of the step to save; none if storage has all that are whole.
+    """The snapshots of the step to save; none if storage has all that are whole, or when it is `needed_no_more`.
 
-    The leader takes its newest. The others wait for it to begin with a step that they have. Raises: StorageError.
+    The leader takes its newest. The others wait `limit_s` for it to begin with a step that they have, and tell it of one that
+    they have not. Storage that is away is waited for, too, `storage_limit_s` at most: what is here is nowhere else.
+    Raises: StorageError.
     """
-    folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
-    _, off_line = Lineage(store).line_first(folders)
-    committed = [folder.step for folder in folders if folder.name not in off_line]
-    # What a deleted run of the same name left in memory has no events here.
-    known = {station.incarnation, *list_incarnations(store)}
-    wanted = [
-        one
-        for one in whole_here(held, station)
-        if one[0].facts.step > max(committed, default=-1) and one[0].facts.incarnation in known
-    ]
-    if not wanted:
+    began_s = clock()
+    while True:
+        try:
+            wanted = _wanted(store, station, held)
+            break
+        except TransientStorageError as error:
+            if clock() - began_s > storage_limit_s or needed_no_more():
+                raise
+            logger.warning("what is in memory only waits for storage: %s", error)
+        sleep(_STORAGE_PAUSE_S)
+    if not wanted or needed_no_more():
         return ()
     if wanted[0][0].facts.rank == 0:
         return wanted[0]
-    deadline = clock() + limit_s
-    while clock() < deadline:
-        begun = steps_begun((info.key for info in store.list(PENDING)), incarnation=station.incarnation)
+    refused: set[int] = set()
+    deadline_s = clock() + limit_s
+    while clock() < deadline_s and not needed_no_more():
+        try:
+            begun = steps_begun((info.key for info in store.list(PENDING)), incarnation=station.incarnation)
+        except TransientStorageError as error:
+            logger.warning("whether the first host saves cannot be seen yet: %s", error)
+            begun = []
         common = [one for one in wanted if one[0].facts.step in begun]
         if common:
             return common[0]
+        for step in begun:
+            if step not in refused and step > wanted[-1][0].facts.step:
+                # Torn here by what ended everything. The first host writes its own files before it hears this.
+                refused.add(step)
+                Hosts(store, station.incarnation, step, first_rank=min(station.ranks)).refuse()
+                deadline_s = clock() + _AGAIN * limit_s
         sleep(_PAUSE_S)
     return ()
+
+
+def _wanted(store: Store, station: Station, held: Sequence[Held]) -> list[tuple[Held, ...]]:
+    """What storage does not have yet, newest first. Raises: StorageError."""
+    folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
+    _, off_line = Lineage(store).line_first(folders)
+    newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
+    # What a deleted run of the same name left in memory has no events here.
+    known = {station.incarnation, *list_incarnations(store)}
+    whole = whole_here(held, station)
+    return [one for one in whole if one[0].facts.step > newest and one[0].facts.incarnation in known]

@@ -3,7 +3,6 @@
 import json
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -23,6 +22,7 @@ from elastictrain.checkpoint.keeper.meeting import (
     pending_folder,
     said_by,
 )
+from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.store import Store
 
@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
-HURRY_S = 10.0
-"""How long other hosts are waited for once the group that took the snapshots is gone."""
 
 
 class Hosts:
@@ -65,11 +63,11 @@ class Hosts:
         self._attempt = begun.attempt
         return begun.folder
 
-    def wait_for_begin(self, *, limit_s: float, hurry: threading.Event) -> str:
+    def wait_for_begin(self, patience: Patience) -> str:
         """The folder that the leader chose. Raises: CheckpointError if it says nothing; StorageError."""
-        begun = self._poll(self._begun, limit_s=limit_s, hurry=hurry)
+        begun, waited_s = self._poll(self._begun, patience)
         if begun is None:
-            raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {limit_s:.0f} s")
+            raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {waited_s:.0f} s")
         self._attempt = begun.attempt
         return begun.folder
 
@@ -86,10 +84,22 @@ class Hosts:
         except StorageError as error:
             logger.warning("the other hosts could not be told of it: %s", error)
 
-    def wait_for_parts(
-        self, world_size: int, *, own: Sequence[RankPart], limit_s: float, hurry: threading.Event
-    ) -> list[RankPart]:
-        """As the leader: what the other hosts wrote. Raises: CheckpointError naming who failed or is missing; StorageError."""
+    def refuse(self) -> None:
+        """This host has no snapshot of a step that was begun; never raises."""
+        try:
+            begun = self._begun()
+        except (StorageError, InvalidCheckpointError) as error:
+            logger.warning("the first host waits in vain for step %d: %s", self._step, error)
+            return
+        if begun is not None:
+            self._attempt = begun.attempt
+            self.say_failed("it has no whole snapshot of this step")
+
+    def wait_for_parts(self, world_size: int, *, own: Sequence[RankPart], patience: Patience, wrote_s: float) -> list[RankPart]:
+        """As the leader, who took `wrote_s` for its own files: what the other hosts wrote.
+
+        Raises: CheckpointError naming who failed or is missing; StorageError.
+        """
         others: list[RankPart] = []
         read: set[str] = set()
 
@@ -107,8 +117,9 @@ class Hosts:
                 others.extend(decode_parts(self._store.read(info.key), where=f"{self._store.url}/{info.key}"))
             return True if not missing_ranks((*own, *others), world_size=world_size) else None
 
-        if self._poll(look, limit_s=limit_s, hurry=hurry) is None:
-            raise late_error(missing_ranks((*own, *others), world_size=world_size), waited_s=limit_s)
+        complete, waited_s = self._poll(look, patience, alike_s=wrote_s)
+        if complete is None:
+            raise late_error(missing_ranks((*own, *others), world_size=world_size), waited_s=waited_s)
         return others
 
     def clear(self) -> None:
@@ -135,14 +146,12 @@ class Hosts:
         except (StorageError, ValueError, TypeError, KeyError) as error:
             return f"no reason can be read ({error})"
 
-    def _poll(self, look: Callable[[], T | None], *, limit_s: float, hurry: threading.Event) -> T | None:
-        began, pause_s = self._clock(), _FIRST_PAUSE_S
+    def _poll(self, look: Callable[[], T | None], patience: Patience, *, alike_s: float = 0.0) -> tuple[T | None, float]:
+        """What was found, if anything, and how long it was waited for."""
+        began_s, pause_s = self._clock(), _FIRST_PAUSE_S
         while True:
             found = look()
-            if found is not None:
-                return found
-            limit_now_s = min(limit_s, HURRY_S) if hurry.is_set() else limit_s
-            if self._clock() - began > limit_now_s:
-                return None
+            if found is not None or patience.left_s(began_s, alike_s=alike_s) <= 0:
+                return found, self._clock() - began_s
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)

@@ -264,7 +264,7 @@ class KeeperLink:
                 case "seen":
                     self._outstanding.seen(count(message, "slot"), message.get("step"))
                 case "released":
-                    self._outstanding.released(count(message, "step"))
+                    self._outstanding.released(count(message, "step"), done=message.get("done") is True)
                 case "lost":
                     self.lost = self.lost or (count(message, "rank"), self._clock())
                 case "refused":
@@ -295,7 +295,9 @@ class KeeperLink:
 
     def _welcome(self, message: Message) -> None:
         self._welcomed = True
-        self.pid, self.port = count(message, "pid"), count(message, "port")
+        before, self.pid, self.port = self.pid, count(message, "pid"), count(message, "port")
+        if before not in (0, self.pid):
+            self._outstanding.succeed("its keeper ended before it was committed")
         # The other hosts know this port, so a successor is asked to take it over.
         self._hello = {**self._hello, "port": self.port}
         if self._starts:

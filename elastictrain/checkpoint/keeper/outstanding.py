@@ -59,13 +59,16 @@ class Outstanding:
         if self._unseen.get(slot) == step:
             del self._unseen[slot]
 
-    def released(self, step: int) -> None:
-        """The keeper needs the slots of a step no more."""
+    def released(self, step: int, *, done: bool) -> None:
+        """The keeper needs the slots of a step no more. `done`: nothing else will be heard of it."""
         self._unreleased.discard(step)
+        if done:
+            self._unsaved.pop(step, None)
 
     def saved(self, saved: Saved) -> None:
-        """A step is durable."""
-        self._settled(saved.step)
+        """A step is durable. Older ones are settled by that, if what became of them was said while nobody listened."""
+        for step in [step for step in {*self._unsaved, *self._unreleased} if step <= saved.step]:
+            self._settled(step)
         self._saved.append(saved)
 
     def failed(self, failure: SaveFailure) -> None:
@@ -80,9 +83,14 @@ class Outstanding:
     def give_up(self, reason: str) -> None:
         """Nobody will look at what is waiting."""
         self._unseen.clear()
-        self._failures += [SaveFailure(step, reason) for step in sorted(self._unreleased)]
+        self._failures += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
         self._unreleased.clear()
         self._unsaved.clear()
+
+    def succeed(self, reason: str) -> None:
+        """Another keeper has come: it finds what is in the slots, but not what was written and had let its slot go."""
+        for step in sorted(self._unsaved.keys() - self._unreleased):
+            self.failed(SaveFailure(step, reason))
 
     def take_saved(self) -> list[Saved]:
         """What was committed since the last call."""

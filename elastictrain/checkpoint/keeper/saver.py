@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
 from elastictrain.checkpoint.folders import ROOT, Listing
@@ -14,6 +14,7 @@ from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import still_there
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import RankPart
+from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest
@@ -21,7 +22,7 @@ from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.prune import Pruner, read_manifest
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
-from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError
+from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, TransientStorageError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -31,7 +32,7 @@ STREAMS = 8
 """Files that are written at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SaveJob:
     """One step of this host's ranks that is to become durable."""
 
@@ -40,8 +41,8 @@ class SaveJob:
     """Whether this host commits."""
 
     reason: str
-    hurry: threading.Event = field(default_factory=threading.Event)
-    """Set when there is no point in waiting long for other hosts."""
+    patience: Patience
+    """With other hosts."""
 
     @property
     def incarnation(self) -> str:
@@ -86,9 +87,10 @@ class Reports:
         record: Callable[[str, Event], None],
         written: Callable[[SaveJob], None],
         saved: Callable[[SaveJob, str, int], None],
-        failed: Callable[[SaveJob, str], None],
+        failed: Callable[[SaveJob, str, bool], None],
     ) -> None:
-        """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more."""
+        """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more; `failed`
+        takes the reason, and whether it may pass by itself."""
         self.record = record
         self.written = written
         self.saved = saved
@@ -107,8 +109,10 @@ class Saver:
         self._jobs: queue.Queue[SaveJob | None] = queue.Queue()
         self._current: SaveJob | None = None
         self._current_since_s = 0.0
-        self._unfinished = 0
         self._lock = threading.Lock()
+        self._unfinished: list[SaveJob] = []
+        """Guarded by the lock."""
+
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
 
     def start(self) -> None:
@@ -118,7 +122,7 @@ class Saver:
     @property
     def busy(self) -> bool:
         """Whether a job is waiting or being carried out."""
-        return self._unfinished > 0
+        return bool(self._unfinished)
 
     @property
     def under_way(self) -> tuple[SaveJob, float] | None:
@@ -129,14 +133,14 @@ class Saver:
     def begin(self, job: SaveJob) -> None:
         """Carry out a job when its turn comes."""
         with self._lock:
-            self._unfinished += 1
+            self._unfinished.append(job)
         self._jobs.put(job)
 
     def hurry(self) -> None:
-        """The group that took the snapshots is gone: do not wait long for other hosts."""
-        current = self._current
-        if current is not None:
-            current.hurry.set()
+        """The group that took the snapshots is gone: do not wait long for other hosts, in none of the jobs that are begun."""
+        with self._lock:
+            for job in self._unfinished:
+                job.patience.hurry()
 
     def close(self) -> None:
         """End when everything that was begun is done."""
@@ -153,11 +157,11 @@ class Saver:
                 # The edge of the thread: whatever it is, the run goes on and the next save is tried.
                 if not isinstance(error, ElasticTrainError):
                     logger.exception("step %d could not be saved", job.step)
-                self._reports.failed(job, _reason(error))
+                self._reports.failed(job, _reason(error), isinstance(error, TransientStorageError))
             finally:
                 self._current = None
                 with self._lock:
-                    self._unfinished -= 1
+                    self._unfinished.remove(job)
 
     def _carry_out(self, job: SaveJob) -> None:
         hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
@@ -174,7 +178,7 @@ class Saver:
         elif job.leader:
             folder = hosts.begin(lambda: clear_target(self._store, listing, step=job.step))
         else:
-            folder = hosts.wait_for_begin(limit_s=self._limit_s(job), hurry=job.hurry)
+            folder = hosts.wait_for_begin(job.patience)
         prepared = self._clock()
         committing = False
         try:
@@ -183,7 +187,8 @@ class Saver:
             if not job.leader:
                 hosts.say_written(parts)
                 return
-            for part in hosts.wait_for_parts(job.world_size, own=parts, limit_s=self._limit_s(job), hurry=job.hurry):
+            wrote_s = self._clock() - prepared
+            for part in hosts.wait_for_parts(job.world_size, own=parts, patience=job.patience, wrote_s=wrote_s):
                 written += part.written(job.incarnation)
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
             manifest = self._manifest(job, written)
@@ -225,9 +230,6 @@ class Saver:
                 if manifest is not None and manifest.incarnation == job.incarnation:
                     return _Known(folder.name, manifest)
         return None
-
-    def _limit_s(self, job: SaveJob) -> float:
-        return self._facts.grace_s if job.hurry.is_set() else self._facts.save_timeout_s
 
     def _write(self, job: SaveJob, folder: str) -> tuple[list[RankPart], list[WrittenItem]]:
         """All files of this host's ranks, durable, their bytes the ones that were digested when they came."""

@@ -4,27 +4,28 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from elastictrain.checkpoint.keeper.desk import Desk
 from elastictrain.checkpoint.keeper.digesting import Digesting
 from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
+from elastictrain.checkpoint.keeper.flushing import Flushing
 from elastictrain.checkpoint.keeper.hello import read_hello
 from elastictrain.checkpoint.keeper.journals import Journals
 from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
 from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count
+from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
 from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
-from elastictrain.checkpoint.memory.inventory import look, slot_names
+from elastictrain.checkpoint.memory.inventory import Held, look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import load_digests
-from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
+from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -49,10 +50,14 @@ class Keeper:
         self._tasks: deque[Callable[[], None]] = deque()
         self._digesting = Digesting(lambda pinned: self._later(lambda: self._on_digested(pinned)))
         self._num_digesting = 0
-        self._ever = self._finished = self._flushed = False
+        self._ever = self._finished = False
+        self._lost = False
+        """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
+        self._last_saved: Message | None = None
+        """Of the present incarnation, as its workers were told."""
+        self._flushing = Flushing(store, facts, chosen=self._on_flush, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._handed_over: set[tuple[str, int]] = set()
-        self._tried: set[tuple[str, int]] = set()
         self._missing: dict[int, Connection] = {}
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
         self._saver = Saver(
@@ -62,7 +67,7 @@ class Keeper:
                 record=self._journals.record,
                 written=lambda job: self._later(lambda: self._let_go(job)),
                 saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
-                failed=lambda job, error: self._later(lambda: self._on_failed(job, error)),
+                failed=lambda job, error, passing: self._later(lambda: self._on_failed(job, error, passing=passing)),
             ),
         )
         self._replicas = Replicas(
@@ -84,9 +89,11 @@ class Keeper:
             while self._tasks:
                 self._tasks.popleft()()
             self._watch_save()
+            if self._ever and not self._workers.connections and not self._workers.agents:
+                self._saver.hurry()
             decision = decide(self._life())
             if decision == "flush":
-                self._flush()
+                self._flushing.look(self._desk.station, look(self._folder, host=0))
             elif decision == "leave":
                 break
         self._workers.stop_listening()
@@ -111,9 +118,9 @@ class Keeper:
             agents=self._workers.agents,
             ever=self._ever,
             age_s=self._clock() - self._began_s,
-            saving=self._saver.busy or self._num_digesting > 0 or bool(self._tasks),
+            saving=self._saver.busy or self._flushing.busy or self._num_digesting > 0 or bool(self._tasks),
             finished=self._finished,
-            flushed=self._flushed,
+            flushed=self._flushing.over,
         )
 
     def _later(self, task: Callable[[], None]) -> None:
@@ -165,17 +172,21 @@ class Keeper:
             raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
         if station.incarnation != self._incarnation:
             self._saver.hurry()
+            self._lost, self._last_saved = False, None
             for pinned in self._desk.move_to(station):
                 self._pins.release(pinned)
             self._handed_over.clear()
-            self._tried.clear()
             self._journals.move_to(station)
         one.rank, one.incarnation = rank, station.incarnation
         self._missing.pop(rank, None)
-        self._ever, self._finished, self._flushed = True, False, False
+        self._ever, self._finished = True, False
+        self._flushing.interrupt()
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
         self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening})
+        if self._last_saved is not None:
+            # It may have been said while this worker was not connected.
+            self._workers.answer(one, self._last_saved)
         # After a keeper was killed its successor finds out from the slots what it would have been told.
         self._take_all(rank)
 
@@ -194,6 +205,7 @@ class Keeper:
         """The process of a worker that hung up without goodbye is gone."""
         if self._missing.get(one.rank) is one:
             del self._missing[one.rank]
+            self._lost = True
             self._saver.hurry()
             self._workers.tell({"op": "lost", "rank": one.rank})
 
@@ -243,7 +255,7 @@ class Keeper:
         if facts.durable and not known and facts.step > self._desk.saved_step:
             job = self._desk.arrived(pinned)
             if job:
-                self._begin(SaveJob(job, leader=station.leader, reason=facts.reason))
+                self._begin(job, leader=station.leader, reason=facts.reason)
         else:
             self._pins.release(pinned)
         for given_up in self._desk.overtaken():
@@ -251,16 +263,19 @@ class Keeper:
             self._workers.tell({"op": "failed", "step": given_up.facts.step, "error": "a rank has no snapshot of this step"})
 
     def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
-        self._desk.saved_step = max(self._desk.saved_step, job.step)
         self._let_go(job)
-        self._workers.tell({"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes})
+        if job.incarnation == self._incarnation:
+            self._desk.saved_step = max(self._desk.saved_step, job.step)
+            self._last_saved = {"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes}
+            self._workers.tell(self._last_saved)
 
-    def _on_failed(self, job: SaveJob, error: str) -> None:
+    def _on_failed(self, job: SaveJob, error: str, *, passing: bool) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
         self._let_go(job)
         # A step that cannot be put off comes again.
         self._handed_over.discard((job.incarnation, job.step))
-        if job.leader:
+        self._flushing.failed(job.incarnation, job.step, passing=passing)
+        if job.leader and job.incarnation == self._incarnation:
             self._workers.tell({"op": "failed", "step": job.step, "error": error})
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
@@ -278,35 +293,36 @@ class Keeper:
                 remove_slot(self._folder, name)
         self._replicas.drop_others()
 
-    def _flush(self) -> None:
+    def _on_flush(self, chosen: Sequence[Held]) -> None:
         """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
-        station = self._desk.station
-        chosen = None
-        if station is not None and still_there(self._store):
-            own = [one for one in look(self._folder, host=0) if not one.replica and one.facts.run == self._facts.run]
-            own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
-            try:
-                chosen = choose_flush(self._store, station, own, limit_s=self._facts.grace_s)
-            except ElasticTrainError as error:
-                logger.warning("what is in memory only cannot be saved: %s", error)
-        if station is None or not chosen:
-            self._flushed = True
+        pinned = [one for one in map(self._pin_soon, chosen) if one is not None]
+        if len(pinned) < len(chosen):
+            for one in pinned:
+                self._pins.release(one)
             return
-        self._tried.add((chosen[0].facts.incarnation, chosen[0].facts.step))
-        pinned = [self._pin_soon(one.slot) for one in chosen]
-        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned if one is not None)
-        if [one.facts for one in snapshots] == [one.facts for one in chosen]:
-            logger.warning("all workers are gone: step %d is saved from memory", snapshots[0].facts.step)
-            self._begin(SaveJob(snapshots, leader=snapshots[0].facts.rank == 0, reason=snapshots[0].facts.reason or "flush"))
+        logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
+        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned)
+        self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
 
-    def _pin_soon(self, slot: str) -> Pinned | None:
+    def _pin_soon(self, held: Held) -> Pinned | None:
         """A worker that is being killed hangs up a moment before it lets go of its slots."""
         deadline = self._clock() + _LETTING_GO_S
-        while (pinned := self._pins.pin(slot)) is None and self._clock() < deadline:
-            time.sleep(0.01)
+        try:
+            while (pinned := self._pins.pin(held.slot)) is None and self._clock() < deadline:
+                time.sleep(0.01)
+        except (OSError, InvalidCheckpointError) as error:
+            logger.warning("%s cannot be read: %s", held.slot, error)
+            return None
+        if pinned is not None and pinned.facts != held.facts:
+            self._pins.release(pinned)
+            return None
         return pinned
 
-    def _begin(self, job: SaveJob) -> None:
+    def _begin(self, snapshots: tuple[Pinned, ...], *, leader: bool, reason: str) -> None:
+        patience = Patience(self._facts.save_timeout_s, clock=self._clock)
+        job = SaveJob(snapshots, leader=leader, reason=reason, patience=patience)
+        if self._lost or job.incarnation != self._incarnation:
+            patience.hurry()
         key = (job.incarnation, job.step)
         self._handed_over.add(key)
         self._held[key] = job.snapshots
@@ -316,4 +332,8 @@ class Keeper:
         """The job needs its snapshots no more."""
         for pinned in self._held.pop((job.incarnation, job.step), ()):
             self._pins.release(pinned)
-        self._workers.tell({"op": "released", "step": job.step})
+        if job.incarnation != self._incarnation:
+            # Those who train now may come to the same step.
+            return
+        # Only the leader hears what became of the step: for the ranks of other hosts it ends here.
+        self._workers.tell({"op": "released", "step": job.step, "done": not job.leader})

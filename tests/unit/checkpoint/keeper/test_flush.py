@@ -27,7 +27,16 @@ def store(*, committed: int | None = None, incarnations: tuple[str, ...] = ("000
 
 
 def chosen(fake: FakeStore, station: Station, *found: Held, limit_s: float = 0.0) -> list[tuple[int, int, str]]:
-    told = choose_flush(fake, station, found, limit_s=limit_s, clock=iter(range(99)).__next__, sleep=lambda _: None)  # type: ignore[arg-type]
+    told = choose_flush(
+        fake,
+        station,
+        found,
+        limit_s=limit_s,
+        storage_limit_s=3.0,
+        needed_no_more=lambda: False,
+        clock=iter(range(99)).__next__,
+        sleep=lambda _: None,
+    )
     return [(one.facts.step, one.facts.rank, one.facts.incarnation) for one in told]
 
 

@@ -130,6 +130,41 @@ def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, keepe
     until(lambda: "bye" in keeper.ops())
 
 
+def test_who_is_told_no_more_of_a_step_does_not_wait_for_it(folder: Path, keeper: FakeKeeper) -> None:
+    """The ranks of other hosts than the first: only that one commits."""
+    now = [100.0]
+    with linked(folder, clock=lambda: now[0]) as (link, _):
+        link.wait(5)
+        link.announce(1, 30, durable=True)
+        until(lambda: "snapshot" in keeper.ops())
+        keeper.say({"op": "released", "step": 30, "done": True})
+        keeper.say({"op": "seen", "slot": 1, "step": 30})
+        until(lambda: not link.needs(1, 30))
+        now[0] += 1000
+        assert link.take_failures() == []
+        assert not link.broken
+
+
+def test_a_step_that_was_written_and_not_committed_has_failed_when_its_keeper_is_gone(folder: Path, keeper: FakeKeeper) -> None:
+    """Its slot may hold another one by now, so the successor does not find it."""
+    with linked(folder) as (link, _):
+        link.wait(5)
+        for slot, step in enumerate((30, 31)):
+            link.announce(slot, step, durable=True)
+        until(lambda: keeper.ops().count("snapshot") == 2)
+        keeper.say({"op": "released", "step": 30, "done": False})
+        keeper.say({"op": "seen", "slot": 0, "step": 30})
+        until(lambda: not link.needs(0, 30))
+        keeper.hang_up()
+        until(lambda: keeper.ops().count("hello") == 2 and link._welcomed)
+        assert link.take_failures() == [], "the same keeper"
+        link.pid = 1
+        keeper.hang_up()
+        until(lambda: link._outstanding._failures)
+        assert [(one.step, one.error) for one in link.take_failures()] == [(30, "its keeper ended before it was committed")]
+        assert link.needs(1, 31)
+
+
 def test_a_failure_is_told_once(folder: Path, keeper: FakeKeeper) -> None:
     with linked(folder) as (link, _):
         link.wait(5)

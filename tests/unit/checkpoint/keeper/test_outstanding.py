@@ -23,8 +23,11 @@ def test_only_what_is_to_be_durable_and_neither_saved_nor_failed_is_overdue() ->
     assert books.overdue(now_s=40.0, limit_s=10.0) is None
     assert books.overdue(now_s=40.1, limit_s=10.0) == 30
     # Its slot may be used again, and it is not durable yet.
-    books.released(30)
+    books.released(30, done=False)
     assert books.overdue(now_s=40.1, limit_s=10.0) == 30
+    # Except for who is told no more.
+    books.released(30, done=True)
+    assert books.overdue(now_s=40.1, limit_s=10.0) is None
 
 
 def test_what_is_given_up_has_failed_for_that_reason() -> None:
@@ -37,3 +40,35 @@ def test_what_is_given_up_has_failed_for_that_reason() -> None:
     assert books.take_failures() == []
     assert not any(books.needs(slot, step) for slot, step in ((0, 20), (1, 10), (2, 30)))
     assert books.overdue(now_s=99.0, limit_s=1.0) is None
+
+
+def test_what_is_given_up_between_its_writing_and_its_commit_has_failed_too() -> None:
+    """A worker that waits for its last save would wait on until its limit."""
+    books = Outstanding()
+    books.announce(0, 10, durable=True, now_s=0.0)
+    books.released(10, done=False)
+    books.give_up("no keeper")
+    assert books.take_failures() == [SaveFailure(10, "no keeper")]
+
+
+def test_a_successor_finds_what_is_in_the_slots_and_nothing_else() -> None:
+    books = Outstanding()
+    for slot, step in enumerate((10, 20)):
+        books.announce(slot, step, durable=True, now_s=0.0)
+    books.released(10, done=False)
+    books.succeed("killed")
+    assert books.take_failures() == [SaveFailure(10, "killed")]
+    assert books.needs(1, 20)
+    assert books.overdue(now_s=99.0, limit_s=1.0) == 20
+
+
+def test_a_save_settles_what_came_before_it() -> None:
+    """What became of step 10 was said while this worker was not connected."""
+    books = Outstanding()
+    for slot, step in enumerate((10, 20, 30)):
+        books.announce(slot, step, durable=True, now_s=0.0)
+        books.seen(slot, step)
+    books.saved(Saved(20, "c", 5))
+    assert [books.needs(slot, step) for slot, step in enumerate((10, 20, 30))] == [False, False, True]
+    assert books.overdue(now_s=99.0, limit_s=1.0) == 30
+    assert books.take_failures() == []

@@ -11,6 +11,7 @@ from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.keeper import saver as module
 from elastictrain.checkpoint.keeper.facts import RunFacts, load_facts, store_facts
 from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
 from elastictrain.checkpoint.manifest import Manifest
@@ -40,7 +41,7 @@ class Heard:
             record=lambda _, event: self.events.append(event),
             written=lambda job: self.written.append(job.step),
             saved=lambda job, name, _: self.saved.append((job.step, name)),
-            failed=lambda job, error: self.failed.append((job.step, error)),
+            failed=lambda job, error, _: self.failed.append((job.step, error)),
         )
 
 
@@ -74,11 +75,18 @@ def pinned(pins: Pins, name: str) -> Pinned:
 
 
 def job_of(
-    memory: Path, step: int, *, ranks: tuple[int, ...] = (0,), world_size: int = 1, index: int = 0, leader: bool = True
+    memory: Path,
+    step: int,
+    *,
+    ranks: tuple[int, ...] = (0,),
+    world_size: int = 1,
+    index: int = 0,
+    leader: bool = True,
+    limit_s: float = FACTS.save_timeout_s,
 ) -> SaveJob:
     pins = Pins(str(memory))
     names = [put(memory, facts_of(step, rank=rank, world_size=world_size, reason="interval"), index=index) for rank in ranks]
-    return SaveJob(tuple(pinned(pins, name) for name in names), leader=leader, reason="interval")
+    return SaveJob(tuple(pinned(pins, name) for name in names), leader=leader, reason="interval", patience=Patience(limit_s))
 
 
 def manifest_of(store: Store, step: int) -> Manifest:
@@ -200,13 +208,12 @@ def test_a_host_that_cannot_write_is_named(tmp_path: Path, store: Store) -> None
 
 
 def test_a_host_that_says_nothing_is_named(memory: Path, store: Store) -> None:
-    facts = replace(FACTS, save_timeout_s=0.3)
-    with saving(store, facts=facts) as (saver, heard):
-        saver.begin(job_of(memory, 5, world_size=2))
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5, world_size=2, limit_s=0.3))
     assert heard.failed == [(5, "the hosts of ranks 1 did not say within 0 s that their files are written")]
     assert not [info for info in store.list(ROOT) if info.key.endswith(".safetensors")]
-    with saving(store, facts=facts) as (saver, heard):
-        saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, leader=False))
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, leader=False, limit_s=0.3))
     assert heard.failed == [(6, "the host of rank 0 did not begin to save step 6 within 0 s")]
 
 
@@ -252,16 +259,15 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
 
 def test_what_is_said_late_of_a_failed_attempt_is_not_heard(store: Store) -> None:
     leader, other = (Hosts(store, "000001-aa", 5, first_rank=rank) for rank in range(2))
-    hurry = threading.Event()
     leader.begin(lambda: "step-000000005")
-    assert other.wait_for_begin(limit_s=1, hurry=hurry) == "step-000000005"
+    assert other.wait_for_begin(Patience(1)) == "step-000000005"
     leader.clear()
     again = Hosts(store, "000001-aa", 5, first_rank=0)
     again.begin(lambda: "step-000000005-2")
     other.say_failed("too slow")
     other.say_written([])
     with pytest.raises(CheckpointError, match="the hosts of ranks 0, 1 did not say within 0 s"):
-        again.wait_for_parts(2, own=[], limit_s=0.2, hurry=hurry)
+        again.wait_for_parts(2, own=[], patience=Patience(0.2), wrote_s=0.0)
 
 
 def test_a_leader_that_was_killed_goes_on_with_what_others_have_written(tmp_path: Path, store: Store) -> None:
@@ -295,14 +301,14 @@ def test_what_hosts_say_may_be_garbled(store: Store) -> None:
     leader, other = (Hosts(store, "000001-aa", 5, first_rank=rank) for rank in range(2))
     store.write(f"{ROOT}/pending/000001-aa-000000005/begin.json", b"{")
     with pytest.raises(Exception, match="is garbled"):
-        other.wait_for_begin(limit_s=1, hurry=threading.Event())
+        other.wait_for_begin(Patience(1))
     assert leader.begin(lambda: "step-000000005") == "step-000000005"
-    other.wait_for_begin(limit_s=1, hurry=threading.Event())
+    other.wait_for_begin(Patience(1))
     other.say_written([])
     (key,) = [info.key for info in store.list(f"{ROOT}/pending") if "host-" in info.key]
     store.write(key, b"[1, 2]")
     with pytest.raises(InvalidCheckpointError, match=r"host-00001-\w+\.json: is garbled"):
-        leader.wait_for_parts(2, own=[], limit_s=1, hurry=threading.Event())
+        leader.wait_for_parts(2, own=[], patience=Patience(1), wrote_s=0.0)
 
 
 def test_a_save_clears_what_older_ones_said_and_nothing_newer(store: Store) -> None:

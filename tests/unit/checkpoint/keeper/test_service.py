@@ -12,16 +12,20 @@ from typing import cast
 
 import pytest
 
-from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.keeper import flush as flushing
+from elastictrain.checkpoint.keeper import patience
 from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.keeper import slow as slowness
 from elastictrain.checkpoint.keeper import workers as listening
 from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.messages import Lines, Message, encode
 from elastictrain.checkpoint.keeper.service import Keeper
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.errors import StorageError
+from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, layout_of, put
 
 FACTS = RunFacts("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
@@ -33,7 +37,14 @@ class Worker:
     """What one rank says to its keeper, and hears."""
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, ranks: tuple[int, ...] = (0,), incarnation: str = "000001-aa", settle: bool = True
+        self,
+        folder: Path,
+        *,
+        rank: int = 0,
+        ranks: tuple[int, ...] = (0,),
+        world_size: int | None = None,
+        incarnation: str = "000001-aa",
+        settle: bool = True,
     ) -> None:
         """`settle`: wait until the keeper has looked for what this rank had before."""
         self._lines = Lines()
@@ -45,7 +56,7 @@ class Worker:
             op="hello",
             rank=rank,
             ranks=list(ranks),
-            world_size=len(ranks),
+            world_size=world_size or len(ranks),
             incarnation=incarnation,
             agent=NOBODY,
             address="",
@@ -74,8 +85,8 @@ class Worker:
 
 
 @contextmanager
-def keeping(memory: Path, run: Path) -> Iterator[Keeper]:
-    keeper = Keeper(str(memory), FACTS, open_store(str(run)))
+def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS) -> Iterator[Keeper]:
+    keeper = Keeper(str(memory), facts, open_store(str(run)))
     thread = threading.Thread(target=keeper.run, daemon=True)
     thread.start()
     yield keeper
@@ -110,6 +121,22 @@ def events(run: Path, name: str) -> list[dict[str, object]]:
     return [row for row in rows if row["event"] == name]
 
 
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves wait before their commit until the event is set, or this ends."""
+    go_on = threading.Event()
+    check = saving.check_files
+
+    def wait(*arguments: object, **more: object) -> None:
+        assert go_on.wait(10)
+        check(*arguments, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "check_files", wait)
+        yield go_on
+        go_on.set()
+
+
 def until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
@@ -133,6 +160,58 @@ def test_a_durable_snapshot_is_saved_and_its_slot_released(memory: Path, run: Pa
         worker.say(op="finish")
         worker.bye()
     assert checkpoints(run) == [5]
+
+
+def test_the_ranks_of_other_hosts_are_told_that_no_more_will_be_said(memory: Path, run: Path) -> None:
+    """They would take the step for overdue, and go on without snapshots."""
+    with keeping(memory, run):
+        Hosts(open_store(str(run)), "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+        other = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        put(memory, facts_of(5, rank=1, world_size=2, reason="interval"))
+        other.say(op="snapshot", slot=0, step=5, durable=True)
+        assert other.hear("released") == {"op": "released", "step": 5, "done": True}
+        other.say(op="finish")
+        other.bye()
+
+
+def test_who_comes_again_is_told_what_was_saved_meanwhile(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        first, second = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2))
+        for rank, worker in enumerate((first, second)):
+            put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
+            worker.say(op="snapshot", slot=0, step=5, durable=True)
+            worker.hear("seen")
+        first.hear("saved")
+        second.socket.close()
+        again = Worker(memory, rank=1, ranks=(0, 1))
+        assert again.hear("saved")["step"] == 5
+        first.say(op="finish")
+        first.bye()
+        again.bye()
+
+
+def test_what_becomes_of_a_save_of_the_past_is_not_told_to_those_who_train_now(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may come to the same step, and have it saved."""
+    with keeping(memory, run) as keeper:
+        with held_up(monkeypatch) as go_on:
+            old = Worker(memory)
+            put(memory, facts_of(9, reason="interval"))
+            old.say(op="snapshot", slot=0, step=9, durable=True)
+            until(lambda: keeper._saver.under_way)
+            old.bye()
+            new = Worker(memory, incarnation="000002-bb")
+            go_on.set()
+            until(lambda: checkpoints(run) == [9] and not keeper._saver.busy)
+        new.say(op="snapshot", slot=8, step=0, durable=False)
+        new.hear("seen")
+        assert not [message for message in new._waiting if message["op"] in ("saved", "released", "failed")]
+        put(memory, replace(facts_of(8, reason="interval"), incarnation="000002-bb"), index=1)
+        new.say(op="snapshot", slot=1, step=8, durable=True)
+        assert new.hear("saved")["step"] == 8
+        new.say(op="finish")
+        new.bye()
 
 
 def test_both_ranks_are_waited_for(memory: Path, run: Path) -> None:
@@ -301,6 +380,119 @@ def test_a_slot_that_its_dying_worker_still_holds_is_waited_for(memory: Path, ru
         time.sleep(0.8)
         slot.close()
     assert checkpoints(run) == [5]
+
+
+def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(memory: Path, run: Path) -> None:
+    """A host that is not the first waits for that one to begin."""
+    with keeping(memory, run, facts=replace(FACTS, grace_s=30.0)) as keeper:
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        put(memory, facts_of(5, rank=1, world_size=2))
+        worker.socket.close()
+        until(lambda: keeper._flushing.busy)
+        began = time.monotonic()
+        again = Worker(memory, rank=1, ranks=(1,), world_size=2, incarnation="000002-bb")
+        again.hear("welcome")
+        until(lambda: not keeper._flushing.busy)
+        assert time.monotonic() - began < 5
+        assert (memory / "own-r00001-s0").exists()
+        again.say(op="finish")
+        again.bye()
+    assert checkpoints(run) == []
+
+
+def test_a_flush_of_several_hosts_does_not_wait_long_for_one_that_is_gone(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "HURRY_S", 0.2)
+    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
+        worker = Worker(memory, world_size=2)
+        put(memory, facts_of(5, world_size=2))
+        worker.socket.close()
+    assert checkpoints(run) == []
+
+
+def test_a_save_that_begins_when_the_group_is_broken_does_not_wait_long_for_other_hosts(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "HURRY_S", 0.2)
+    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
+        first, second = (Worker(memory, rank=rank, ranks=(0, 1), world_size=3) for rank in range(2))
+        with monkeypatch.context() as patched:
+            patched.setattr(listening.os, "pidfd_open", _no_such_process)
+            second.socket.close()
+            first.hear("lost")
+        put(memory, facts_of(5, rank=1, world_size=3, reason="interval"))
+        put(memory, facts_of(5, world_size=3, reason="interval"))
+        again = Worker(memory, rank=1, ranks=(0, 1), world_size=3)
+        first.say(op="snapshot", slot=0, step=5, durable=True)
+        assert "the hosts of ranks 2 did not say" in str(first.hear("failed")["error"])
+        first.say(op="finish")
+        first.bye()
+        again.bye()
+
+
+def test_what_is_torn_on_one_host_is_refused_there_and_the_step_before_it_is_flushed(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, there = Path("here"), Path("there")
+    for folder in (here, there):
+        folder.mkdir()
+    facts = replace(FACTS, grace_s=4.0, save_timeout_s=600.0)
+    began = time.monotonic()
+    with keeping(here, run, facts=facts), keeping(there, run, facts=facts):
+        first, second = (Worker(folder, rank=rank, ranks=(rank,), world_size=2) for rank, folder in enumerate((here, there)))
+        for rank, folder in enumerate((here, there)):
+            put(folder, facts_of(5, rank=rank, world_size=2))
+        put(here, facts_of(6, world_size=2), index=1)
+        for worker in (first, second):
+            worker.socket.close()
+    assert checkpoints(run) == [5]
+    assert time.monotonic() - began < 9, "nobody waited for what was not there"
+
+
+def test_storage_that_is_away_for_a_moment_does_not_cost_what_is_in_memory(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flushing, "_STORAGE_PAUSE_S", 0.05)
+    fails = iter([True, True, False, True, False, False, False])
+    listing = flushing.list_checkpoints
+
+    def sometimes(store: Store) -> Listing:
+        if next(fails, False):
+            raise TransientStorageError("503")
+        return listing(store)
+
+    monkeypatch.setattr(flushing, "list_checkpoints", sometimes)
+    monkeypatch.setattr(saving, "list_checkpoints", sometimes)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        put(memory, facts_of(4), index=1)
+        worker.socket.close()
+    assert checkpoints(run) == [5]
+    assert next(fails, None) is None, "a listing of the save itself failed, too"
+    assert "waits for storage: 503" in caplog.text
+
+
+def test_a_slot_that_cannot_be_pinned_holds_no_other_one(memory: Path, run: Path) -> None:
+    """Who comes back could never write to that one."""
+    with keeping(memory, run) as keeper:
+        worker = Worker(memory, ranks=(0, 1))
+        names = [put(memory, facts_of(5, rank=rank, world_size=2)) for rank in range(2)]
+        slots = [
+            Slot.make(f"{memory}/{name}", size_bytes=layout_of(rank, world_size=2).size_bytes)
+            for rank, name in enumerate(names)
+        ]
+        assert slots[1].lock(shared=False)
+        worker.socket.close()
+        until(lambda: keeper._pins._count.get(keeper._pins._slots.get(names[0])))  # type: ignore[arg-type]
+        again = Worker(memory, ranks=(0, 1), incarnation="000002-bb")
+        until(lambda: slots[0].lock(shared=False))
+        again.say(op="finish")
+        again.bye()
+    for slot in slots:
+        slot.close()
 
 
 def test_a_deleted_run_gets_no_checkpoint(memory: Path, run: Path) -> None:

@@ -1,0 +1,92 @@
+"""What happens to snapshots when nobody is there any more: looked for in a thread, since storage may be slow, or away."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from elastictrain.checkpoint.keeper.desk import Station
+from elastictrain.checkpoint.keeper.facts import RunFacts
+from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
+from elastictrain.checkpoint.memory.inventory import Held
+from elastictrain.errors import ElasticTrainError
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+class Flushing:
+    """One look after another, as long as nobody comes back. All methods are called by the keeper's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        facts: RunFacts,
+        *,
+        chosen: Callable[[Sequence[Held]], None],
+        later: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`chosen` is told the snapshots of the step to save, by a task that is handed to `later`."""
+        self._store = store
+        self._facts = facts
+        self._chosen = chosen
+        self._later = later
+        self._clock = clock
+        self._since_s: float | None = None
+        self._tried: set[tuple[str, int]] = set()
+        self.busy = False
+        self.over = False
+        """Whether what was only in memory has been written, or cannot be."""
+
+    def interrupt(self) -> None:
+        """Somebody came back: what has to be saved is another question when they are gone again."""
+        self._since_s = None
+        self._tried.clear()
+        self.over = False
+
+    def look(self, station: Station | None, held: Sequence[Held]) -> None:
+        """Begin to look for what is to be saved of what this host holds."""
+        if station is None:
+            self.over = True
+            return
+        since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
+        own = [one for one in held if not one.replica and one.facts.run == self._facts.run]
+        own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
+        self.busy = True
+        threading.Thread(target=self._choose, args=(station, own, since_s), name="flush", daemon=True).start()
+
+    def failed(self, incarnation: str, step: int, *, passing: bool) -> None:
+        """A step could not be saved. `passing`: the reason may go away by itself."""
+        if passing and self._since_s is not None and self._clock() - self._since_s < self._facts.save_timeout_s:
+            # Nobody is there who would try again, and an older step would fare no better.
+            self._tried.discard((incarnation, step))
+
+    def _choose(self, station: Station, own: Sequence[Held], since_s: float) -> None:
+        found: tuple[Held, ...] = ()
+        try:
+            if still_there(self._store):
+                found = choose_flush(
+                    self._store,
+                    station,
+                    own,
+                    limit_s=self._facts.grace_s,
+                    storage_limit_s=self._facts.save_timeout_s,
+                    needed_no_more=lambda: self._since_s != since_s,
+                )
+        except ElasticTrainError as error:
+            logger.warning("what is in memory only cannot be saved: %s", error)
+        except Exception:
+            # The edge of the thread.
+            logger.exception("what is in memory only cannot be saved")
+        self._later(lambda: self._on_found(found, since_s))
+
+    def _on_found(self, found: Sequence[Held], since_s: float) -> None:
+        self.busy = False
+        if self._since_s != since_s:
+            return
+        if not found:
+            self.over = True
+            return
+        self._tried.add((found[0].facts.incarnation, found[0].facts.step))
+        self._chosen(found)
