@@ -49,6 +49,7 @@ class HangWatch:
         self._outpost: Outpost | None = None
         self._lookout: Lookout | None = None
         self._sees_compiler = False
+        self._traced: tuple[Mark, str] | None = None
 
     def begin(self, met: Met) -> None:
         """The ranks have met. Where nobody starts this process again, nobody ends it from outside either."""
@@ -59,7 +60,7 @@ class HangWatch:
             met.board,
             rank=self._identity.rank,
             mark=lambda: self._whereabouts.mark,
-            entered=_entered,
+            entered=self._entered,
             options=self._config.fault,
         )
         self._lookout.start()
@@ -84,6 +85,12 @@ class HangWatch:
     def fallen(self) -> LostPeer | None:
         """Another rank that ends because of an error."""
         return self._lookout.fallen if self._lookout is not None else None
+
+    @property
+    def trace(self) -> str | None:
+        """The last collectives of this rank as JSON, as they were when it began to be silent for long, if it is."""
+        traced = self._traced
+        return traced[1] if traced is not None and traced[0] is self._whereabouts.mark else None
 
     def say_ending(self) -> None:
         """This rank ends because of an error, and is left the time to say so."""
@@ -151,6 +158,13 @@ class HangWatch:
                 raise
         return outpost
 
+    def _entered(self) -> Entered:
+        mark, trace = self._whereabouts.mark, flight_recorder()
+        if trace is None:
+            return Entered()
+        self._traced = mark, trace
+        return last_entered(trace)
+
     def _on_mark(self, mark: Mark) -> None:
         if self._outpost is not None:
             self._outpost.write(mark)
@@ -178,11 +192,6 @@ class HangWatch:
             text=text,
             stacks=f"stacks/{name}.txt" if self._outpost is not None else None,
         )
-
-
-def _entered() -> Entered:
-    trace = flight_recorder()
-    return last_entered(trace) if trace is not None else Entered()
 
 
 def _follow_compiler(tell: Callable[..., None]) -> None:

@@ -223,7 +223,6 @@ class Worker:
             )
             # The main thread may hang in this very journal, since storage does.
             within(self._config.fault.shutdown_grace_s / 2, partial(_record_last, self._met.journal, failure))
-            # Last, since it asks the library that may be what hangs.
             within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
@@ -244,7 +243,8 @@ class Worker:
         return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
 
     def _store_flight_recorder(self, key: str) -> None:
-        trace = flight_recorder()
+        # In a hang the library may not answer any more: then what it said before is what there is.
+        trace = self._hangs.trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder)
         if trace is not None and self._met is not None:
             self._met.store.write(key, trace.encode())
 
