@@ -19,6 +19,8 @@ from elastictrain.events import Event, Snapshot
 
 logger = logging.getLogger(__name__)
 
+_CLOSE_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -171,7 +173,11 @@ class Snapshots:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=5.0)
+        self._thread.join(timeout=_CLOSE_S)
+        if self._thread.is_alive():
+            # Bytes may still be on their way: what they are written to must stay where it is.
+            logger.warning("a snapshot is still being copied; it is left to the end of this process")
+            return
         self._arena.close()
 
     def _seize(self, place: int) -> bool:
@@ -208,7 +214,7 @@ class Snapshots:
     def _complete_all(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._next() is not None)
+                self._changed.wait_for(lambda: self._next() is not None or (self._closing and not self._copying()))
                 taking = self._next()
                 if taking is None:
                     return
@@ -218,6 +224,9 @@ class Snapshots:
                 # The edge of the thread: a snapshot less, and the run goes on.
                 logger.exception("the snapshot of step %d could not be completed", taking.step)
                 self._forget(taking)
+
+    def _copying(self) -> bool:
+        return any(taking.outcome is None for taking in self._taking.values())
 
     def _next(self) -> _Taking | None:
         for taking in self._taking.values():

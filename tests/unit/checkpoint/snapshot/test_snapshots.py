@@ -14,6 +14,7 @@ from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.snapshot import snapshots as module
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier
 from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
@@ -244,6 +245,30 @@ def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, mon
         monkeypatch.undo()
         taken.take(0, 6)
         taken.finish(6)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_memory_that_is_still_copied_to_is_not_given_back(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that writes to an address that is mapped no more ends the process."""
+    monkeypatch.setattr(module, "_CLOSE_S", 5.0 if ends else 0.1)
+    go_on, at_the_end = threading.Event(), []
+    copy, close = Copier._copy_on_host, Arena.close
+
+    def slowly(*arguments: object) -> None:
+        threading.Timer(0.2, go_on.set).start() if ends else None
+        assert go_on.wait(10)
+        copy(*arguments)  # type: ignore[arg-type]
+        at_the_end.append("copied")
+
+    monkeypatch.setattr(Copier, "_copy_on_host", slowly)
+    monkeypatch.setattr(Arena, "close", lambda arena: (at_the_end.append("closed"), close(arena)))
+    with taking(tmp_path) as taken:
+        busy(taken)
+        taken.take(0, 3)
+    assert at_the_end == (["copied", "closed"] if ends else [])
+    go_on.set()
+    taken.snapshots._thread.join(10)
+    taken.arena.close()
 
 
 def test_a_state_that_is_too_large_is_a_snapshot_less(tmp_path: Path) -> None:
