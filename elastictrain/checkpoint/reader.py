@@ -1,9 +1,12 @@
 """DCP's StorageReader over a checkpoint: `dcp.load(state, storage_reader=ManifestReader.at(url))` from any script."""
 
+import logging
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
@@ -13,9 +16,30 @@ from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest
 from elastictrain.checkpoint.second_look import read_twice
 from elastictrain.checkpoint.tensor_bytes import tensor_over
-from elastictrain.checkpoint.verified_read import Folder, read_chunks
+from elastictrain.checkpoint.verified_read import Folder, plain_buffer, read_chunks
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.opening import open_store
+
+logger = logging.getLogger(__name__)
+
+
+def _buffers_for_device() -> Callable[[int], memoryview]:
+    """What makes buffers to read into. Page-locked where this process uses a device, which then fetches the bytes by itself:
+    what is pageable, its driver copies once more, for one thread after the other."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return plain_buffer
+    device = torch.cuda.current_device()
+
+    def allocate(size_bytes: int) -> memoryview:
+        try:
+            # A new thread would begin to use the first device, whichever is this process's.
+            with torch.cuda.device(device):
+                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+        except (RuntimeError, AssertionError) as error:
+            logger.warning("host memory cannot be page-locked, so the restore takes longer: %s", error)
+            return plain_buffer(size_bytes)
+
+    return allocate
 
 
 class ManifestReader(StorageReader):
@@ -88,7 +112,7 @@ class ManifestReader(StorageReader):
                 target.copy_(source)
                 planner.commit_tensor(item, target)
 
-        self.bytes_read += read_chunks(self._folder, wanted, take=take)
+        self.bytes_read += read_chunks(self._folder, wanted, take=take, allocate=_buffers_for_device())
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -2,11 +2,12 @@
 
 import logging
 import re
+from contextlib import suppress
 
 from elastictrain.checkpoint.folders import ROOT, Listing, choose_target, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.second_look import is_there
-from elastictrain.errors import StorageError
+from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
     """Deletes what a failed save of this incarnation wrote; never raises. Nobody may still be writing there."""
     own = key_of(folder, f"{incarnation}-r")
     try:
+        with suppress(ObjectNotFoundError):
+            if f'"{incarnation}-r'.encode() in store.read(key_of(folder, MANIFEST_NAME)):
+                # Training has stopped waiting for this save, and has committed the same step by itself.
+                return
         for info in list(store.list(f"{ROOT}/{folder}")):
             if info.key.startswith(own):
                 store.delete(info.key)

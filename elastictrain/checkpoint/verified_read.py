@@ -56,16 +56,23 @@ class Folder:
         return f"{self.store.url}/{self.prefix}{file}"
 
 
+def plain_buffer(size_bytes: int) -> memoryview:
+    """Memory like any other."""
+    return memoryview(bytearray(size_bytes))
+
+
 def read_chunks(
     folder: Folder,
     chunks: Iterable[ChunkRecord],
     *,
     take: Callable[[ChunkRecord, memoryview], None],
     threads: int = READ_THREADS,
+    allocate: Callable[[int], memoryview] = plain_buffer,
 ) -> int:
     """Reads each chunk once and calls `take` with its verified bytes, valid during the call and from any of `threads` threads.
 
-    Memory is bounded by `threads` times the larger of a span and the largest chunk. Returns the bytes read.
+    `allocate` makes a buffer of so many bytes, in the thread that reads into it. Memory is bounded by `threads` times the
+    larger of a span and the largest chunk. Returns the bytes read.
 
     Raises: DamagedFileError if bytes differ from their digest twice, or are gone; StorageError. Nothing unverified is taken.
     """
@@ -77,12 +84,11 @@ def read_chunks(
         if stopped.is_set():
             return 0
         size_bytes = span.end - span.start
-        buffer: bytearray | None = getattr(buffers, "buffer", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = bytearray(size_bytes)
-            buffers.buffer = buffer
+        buffer: memoryview | None = getattr(buffers, "buffer", None)
         try:
-            data = memoryview(buffer)[:size_bytes]
+            if buffer is None or len(buffer) < size_bytes:
+                buffer = buffers.buffer = allocate(size_bytes)
+            data = buffer[:size_bytes]
             _twice(lambda: _fill(folder, span, data))
             for chunk in span.chunks:
                 take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])

@@ -31,6 +31,8 @@ class LostPeer:
 
     name: str
     since_s: float
+    noticed: bool = True
+    """Whether collectives may notice it by themselves, and say more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Others:
 NOTHING_HEARD = Others()
 
 LOST_PATIENCE_S = 0.5
-"""How long a collective may take to notice by itself that a peer is gone. NCCL never does."""
+"""How long a collective may take to notice by itself that a peer is gone."""
 
 
 _OVERSLEPT_S = 2.0
@@ -93,7 +95,8 @@ def judge(
     if silent_s > most_s:
         reason = f"no progress for {silent_s:.1f} s in {mark} (limit {most_s:g} s)"
         return Overdue(EXIT_TRANSPORT, reason, hangs=True)
-    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > LOST_PATIENCE_S:
+    patience_s = LOST_PATIENCE_S if lost is not None and lost.noticed else 0.0
+    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > patience_s:
         return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
     if stop is None or mark.phase in (Phase.SAVE, Phase.END):
         return None

@@ -48,6 +48,7 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.own import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
@@ -178,7 +179,7 @@ def _put_together(
         beat=0,
         ended=0,
     )
-    registry = Registry(objects)
+    registry = Registry(objects, fleeting=objects.without_sync() if isinstance(objects, LocalStore) else objects)
     if held.claim.before:
         # It did not come to say so itself.
         registry.bury(held.claim.before)

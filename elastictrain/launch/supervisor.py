@@ -31,6 +31,9 @@ from elastictrain.storage.failures import reason_of
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.1
+_BRIEF_TURN_S = 0.02
+"""While nobody trains: each turn brings the next start forward."""
+
 _STOP_NAME = "stop.json"
 _ASK_EVERY_S = 1.0
 _DEAD_GROUP_S = 1.5
@@ -109,7 +112,8 @@ class Supervisor:
                 self._act(decision)
             if parts.watch.take_news():
                 parts.roster.wake()
-            parts.sleep(_TURN_S)
+            at_work = self._attempt is not None and self._attempt.started and self._attempt.asked is None
+            parts.sleep(_TURN_S if at_work else _BRIEF_TURN_S)
 
     def _view(self) -> View:
         known, parts = self._parts.roster.known, self._parts

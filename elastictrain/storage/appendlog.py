@@ -13,7 +13,7 @@ from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog
 from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
-from elastictrain.storage.posix import DurableFolders
+from elastictrain.storage.posix import DurableFolders, sync_folder
 from elastictrain.storage.store import Store
 
 SEGMENT_BYTES = 1 << 20
@@ -68,12 +68,14 @@ class _FileLog:
 
     def __init__(self, path: str, *, root: str) -> None:
         self._path = path
+        self._root = root
         self._waiting = bytearray()
         self._failing = False
         self._lost = 0
         self._lost_when_closed = 0
         try:
-            DurableFolders(root).make(os.path.dirname(path))  # noqa: PTH120
+            # What is in it is not durable before it is closed, so its name need not be either: a start does not wait for it.
+            DurableFolders(root, sync=False).make(os.path.dirname(path))  # noqa: PTH120
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             raise storage_error(fault_of(error), action="append to", url=path, reason=reason_of(error)) from error
@@ -104,6 +106,9 @@ class _FileLog:
         self._write()
         try:
             os.fsync(self._descriptor)
+            folder = os.path.dirname(self._path)  # noqa: PTH120
+            DurableFolders(self._root).make(folder)
+            sync_folder(folder)
         except OSError as error:
             logger.warning("cannot make %s durable: %s", self._path, error.strerror)
         if self._waiting or self._lost:

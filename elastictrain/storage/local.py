@@ -24,12 +24,12 @@ T = TypeVar("T")
 class LocalStore:
     """Objects are files below a folder, which the first write makes. See `Store` for what each method promises."""
 
-    def __init__(self, root: str, *, url: str, retrying: Retrying) -> None:
-        """`root` is an absolute path; `url` is what the user wrote for it."""
+    def __init__(self, root: str, *, url: str, retrying: Retrying, sync: bool = True) -> None:
+        """`root` is an absolute path; `url` is what the user wrote for it; `sync`: what is written outlasts a loss of power."""
         self._root = root.rstrip("/")
         self._url = url
         self._retrying = retrying
-        self._folders = DurableFolders(self._root)
+        self._folders = DurableFolders(self._root, sync=sync)
 
     @property
     def url(self) -> str:
@@ -44,6 +44,13 @@ class LocalStore:
         """The file that holds the object."""
         check_key(key, url=self._url)
         return f"{self._root}/{key}"
+
+    def without_sync(self) -> "LocalStore":
+        """The same store for what need not outlast a loss of power: still whole or not there, but nothing waits for the disk.
+
+        While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
+        """
+        return LocalStore(self._root, url=self._url, retrying=self._retrying, sync=False)
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         path = self.path(key)
@@ -134,7 +141,8 @@ class LocalStore:
         def request(_: int) -> None:
             try:
                 os.unlink(path)  # noqa: PTH108
-                sync_folder(folder)
+                if self._folders.sync:
+                    sync_folder(folder)
             except FileNotFoundError:
                 pass
             # A folder is no object: none may be left where the last object of it was.

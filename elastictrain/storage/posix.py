@@ -75,8 +75,10 @@ def _is_no_folder(path: str) -> bool:
 class DurableFolders:
     """Makes folders under a root, and each one's name durable the first time that this process uses it."""
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, *, sync: bool = True) -> None:
+        """Without `sync` no more is made durable than the root, if it is new: for what a loss of power may take."""
         self._root = root
+        self.sync = sync
         self._durable: set[str] = set()
         self._lock = Lock()
 
@@ -88,6 +90,7 @@ class DurableFolders:
             chain = [folder]
             while chain[-1] != "/" and (chain[-1].startswith(f"{self._root}/") or not os.path.lexists(chain[-1])):
                 chain.append(os.path.dirname(chain[-1]))  # noqa: PTH120
+            sync = self.sync or not os.path.isdir(self._root)  # noqa: PTH112
             try:
                 os.makedirs(folder, exist_ok=True)  # noqa: PTH103
             except FileExistsError as error:
@@ -96,7 +99,7 @@ class DurableFolders:
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
                 # A file is where a folder must be; nobody may take this for an object that exists.
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
-            for parent in chain[1:]:
+            for parent in chain[1:] if sync else ():
                 # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
                 sync_folder(parent)
             self._durable.add(folder)

@@ -20,6 +20,7 @@ class UnfinishedFile:
     def __init__(self, path: str, *, folders: DurableFolders) -> None:
         self._path = path
         self._folder = os.path.dirname(path)  # noqa: PTH120
+        self._sync = folders.sync
         self._temporary = f"{self._folder}/{temporary_name(this_writer())}"
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
@@ -50,13 +51,15 @@ class UnfinishedFile:
     def finish(self, publish: Callable[[str, str], None]) -> None:
         """Makes the content durable, gives it its name by `publish(temporary, path)`, and makes the name durable."""
         self._flush()
-        os.fsync(self._descriptor)
+        if self._sync:
+            os.fsync(self._descriptor)
         publish(self._temporary, self._path)
         os.close(self._descriptor)
         self._descriptor = -1
         with suppress(FileNotFoundError):
             os.unlink(self._temporary)  # noqa: PTH108
-        sync_folder(self._folder)
+        if self._sync:
+            sync_folder(self._folder)
 
     def discard(self) -> None:
         """Removes the file; never raises, because it runs when something else already has gone wrong."""

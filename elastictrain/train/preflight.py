@@ -38,6 +38,7 @@ from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Status, Verdict, failures
+from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
 from elastictrain.train.preflight_options import group_options, known_of, link_options
@@ -225,7 +226,7 @@ class RunPreflight:
     def _write(self, key: str, data: bytes) -> None:
         """Keep it for the next start."""
         try:
-            self._store.write(key, data)
+            without_sync(self._store).write(key, data)
         except StorageError as error:
             logger.warning("figures could not be kept for the next preflight: %s", error)
 

@@ -40,8 +40,14 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing
 
 
 def store_config(store: Store, config: RunConfig) -> None:
-    """Keep the resolved configuration with the run."""
-    store.write(CONFIG_FILE, to_yaml(config).encode())
+    """Keep the resolved configuration with the run, if it is not there already."""
+    data = to_yaml(config).encode()
+    try:
+        there = store.read(CONFIG_FILE) == data
+    except ObjectNotFoundError:
+        there = False
+    if not there:
+        store.write(CONFIG_FILE, data)
 
 
 def next_incarnation_number(store: Store) -> int:

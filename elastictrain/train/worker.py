@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,7 +26,7 @@ from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.fault.speaker import TURN_S, must_speak
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.fault.watchdog import LostPeer, Others, Overdue, Watchdog
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
@@ -64,6 +65,7 @@ class Worker:
         self._met: Met | None = None
         self._built: Built | None = None
         self._link: KeeperLink | None = None
+        self._backend = ""
 
     def run(self) -> int:
         """Train to the end; returns the exit code."""
@@ -94,6 +96,7 @@ class Worker:
             stop_request=lambda: self._stop.request,
             on_meeting=self._take_note,
         )
+        self._backend = started.group.backend
         self._link = start_keeper(config, identity, started, agent=self._starter())
         built = build(
             config,
@@ -188,17 +191,35 @@ class Worker:
             sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
             stack = _all_stacks() if overdue.show_stacks else ""
             what = Meaning(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
-            self._report(what, stack=stack, heard=heard, accusation=accusation)
+            if overdue.show_stacks:
+                self._report(what, stack=stack, heard=heard, accusation=accusation)
+            else:
+                # Another rank is gone, and this one is waited for before all start again.
+                self._report_briefly(what, heard=heard)
         finally:
             os._exit(overdue.exit_code)
 
     def _lost_peer(self) -> LostPeer | None:
         lost = self._link.lost if self._link is not None else None
-        return LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else self._hangs.fallen
+        peer = LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else self._hangs.fallen
+        # NCCL never notices.
+        return replace(peer, noticed=self._backend != "nccl") if peer is not None else None
 
     def _limit_the_end(self, exit_code: int) -> None:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
         limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
+
+    def _report_briefly(self, what: Meaning, *, heard: Mapping[str, str]) -> None:
+        """What ended this rank is told elsewhere: nothing here waits for a disk, or for a device whose peer is torn down."""
+        with self._ending:
+            if self._speaks(what):
+                sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n")
+                sys.stderr.flush()
+            mark = self._whereabouts.mark
+            self._tell_launcher(what.exit_code, what.sentence, step=mark.step)
+            if self._met is not None:
+                failure = _failure(what, mark=mark, heard=heard, flight_recorder=None)
+                within(self._config.fault.shutdown_grace_s / 2, partial(_record_and_send, self._met.journal, failure))
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None) -> None:
         with self._ending:
@@ -213,14 +234,8 @@ class Worker:
             if accusation is not None:
                 self._hangs.keep(accusation)
             key = f"flight/{self._met.incarnation.name}-r{self._identity.rank:05d}.json"
-            failure = Failure(
-                exit_code=what.exit_code,
-                error=what.sentence,
-                phase=str(mark.phase),
-                step=mark.step,
-                last_heard=heard,
-                flight_recorder=key if self._config.fault.flight_recorder_entries else None,
-            )
+            recorded = key if self._config.fault.flight_recorder_entries else None
+            failure = _failure(what, mark=mark, heard=heard, flight_recorder=recorded)
             # The main thread may hang in this very journal, since storage does.
             within(self._config.fault.shutdown_grace_s / 2, partial(_record_last, self._met.journal, failure))
             within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
@@ -250,6 +265,22 @@ class Worker:
 
     def _last_heard(self) -> dict[str, str]:
         return self._met.board.last_heard() if self._met is not None else {}
+
+
+def _failure(what: Meaning, *, mark: Mark, heard: Mapping[str, str], flight_recorder: str | None) -> Failure:
+    return Failure(
+        exit_code=what.exit_code,
+        error=what.sentence,
+        phase=str(mark.phase),
+        step=mark.step,
+        last_heard=heard,
+        flight_recorder=flight_recorder,
+    )
+
+
+def _record_and_send(journal: Journal, failure: Failure) -> None:
+    journal.record(failure)
+    journal.flush()
 
 
 def _record_last(journal: Journal, failure: Failure) -> None:

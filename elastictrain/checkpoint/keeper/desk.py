@@ -61,10 +61,9 @@ class Desk:
         """What waits for a step that will not be complete."""
         return list(self.waiting.pop(step, {}).values())
 
-    def overtaken(self) -> list[Pinned]:
-        """Waiting snapshots of steps that some rank of this host has passed without them: they will never be complete."""
+    def overtaken(self) -> list[int]:
+        """Steps that wait, and that every rank of this host has passed: they will never be complete."""
         if self.station is None or len(self.newest) < len(self.station.ranks):
             return []
         oldest = min(self.newest.values())
-        passed = [step for step in self.waiting if step < oldest]
-        return [pinned for step in passed for pinned in self.waiting.pop(step).values()]
+        return sorted(step for step in self.waiting if step < oldest)

@@ -2,7 +2,8 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.hosts import Hosts
@@ -28,11 +29,16 @@ def still_there(store: Store) -> bool:
     try:
         store.stat(_RUN_MARK)
     except ObjectNotFoundError:
-        return next(iter(store.list("events")), None) is not None
+        pass
     except StorageError:
         # Nothing is known, and trying to save does no harm.
         return True
-    return True
+    else:
+        return True
+    try:
+        return next(iter(store.list("events")), None) is not None
+    except StorageError:
+        return True
 
 
 def whole_here(held: Sequence[Held], station: Station) -> list[tuple[Held, ...]]:
@@ -53,21 +59,39 @@ def whole_here(held: Sequence[Held], station: Station) -> list[tuple[Held, ...]]
     return whole
 
 
+def last_station(held: Sequence[Held], *, run: str) -> Station | None:
+    """Whose snapshots these are, as far as they tell themselves; None if there are none. Pure."""
+    facts = [one.facts for one in held if not one.replica and one.facts.run == run]
+    last = max(facts, key=lambda one: one.incarnation, default=None)
+    if last is None:
+        return None
+    ranks = {one.rank for one in facts if one.incarnation == last.incarnation}
+    return Station(last.incarnation, last.world_size, tuple(sorted(ranks)))
+
+
+@dataclass(frozen=True, slots=True)
+class FlushLimits:
+    """How long the first host is waited for, and storage that is away, in seconds."""
+
+    leader_s: float
+    storage_s: float
+
+
 def choose_flush(
     store: Store,
     station: Station,
     held: Sequence[Held],
     *,
-    limit_s: float,
-    storage_limit_s: float,
+    done: Collection[int],
+    limits: FlushLimits,
     needed_no_more: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[Held, ...]:
     """The snapshots of the step to save; none if storage has all that are whole, or when it is `needed_no_more`.
 
-    The leader takes its newest. The others wait `limit_s` for it to begin with a step that they have, and tell it of one that
-    they have not. Storage that is away is waited for, too, `storage_limit_s` at most: what is here is nowhere else.
+    The leader takes its newest. The others wait for it to begin with a step that they have, and tell it of one that they have
+    not, unless their part of it is `done`. Storage that is away is waited for, too: what is here is nowhere else.
     Raises: StorageError.
     """
     began_s = clock()
@@ -76,7 +100,7 @@ def choose_flush(
             wanted = _wanted(store, station, held)
             break
         except TransientStorageError as error:
-            if clock() - began_s > storage_limit_s or needed_no_more():
+            if clock() - began_s > limits.storage_s or needed_no_more():
                 raise
             logger.warning("what is in memory only waits for storage: %s", error)
         sleep(_STORAGE_PAUSE_S)
@@ -84,23 +108,31 @@ def choose_flush(
         return ()
     if wanted[0][0].facts.rank == 0:
         return wanted[0]
-    refused: set[int] = set()
-    deadline_s = clock() + limit_s
+    noted: set[int] = set()
+    deadline_s = clock() + limits.leader_s
     while clock() < deadline_s and not needed_no_more():
         try:
-            begun = steps_begun((info.key for info in store.list(PENDING)), incarnation=station.incarnation)
+            begun = set(steps_begun((info.key for info in store.list(PENDING)), incarnation=station.incarnation))
+            if noted - begun:
+                # That save is over. If it failed, the first host goes on with an older step.
+                wanted = _wanted(store, station, held)
+                noted &= begun
+                deadline_s = clock() + limits.leader_s
         except TransientStorageError as error:
             logger.warning("whether the first host saves cannot be seen yet: %s", error)
-            begun = []
+            begun = noted
+        if not wanted:
+            return ()
         common = [one for one in wanted if one[0].facts.step in begun]
         if common:
             return common[0]
-        for step in begun:
-            if step not in refused and step > wanted[-1][0].facts.step:
+        for step in sorted(begun - noted):
+            noted.add(step)
+            deadline_s = clock() + _AGAIN * limits.leader_s
+            if step not in done and step > wanted[-1][0].facts.step:
                 # Torn here by what ended everything. The first host writes its own files before it hears this.
-                refused.add(step)
-                Hosts(store, station.incarnation, step, first_rank=min(station.ranks)).refuse()
-                deadline_s = clock() + _AGAIN * limit_s
+                first_rank = min(station.ranks)
+                Hosts(store, station.incarnation, step, first_rank=first_rank).refuse("it has no whole snapshot of this step")
         sleep(_PAUSE_S)
     return ()
 

@@ -3,16 +3,19 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.flush import choose_flush, still_there
+from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, last_station, still_there
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.errors import ElasticTrainError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""Until a step is tried again that storage refused."""
 
 
 class Flushing:
@@ -35,6 +38,7 @@ class Flushing:
         self._clock = clock
         self._since_s: float | None = None
         self._tried: set[tuple[str, int]] = set()
+        self._pause_s = 0.0
         self.busy = False
         self.over = False
         """Whether what was only in memory has been written, or cannot be."""
@@ -48,30 +52,37 @@ class Flushing:
     def look(self, station: Station | None, held: Sequence[Held]) -> None:
         """Begin to look for what is to be saved of what this host holds."""
         if station is None:
+            # A keeper was killed with its workers, and this one has heard of none: what lies there tells whose it is.
+            station = last_station(held, run=self._facts.run)
+        if station is None:
             self.over = True
             return
         since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
         own = [one for one in held if not one.replica and one.facts.run == self._facts.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
         self.busy = True
-        threading.Thread(target=self._choose, args=(station, own, since_s), name="flush", daemon=True).start()
+        done = {step for incarnation, step in self._tried if incarnation == station.incarnation}
+        threading.Thread(target=self._choose, args=(station, own, done, since_s), name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, passing: bool) -> None:
-        """A step could not be saved. `passing`: the reason may go away by itself."""
+        """A step could not be saved. `passing`: the reason may go away by itself, so it is tried again after a moment."""
         if passing and self._since_s is not None and self._clock() - self._since_s < self._facts.save_timeout_s:
             # Nobody is there who would try again, and an older step would fare no better.
             self._tried.discard((incarnation, step))
+            self._pause_s = AGAIN_S
 
-    def _choose(self, station: Station, own: Sequence[Held], since_s: float) -> None:
+    def _choose(self, station: Station, own: Sequence[Held], done: Collection[int], since_s: float) -> None:
         found: tuple[Held, ...] = ()
+        pause_s, self._pause_s = self._pause_s, 0.0
+        time.sleep(pause_s)
         try:
             if still_there(self._store):
                 found = choose_flush(
                     self._store,
                     station,
                     own,
-                    limit_s=self._facts.grace_s,
-                    storage_limit_s=self._facts.save_timeout_s,
+                    done=done,
+                    limits=FlushLimits(leader_s=self._facts.grace_s, storage_s=self._facts.save_timeout_s),
                     needed_no_more=lambda: self._since_s != since_s,
                 )
         except ElasticTrainError as error:

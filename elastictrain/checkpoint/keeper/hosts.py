@@ -4,7 +4,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
 from elastictrain.checkpoint.keeper.meeting import (
@@ -21,6 +21,7 @@ from elastictrain.checkpoint.keeper.meeting import (
     missing_ranks,
     pending_folder,
     said_by,
+    steps_begun,
 )
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
@@ -47,25 +48,39 @@ class Hosts:
         self._attempt = ""
         self._clock = clock
 
-    def begin(self, choose: Callable[[], str]) -> str:
+    def begin(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
         """As the leader: tell where files go; the folder that `choose` returns, unless this save has begun already.
 
-        Raises: StorageError, and what `choose` raises.
+        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and what `choose` raises.
         """
         try:
             begun = self._begun()
         except InvalidCheckpointError as error:
             logger.warning("%s", error)
             begun = None
-        if begun is None:
+        if begun is None or begun.attempt in over:
             begun = Begun(choose(), secrets.token_hex(4))
             self._store.write(begin_key(self._incarnation, self._step), begun.to_bytes())
         self._attempt = begun.attempt
         return begun.folder
 
-    def wait_for_begin(self, patience: Patience) -> str:
-        """The folder that the leader chose. Raises: CheckpointError if it says nothing; StorageError."""
-        begun, waited_s = self._poll(self._begun, patience)
+    def wait_for_begin(self, patience: Patience, *, over: Container[str] = ()) -> str:
+        """The folder that the leader chose, in an attempt that is not `over` for this host.
+
+        Raises: CheckpointError if it says nothing; StorageError.
+        """
+
+        def another() -> Begun | None:
+            begun = self._begun()
+            return begun if begun is not None and begun.attempt not in over else None
+
+        def look() -> Begun | None:
+            begun = another()
+            if begun is None and self._is_past() and (begun := another()) is None:
+                raise CheckpointError(f"the host of rank 0 is past step {self._step}")
+            return begun
+
+        begun, waited_s = self._poll(look, patience)
         if begun is None:
             raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {waited_s:.0f} s")
         self._attempt = begun.attempt
@@ -84,16 +99,21 @@ class Hosts:
         except StorageError as error:
             logger.warning("the other hosts could not be told of it: %s", error)
 
-    def refuse(self) -> None:
-        """This host has no snapshot of a step that was begun; never raises."""
+    @property
+    def attempt(self) -> str:
+        """Names the attempt that was begun; empty before that."""
+        return self._attempt
+
+    def refuse(self, reason: str) -> None:
+        """This host has no part in a step that was begun; never raises."""
         try:
-            begun = self._begun()
+            begun = None if self._attempt else self._begun()
         except (StorageError, InvalidCheckpointError) as error:
             logger.warning("the first host waits in vain for step %d: %s", self._step, error)
             return
-        if begun is not None:
-            self._attempt = begun.attempt
-            self.say_failed("it has no whole snapshot of this step")
+        self._attempt = begun.attempt if begun is not None else self._attempt
+        if self._attempt:
+            self.say_failed(reason)
 
     def wait_for_parts(self, world_size: int, *, own: Sequence[RankPart], patience: Patience, wrote_s: float) -> list[RankPart]:
         """As the leader, who took `wrote_s` for its own files: what the other hosts wrote.
@@ -132,6 +152,11 @@ class Hosts:
                     self._store.delete(info.key)
         except StorageError as error:
             logger.warning("what hosts said to each other could not be deleted yet: %s", error)
+
+    def _is_past(self) -> bool:
+        """The first host saves one step after the other: it will not begin one that is older than what it has begun."""
+        begun = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
+        return any(step > self._step for step in begun)
 
     def _begun(self) -> Begun | None:
         key = begin_key(self._incarnation, self._step)

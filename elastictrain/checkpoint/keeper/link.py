@@ -117,7 +117,9 @@ class KeeperLink:
         """Have the keeper send the snapshots of a step to its buddy; `sending` tells when that is over."""
         with self._changed:
             if self._starts:
-                self._sending, self._sending_failed = step, False
+                # A keeper that is not there will not answer, and its successor is not told.
+                there = self._socket is not None
+                self._sending, self._sending_failed = (step, False) if there else (None, True)
                 self._send({"op": "send", "step": step})
 
     def sending(self) -> tuple[bool, bool]:
@@ -171,8 +173,8 @@ class KeeperLink:
         self.close()
         if self._starts and self.pid:
             self._process.wait_for_end(self.pid, timeout_s=timeout_s)
-        if self._starts and self._broken:
-            # Nobody else is left who would do it.
+        if self._starts:
+            # Where it was killed just now, or is broken, nobody else is left who would do it.
             clear_if_abandoned(self._folder)
 
     def close(self) -> None:

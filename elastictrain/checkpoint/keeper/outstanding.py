@@ -35,12 +35,22 @@ class Outstanding:
         self._unsaved: dict[int, float] = {}
         """Steps that are to be durable, and since when."""
 
+        self._in_slot: dict[int, int] = {}
+        """The step that was announced last, by slot."""
+
+        self._left_over: dict[int, str] = {}
+        """Steps that a keeper had written, and its successor finds in their slots unless something newer is on its way there;
+        with the reason that they have failed in that case."""
+
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
 
     def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> Message:
         """A snapshot is whole: what the keeper is told of it."""
         self._unseen[slot] = step
+        overwritten, self._in_slot[slot] = self._in_slot.get(slot), step
+        if overwritten in self._left_over:
+            self.failed(SaveFailure(overwritten, self._left_over[overwritten]))
         if durable:
             self._unreleased.add(step)
             self._unsaved[step] = now_s
@@ -67,14 +77,16 @@ class Outstanding:
 
     def saved(self, saved: Saved) -> None:
         """A step is durable. Older ones are settled by that, if what became of them was said while nobody listened."""
+        if saved.step in self._unsaved:
+            self._saved.append(saved)
         for step in [step for step in {*self._unsaved, *self._unreleased} if step <= saved.step]:
             self._settled(step)
-        self._saved.append(saved)
 
     def failed(self, failure: SaveFailure) -> None:
         """It will not be."""
-        self._settled(failure.step)
-        self._failures.append(failure)
+        if failure.step in self._unsaved:
+            self._settled(failure.step)
+            self._failures.append(failure)
 
     def overdue(self, *, now_s: float, limit_s: float) -> int | None:
         """A step that should have been durable long since."""
@@ -86,11 +98,16 @@ class Outstanding:
         self._failures += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
         self._unreleased.clear()
         self._unsaved.clear()
+        self._left_over.clear()
 
     def succeed(self, reason: str) -> None:
-        """Another keeper has come: it finds what is in the slots, but not what was written and had let its slot go."""
+        """Another keeper has come: what was written and not committed it knows of only if it is still in its slot."""
         for step in sorted(self._unsaved.keys() - self._unreleased):
-            self.failed(SaveFailure(step, reason))
+            if step in self._in_slot.values():
+                self._unreleased.add(step)
+                self._left_over[step] = reason
+            else:
+                self.failed(SaveFailure(step, reason))
 
     def take_saved(self) -> list[Saved]:
         """What was committed since the last call."""
@@ -105,6 +122,7 @@ class Outstanding:
     def _settled(self, step: int) -> None:
         self._unreleased.discard(step)
         self._unsaved.pop(step, None)
+        self._left_over.pop(step, None)
 
     def _announcement(self, slot: int, step: int) -> Message:
         return {"op": "snapshot", "slot": slot, "step": step, "durable": step in self._unreleased}

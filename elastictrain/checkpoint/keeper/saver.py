@@ -22,7 +22,14 @@ from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.prune import Pruner, read_manifest
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
-from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, TransientStorageError
+from elastictrain.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    ElasticTrainError,
+    InvalidCheckpointError,
+    StorageFullError,
+    TransientStorageError,
+)
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
@@ -30,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 STREAMS = 8
 """Files that are written at once."""
+
+_PASSING = (TransientStorageError, StorageFullError, AccessDeniedError)
+"""What may be mended while nobody trains: space is made, a token is renewed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +80,17 @@ class SaveJob:
         return len(self.snapshots) == self.world_size
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal:
+    """One step that this host cannot take part in saving; the leader is told once it has begun."""
+
+    incarnation: str
+    step: int
+    first_rank: int
+    reason: str
+    patience: Patience
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A committed checkpoint."""
@@ -106,12 +127,14 @@ class Saver:
         self._reports = reports
         self._clock = clock
         self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every)
-        self._jobs: queue.Queue[SaveJob | None] = queue.Queue()
+        self._jobs: queue.Queue[SaveJob | Refusal | None] = queue.Queue()
         self._current: SaveJob | None = None
         self._current_since_s = 0.0
         self._lock = threading.Lock()
-        self._unfinished: list[SaveJob] = []
+        self._unfinished: list[SaveJob | Refusal] = []
         """Guarded by the lock."""
+        self._over: set[str] = set()
+        """Attempts of several hosts that have failed, or that this host has done its part of."""
 
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
 
@@ -130,7 +153,7 @@ class Saver:
         current = self._current
         return (current, self._clock() - self._current_since_s) if current is not None else None
 
-    def begin(self, job: SaveJob) -> None:
+    def begin(self, job: SaveJob | Refusal) -> None:
         """Carry out a job when its turn comes."""
         with self._lock:
             self._unfinished.append(job)
@@ -149,44 +172,75 @@ class Saver:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._current_since_s = self._clock()
-            self._current = job
             try:
-                self._carry_out(job)
+                if isinstance(job, Refusal):
+                    self._refuse(job)
+                else:
+                    self._current_since_s = self._clock()
+                    self._current = job
+                    self._carry_out(job)
             except Exception as error:
                 # The edge of the thread: whatever it is, the run goes on and the next save is tried.
                 if not isinstance(error, ElasticTrainError):
                     logger.exception("step %d could not be saved", job.step)
-                self._reports.failed(job, _reason(error), isinstance(error, TransientStorageError))
+                if isinstance(job, SaveJob):
+                    self._reports.failed(job, _reason(error), isinstance(error, _PASSING))
             finally:
                 self._current = None
                 with self._lock:
                     self._unfinished.remove(job)
 
+    def _refuse(self, refusal: Refusal) -> None:
+        hosts = Hosts(self._store, refusal.incarnation, refusal.step, first_rank=refusal.first_rank, clock=self._clock)
+        hosts.wait_for_begin(refusal.patience, over=self._over)
+        hosts.say_failed(refusal.reason)
+        self._over.add(hosts.attempt)
+
     def _carry_out(self, job: SaveJob) -> None:
         hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
+        if job.leader:
+            self._save(job, hosts)
+            return
+        try:
+            self._take_part(job, hosts)
+        except BaseException as error:
+            # The leader deletes: it may have been told that these files are written, and commit them.
+            hosts.refuse(_reason(error))
+            raise
+        finally:
+            self._over.add(hosts.attempt)
+
+    def _take_part(self, job: SaveJob, hosts: Hosts) -> None:
+        """Write this host's files; the leader commits."""
+        self._check_run()
+        known = self._saved_before(job, list_checkpoints(self._store))
+        if known is not None:
+            self._reports.saved(job, known.name, known.manifest.size_bytes)
+            return
+        folder = hosts.wait_for_begin(job.patience, over=self._over)
+        parts, _ = self._write(job, folder)
+        self._reports.written(job)
+        hosts.say_written(parts)
+
+    def _save(self, job: SaveJob, hosts: Hosts) -> None:
+        """Write this host's files, wait for those of the others, and commit."""
         began = self._clock()
         self._check_run()
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
         if known is not None:
             self._reports.saved(job, known.name, known.manifest.size_bytes)
-            self._tidy(job, known, listing)
+            self._settle(job, known, listing, hosts)
             return
         if job.alone:
             folder = clear_target(self._store, listing, step=job.step)
-        elif job.leader:
-            folder = hosts.begin(lambda: clear_target(self._store, listing, step=job.step))
         else:
-            folder = hosts.wait_for_begin(job.patience)
+            folder = hosts.begin(lambda: clear_target(self._store, listing, step=job.step), over=self._over)
         prepared = self._clock()
         committing = False
         try:
             parts, written = self._write(job, folder)
             self._reports.written(job)
-            if not job.leader:
-                hosts.say_written(parts)
-                return
             wrote_s = self._clock() - prepared
             for part in hosts.wait_for_parts(job.world_size, own=parts, patience=job.patience, wrote_s=wrote_s):
                 written += part.written(job.incarnation)
@@ -196,11 +250,8 @@ class Saver:
             self._check_run()
             committing = True
             commit(self._store, manifest, folder=folder)
-        except BaseException as error:
-            if not job.leader:
-                # The leader deletes: it may have been told that these files are written, and commit them.
-                hosts.say_failed(_reason(error))
-                raise
+        except BaseException:
+            self._over.add(hosts.attempt)
             if not committing:
                 discard_files(self._store, folder, incarnation=job.incarnation)
             if not job.alone:
@@ -213,7 +264,15 @@ class Saver:
             CheckpointSaved(step=job.step, checkpoint=folder, reason=job.reason, bytes=size_bytes, seconds=seconds),
         )
         self._reports.saved(job, folder, size_bytes)
-        self._tidy(job, _Known(folder, manifest), listing)
+        self._settle(job, _Known(folder, manifest), listing, hosts)
+
+    def _settle(self, job: SaveJob, newest: _Known, listing: Listing, hosts: Hosts) -> None:
+        """It is committed: remove what is of no use any more."""
+        pruned = self._pruner.tidy(
+            newest.name, manifest=newest.manifest, listing=listing, incarnation=job.incarnation, time_s=time.time()
+        )
+        if pruned:
+            self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
         if not job.alone:
             hosts.clear()
 
@@ -223,9 +282,9 @@ class Saver:
             raise CheckpointError(f"{self._store.url} was deleted")
 
     def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
-        """Whether a keeper that was killed has committed this very save, and could not say so."""
+        """Whether a keeper that was killed has committed this very save, or a later one, and could not say so."""
         for folder in listing.folders:
-            if folder.step == job.step and folder.has_manifest and not folder.quarantined:
+            if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
                 manifest = read_manifest(self._store, folder.name)
                 if manifest is not None and manifest.incarnation == job.incarnation:
                     return _Known(folder.name, manifest)
@@ -281,13 +340,6 @@ class Saver:
             state=first.state,
         )
         return build_manifest(written, facts=facts)
-
-    def _tidy(self, job: SaveJob, newest: _Known, listing: Listing) -> None:
-        pruned = self._pruner.tidy(
-            newest.name, manifest=newest.manifest, listing=listing, incarnation=job.incarnation, time_s=time.time()
-        )
-        if pruned:
-            self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
 
 
 def _reason(error: BaseException) -> str:

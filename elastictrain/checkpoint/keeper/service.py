@@ -19,7 +19,7 @@ from elastictrain.checkpoint.keeper.messages import MalformedError, Message, cou
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
-from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.saver import Refusal, Reports, SaveJob, Saver
 from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import Held, look, slot_names
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 _LETTING_GO_S = 2.0
+_TOLD_AGAIN = 8
+"""Steps whose outcome is told to a worker that comes again."""
 
 
 class Keeper:
@@ -53,11 +55,12 @@ class Keeper:
         self._ever = self._finished = False
         self._lost = False
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
-        self._last_saved: Message | None = None
-        """Of the present incarnation, as its workers were told."""
+        self._told: dict[int, Message] = {}
+        """What became of the newest steps of the present incarnation, as its workers were told."""
         self._flushing = Flushing(store, facts, chosen=self._on_flush, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._handed_over: set[tuple[str, int]] = set()
+        self._written_for_others: set[tuple[str, int]] = set()
         self._missing: dict[int, Connection] = {}
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
         self._saver = Saver(
@@ -94,7 +97,7 @@ class Keeper:
             decision = decide(self._life())
             if decision == "flush":
                 self._flushing.look(self._desk.station, look(self._folder, host=0))
-            elif decision == "leave":
+            elif decision == "leave" and self._nobody_at_the_door():
                 break
         self._workers.stop_listening()
         self._saver.close()
@@ -103,6 +106,13 @@ class Keeper:
         self._workers.close()
         self._digesting.close()
         self._pins.close()
+
+    def _nobody_at_the_door(self) -> bool:
+        """Whether it is still to leave after a last look: who came in the meantime needs what is here."""
+        for _ in range(2):
+            # One to let somebody in, one to hear who it is.
+            self._workers.turn(0.0)
+        return decide(self._life()) == "leave"
 
     def _watch_save(self) -> None:
         """Tell of a save that takes long, once."""
@@ -135,6 +145,8 @@ class Keeper:
                 if one.rank < 0 or one.incarnation != self._incarnation:
                     raise MalformedError("a snapshot was announced by a worker of no living incarnation")
                 slot, step = count(message, "slot"), count(message, "step")
+                if message.get("durable"):
+                    self._begin_anew(step)
                 if (error := self._take(one.rank, slot, step)) and message.get("durable"):
                     self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
             case "roster" | "replicate" | "send" | "step":
@@ -144,14 +156,25 @@ class Keeper:
                     raise MalformedError("slots were given up by a worker of no living incarnation")
                 self._drop_old(one.rank, count(message, "slots"))
             case "finish":
-                self._finished = True
+                if one.incarnation == self._incarnation:
+                    self._finished = True
             case "bye":
                 one.said_goodbye = True
             case other:
                 raise MalformedError(f"{other!r} is no message to a keeper")
 
+    def _begin_anew(self, step: int) -> None:
+        """A step is to be saved, maybe once more: the attempt that this host has done its part of failed elsewhere."""
+        key = (self._incarnation, step)
+        self._told.pop(step, None)
+        if key in self._written_for_others:
+            self._written_for_others.discard(key)
+            self._handed_over.discard(key)
+
     def _on_peer_message(self, one: Connection, message: Message) -> None:
         """What concerns other hosts."""
+        if one.rank < 0 or one.incarnation != self._incarnation:
+            raise MalformedError("a worker of no living incarnation speaks of other hosts")
         match message["op"]:
             case "roster":
                 self._replicas.meet(message)
@@ -172,10 +195,12 @@ class Keeper:
             raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
         if station.incarnation != self._incarnation:
             self._saver.hurry()
-            self._lost, self._last_saved = False, None
+            self._lost = False
+            self._told.clear()
             for pinned in self._desk.move_to(station):
                 self._pins.release(pinned)
             self._handed_over.clear()
+            self._written_for_others.clear()
             self._journals.move_to(station)
         one.rank, one.incarnation = rank, station.incarnation
         self._missing.pop(rank, None)
@@ -184,9 +209,9 @@ class Keeper:
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
         self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening})
-        if self._last_saved is not None:
+        for told in list(self._told.values()):
             # It may have been said while this worker was not connected.
-            self._workers.answer(one, self._last_saved)
+            self._workers.answer(one, told)
         # After a keeper was killed its successor finds out from the slots what it would have been told.
         self._take_all(rank)
 
@@ -196,7 +221,8 @@ class Keeper:
             return
         # The last thing that it did may have been a snapshot.
         self._take_all(one.rank)
-        if not one.said_goodbye:
+        here = any(other.rank == one.rank and other.incarnation == one.incarnation for other in self._workers.connections)
+        if not one.said_goodbye and not here:
             # It may have hung up only: then it comes again.
             self._missing[one.rank] = one
             self._workers.when_ended(one.pid, lambda: self._on_ended(one))
@@ -210,9 +236,11 @@ class Keeper:
             self._workers.tell({"op": "lost", "rank": one.rank})
 
     def _take_all(self, rank: int) -> None:
-        for name in slot_names(self._folder):
-            if name.kind == "own" and name.rank == rank:
-                self._take(rank, name.index, None)
+        names = {str(name): name for name in slot_names(self._folder) if name.kind == "own" and name.rank == rank}
+        held = [(one.facts.step, one.slot) for one in look(self._folder, host=0) if one.slot in names]
+        # In the order of the steps, or the older ones would look overtaken.
+        for _, slot in sorted(held):
+            self._take(rank, names[slot].index, None)
 
     def _take(self, rank: int, index: int, step: int | None) -> str:
         """Pin a snapshot, digest it, and see what is to be done with it; returns why it cannot be used, if so."""
@@ -241,7 +269,18 @@ class Keeper:
         """A step cannot become durable: whoever waits for it is told, and what of it is here is let go."""
         for pinned in self._desk.give_up(step):
             self._pins.release(pinned)
-        self._workers.tell({"op": "failed", "step": step, "error": error})
+        self._tell_outcome({"op": "failed", "step": step, "error": error})
+        station = self._desk.station
+        if station is not None and not station.leader:
+            patience = Patience(self._facts.save_timeout_s, clock=self._clock)
+            self._saver.begin(Refusal(station.incarnation, step, min(station.ranks), error, patience))
+
+    def _tell_outcome(self, message: Message) -> None:
+        """What became of a step; who is not connected now is told when it comes again."""
+        self._told[count(message, "step")] = message
+        for step in sorted(self._told)[:-_TOLD_AGAIN]:
+            del self._told[step]
+        self._workers.tell(message)
 
     def _on_digested(self, pinned: Pinned) -> None:
         self._num_digesting -= 1
@@ -258,16 +297,14 @@ class Keeper:
                 self._begin(job, leader=station.leader, reason=facts.reason)
         else:
             self._pins.release(pinned)
-        for given_up in self._desk.overtaken():
-            self._pins.release(given_up)
-            self._workers.tell({"op": "failed", "step": given_up.facts.step, "error": "a rank has no snapshot of this step"})
+        for step in self._desk.overtaken():
+            self._give_up(step, "a rank has no snapshot of this step")
 
     def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
         self._let_go(job)
         if job.incarnation == self._incarnation:
             self._desk.saved_step = max(self._desk.saved_step, job.step)
-            self._last_saved = {"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes}
-            self._workers.tell(self._last_saved)
+            self._tell_outcome({"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes})
 
     def _on_failed(self, job: SaveJob, error: str, *, passing: bool) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
@@ -276,7 +313,7 @@ class Keeper:
         self._handed_over.discard((job.incarnation, job.step))
         self._flushing.failed(job.incarnation, job.step, passing=passing)
         if job.leader and job.incarnation == self._incarnation:
-            self._workers.tell({"op": "failed", "step": job.step, "error": error})
+            self._tell_outcome({"op": "failed", "step": job.step, "error": error})
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
         if incarnation == self._incarnation:
@@ -299,6 +336,7 @@ class Keeper:
         if len(pinned) < len(chosen):
             for one in pinned:
                 self._pins.release(one)
+            self._flushing.failed(chosen[0].facts.incarnation, chosen[0].facts.step, passing=True)
             return
         logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
         snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned)
@@ -330,10 +368,13 @@ class Keeper:
 
     def _let_go(self, job: SaveJob) -> None:
         """The job needs its snapshots no more."""
+        if not job.leader:
+            self._written_for_others.add((job.incarnation, job.step))
         for pinned in self._held.pop((job.incarnation, job.step), ()):
             self._pins.release(pinned)
         if job.incarnation != self._incarnation:
             # Those who train now may come to the same step.
             return
         # Only the leader hears what became of the step: for the ranks of other hosts it ends here.
-        self._workers.tell({"op": "released", "step": job.step, "done": not job.leader})
+        released: Message = {"op": "released", "step": job.step, "done": not job.leader}
+        self._workers.tell(released) if job.leader else self._tell_outcome(released)

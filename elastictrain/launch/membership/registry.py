@@ -23,8 +23,10 @@ _TOKEN_BYTES = 32
 class Registry:
     """What hosts tell each other, through a store or through one host. Every method raises StorageError."""
 
-    def __init__(self, store: Objects) -> None:
+    def __init__(self, store: Objects, *, fleeting: Objects | None = None) -> None:
+        """`fleeting` leads to the same objects; what is written through it may be lost with the power of all hosts."""
         self._store = store
+        self._fleeting = fleeting or store
         self._newest: Generation | None = None
         self._listed = False
 
@@ -36,7 +38,7 @@ class Registry:
 
     def write_entry(self, entry: Entry) -> None:
         """Replace a host's line."""
-        self._store.write(_host_key(entry.host), encode(entry))
+        self._fleeting.write(_host_key(entry.host), encode(entry))
 
     def entries(self) -> list[Entry]:
         """All lines that can be read."""
@@ -91,7 +93,7 @@ class Registry:
 
     def write_end(self, end: End) -> None:
         """Note how a generation ended for a host."""
-        self._store.write(_end_key(end.generation, end.host), encode(end))
+        self._fleeting.write(_end_key(end.generation, end.host), encode(end))
 
     def ends(self, number: int) -> dict[str, End]:
         """How generation `number` ended, by host."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError
 from elastictrain.storage.failures import facts_of, fault_of
 from elastictrain.storage.local import LocalStore
-from elastictrain.storage.opening import open_store
+from elastictrain.storage.opening import open_store, without_sync
 from elastictrain.storage.retry import RetryOptions
 from elastictrain.storage.store import Store
 
@@ -125,7 +125,8 @@ def main() -> int:
     retry = RetryOptions(attempts=3, base_s=0.1, total_s=patience_s / 3, answer_timeout_s=patience_s)
     say({"begun": "open"})
     try:
-        store = open_store(str(order["url"]), retry=retry)
+        # Whether it answers is the question: what is on its way to a disk already would make the answer wait.
+        store = without_sync(open_store(str(order["url"]), retry=retry))
         with _leaving_as_found(store):
             travel(store, name=f"trip-{secrets.token_hex(8)}", say=say)
     except ConfigError as error:

@@ -1,5 +1,6 @@
 """A user's own script loads a checkpoint with torch.distributed.checkpoint."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,28 @@ def test_damage_is_an_error_that_names_the_file(folder: Path) -> None:
 def test_a_folder_without_manifest(tmp_path: Path) -> None:
     with pytest.raises(InvalidCheckpointError, match=r"manifest.json is not there"):
         ManifestReader.at(str(tmp_path)).read_metadata()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("locks", [True, False])
+def test_bytes_for_a_device_go_through_memory_that_is_page_locked_if_it_can_be(
+    locks: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[int] = []
+
+    def empty(size_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        asked.append(size_bytes)
+        if not locks:
+            raise RuntimeError("out of memory")
+        return torch.zeros(size_bytes, dtype=dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch, "empty", empty)
+    flat = {"model.weight": torch.zeros(3, 4)}
+    dcp.load(flat, storage_reader=ManifestReader.at(str(folder)))
+    assert torch.equal(flat["model.weight"], WEIGHT)
+    assert asked
+    assert ("takes longer: out of memory" in caplog.text) is not locks

@@ -171,6 +171,11 @@ def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
     )
 
 
+def test_where_no_collective_notices_it_nobody_is_waited_for() -> None:
+    lost = LostPeer("rank 1 of this host", 5.0, noticed=False)
+    assert judge(mark_of(Phase.REDUCE), now_s=5.01, stop=None, options=OPTIONS, lost=lost) is not None
+
+
 def test_at_the_end_of_a_run_others_leave_first() -> None:
     lost = LostPeer("rank 1 of this host", 0.0)
     assert judge(mark_of(Phase.END), now_s=9.9, stop=None, options=OPTIONS, lost=lost) is None

@@ -176,7 +176,7 @@ class TestAskedToLeave:
         host.committed_steps[0.0] = STOPPED.step
         host.end_workers(1, 1, STOPPED)
         assert host.go(30.0) == 75
-        assert host.diary.elapsed_s == pytest.approx(2.2)
+        assert host.diary.elapsed_s == pytest.approx(2.2, abs=0.15)
         assert host.diary.when("kill") == []
         assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
         assert "step 7 is saved in runs/x" in host.said[-1][1]
@@ -400,7 +400,7 @@ class TestDelayedStart:
         self.adopted(host)
         host.ask(notice_s=30.0)
         assert host.go(10.0) == 75
-        assert host.diary.elapsed_s == pytest.approx(2.1)
+        assert host.diary.elapsed_s == pytest.approx(2.1, abs=0.15)
         assert host.diary.order("start", "ask") == []
         assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
         assert recorded_ends(host) == [(1, "leaving")]

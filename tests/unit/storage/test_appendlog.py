@@ -44,6 +44,25 @@ def test_local_record_is_in_the_file_at_once(tmp_path: Path) -> None:
     assert list(read_appended(store, "events")) == [b"0", b"1", b"2", b"3"]
 
 
+def test_a_local_log_is_durable_when_it_is_closed_and_waits_for_no_disk_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each start opens one, and may do so while gigabytes are on their way to the disk."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))  # noqa: PTH115
+    (tmp_path / "run").mkdir()
+    log = open_append_log(open_store(str(tmp_path / "run")), "events/a.jsonl", flush_s=60.0)
+    log.append(b"1\n")
+    log.flush()
+    assert synced == []
+    log.close()
+    run = f"{tmp_path}/run"
+    assert synced == [f"{run}/events/a.jsonl", run, f"{run}/events"]
+    synced.clear()
+    open_append_log(open_store(str(tmp_path / "new")), "events/a.jsonl", flush_s=60.0)
+    assert str(tmp_path) in synced, "a new run's folder is"
+
+
 def test_torn_record_stays_alone(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     (tmp_path / "a.jsonl").write_bytes(b"1\nto")

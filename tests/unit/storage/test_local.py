@@ -143,6 +143,28 @@ def test_content_then_name_then_folder_become_durable(tmp_path: Path, monkeypatc
     assert order == ["file", "rename", "folder x"]
 
 
+def test_what_may_be_lost_with_the_power_waits_for_no_disk(
+    store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While gigabytes are on their way to the disk, each fsync would take seconds."""
+
+    def refuse(_: int) -> None:
+        raise AssertionError("fsync")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    fleeting = store.without_sync()
+    fleeting.write("new/x/a", b"1")
+    fleeting.write("new/x/a", b"2")
+    fleeting.create("new/x/b", b"1")
+    with pytest.raises(ObjectExistsError):
+        fleeting.create("new/x/b", b"2")
+    fleeting.delete("new/x/b")
+    assert store.read("new/x/a") == b"2"
+    assert [path.name for path in (tmp_path / "new/x").iterdir()] == ["a"]
+    with pytest.raises(AssertionError, match="fsync"):
+        store.write("new/x/a", b"3")
+
+
 def test_temporary_files_are_hidden(store: LocalStore, tmp_path: Path) -> None:
     store.write("a/b", b"1")
     (tmp_path / "a/.tmp-x").write_bytes(b"")

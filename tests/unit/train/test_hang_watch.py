@@ -143,3 +143,14 @@ def test_a_host_that_cannot_be_watched_trains_on(
     whereabouts.enter(Phase.DATA, step=1)
     hangs.beat()
     hangs.close()
+
+
+def test_what_a_rank_had_entered_when_its_silence_began_is_kept_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "flight_recorder", lambda: '{"entries": []}')
+    hangs, whereabouts = watch(ALONE)
+    whereabouts.enter(Phase.REDUCE, step=7)
+    assert hangs.trace is None
+    hangs._entered()
+    assert hangs.trace == '{"entries": []}'
+    whereabouts.enter(Phase.UPDATE, step=7)
+    assert hangs.trace is None, "that silence was no hang"

@@ -40,6 +40,21 @@ def test_a_new_folder_is_fine_and_so_is_the_same_config_again(store: Store) -> N
     check_run_folder(store, of(store), task=Squares())
 
 
+def test_a_config_that_is_there_is_not_written_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store_config(store, of(store))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "write", refuse)
+        store_config(store, of(store))
+        with pytest.raises(AssertionError):
+            store_config(store, of(store, seed=3))
+    store_config(store, of(store, seed=3))
+    assert b"seed: 3" in store.read("config.yaml")
+
+
 def test_a_config_that_changes_the_answer_is_refused_by_key(store: Store) -> None:
     store_config(store, of(store))
     store.write("checkpoints/step-000000001/manifest.json", b"{}")

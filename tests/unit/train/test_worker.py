@@ -1,17 +1,22 @@
 """What a worker tells its launcher of the step that it has reached."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.load import load
-from elastictrain.errors import EXIT_BUG, EXIT_STOPPED
+from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.events import Failure
 from elastictrain.fault.meaning import Meaning
 from elastictrain.fault.reasons import Reason, read_reasons
+from elastictrain.fault.watchdog import LostPeer, Overdue
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import Identity, Launcher
+from elastictrain.train.bringup import Met
 from elastictrain.train.build import Built
 from elastictrain.train.leaving import Reached
 from elastictrain.train.worker import Worker
@@ -59,3 +64,36 @@ def test_who_is_stopped_where_nothing_can_be_saved_has_reached_nothing(worker: W
     # Compiling takes too long: the watchdog ends it, and the launcher would wait for a step that nobody has.
     worker._report(Meaning(EXIT_STOPPED, "asked to stop", show_stack=True), stack="", heard={})
     assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_STOPPED, "forward", 0)
+
+
+def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for it before they start again."""
+    recorded: list[Failure] = []
+    journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
+    # Without a way to close it, a store, or a board that is asked for more than this.
+    board = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, fall=lambda: None)
+    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board))
+
+    def left(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", left)
+    monkeypatch.setattr(worker, "_limit_the_end", lambda _: None)
+    with pytest.raises(SystemExit, match="71"):
+        worker._end_overdue(Overdue(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stacks=False))
+    assert told(tmp_path).exit_code == EXIT_TRANSPORT
+    (failure,) = recorded
+    assert failure.error.startswith("rank 0 of this host is gone")
+    assert (failure.phase, failure.step, failure.flight_recorder) == ("forward", 9, None)
+
+
+@pytest.mark.parametrize(("backend", "noticed"), [("nccl", False), ("gloo", True)])
+def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(
+    backend: str, noticed: bool, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert worker._lost_peer() is None
+    worker._backend = backend
+    worker._link = cast(KeeperLink, SimpleNamespace(lost=(0, 5.0)))
+    assert worker._lost_peer() == LostPeer("rank 0 of this host", 5.0, noticed=noticed)

@@ -1,7 +1,7 @@
 import json
 
 from elastictrain.checkpoint.keeper.desk import Station
-from elastictrain.checkpoint.keeper.flush import choose_flush, still_there, whole_here
+from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, still_there, whole_here
 from elastictrain.checkpoint.keeper.meeting import begin_key
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.memory.inventory import Held
@@ -26,13 +26,15 @@ def store(*, committed: int | None = None, incarnations: tuple[str, ...] = ("000
     return FakeStore(objects)
 
 
-def chosen(fake: FakeStore, station: Station, *found: Held, limit_s: float = 0.0) -> list[tuple[int, int, str]]:
+def chosen(
+    fake: FakeStore, station: Station, *found: Held, limit_s: float = 0.0, done: tuple[int, ...] = ()
+) -> list[tuple[int, int, str]]:
     told = choose_flush(
         fake,
         station,
         found,
-        limit_s=limit_s,
-        storage_limit_s=3.0,
+        done=done,
+        limits=FlushLimits(leader_s=limit_s, storage_s=3.0),
         needed_no_more=lambda: False,
         clock=iter(range(99)).__next__,
         sleep=lambda _: None,

@@ -155,6 +155,7 @@ def test_a_step_that_was_written_and_not_committed_has_failed_when_its_keeper_is
         keeper.say({"op": "released", "step": 30, "done": False})
         keeper.say({"op": "seen", "slot": 0, "step": 30})
         until(lambda: not link.needs(0, 30))
+        link.announce(0, 32, durable=False)
         keeper.hang_up()
         until(lambda: keeper.ops().count("hello") == 2 and link._welcomed)
         assert link.take_failures() == [], "the same keeper"
@@ -200,6 +201,25 @@ def test_a_keeper_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
         assert len(mute.connections) <= 12
         assert events == []
     mute.end()
+
+
+def test_what_is_to_be_sent_while_there_is_no_keeper_has_failed(folder: Path) -> None:
+    """Nobody would ever say that it is over, and no other step would be sent."""
+    link = KeeperLink(str(folder), FACTS, {"op": "hello"}, starts=True, record=lambda _: None)
+    link.send(5)
+    assert link.sending() == (False, True)
+
+
+def test_a_run_that_ends_without_its_keeper_leaves_nothing_in_memory(folder: Path) -> None:
+    """It was killed a moment before."""
+    keeper = FakeKeeper(folder)
+    with linked(folder, starts=True) as (link, _):
+        link.wait(5)
+        keeper.end()
+        (folder / "own-r00000-s0").write_bytes(b"x")
+        link.pid = 0
+        link.finish(1.0)
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 def test_a_refusal_is_final(folder: Path) -> None:

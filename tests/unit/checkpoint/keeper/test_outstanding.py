@@ -55,11 +55,39 @@ def test_a_successor_finds_what_is_in_the_slots_and_nothing_else() -> None:
     books = Outstanding()
     for slot, step in enumerate((10, 20)):
         books.announce(slot, step, durable=True, now_s=0.0)
-    books.released(10, done=False)
+    for slot, step in enumerate((10, 20)):
+        books.seen(slot, step)
+        books.released(step, done=False)
+    books.announce(0, 30, durable=False, now_s=0.0)
     books.succeed("killed")
     assert books.take_failures() == [SaveFailure(10, "killed")]
-    assert books.needs(1, 20)
+    assert books.needs(1, 20), "its slot is not written to before the successor has looked at it"
     assert books.overdue(now_s=99.0, limit_s=1.0) == 20
+
+
+def test_what_was_being_overwritten_when_a_successor_came_has_failed() -> None:
+    books = Outstanding()
+    books.announce(1, 20, durable=True, now_s=0.0)
+    books.seen(1, 20)
+    books.released(20, done=False)
+    books.succeed("killed")
+    assert books.take_failures() == []
+    books.announce(1, 30, durable=False, now_s=0.0)
+    assert books.take_failures() == [SaveFailure(20, "killed")]
+    assert books.overdue(now_s=99.0, limit_s=1.0) is None
+
+
+def test_what_became_of_a_step_is_told_once_however_often_it_is_heard() -> None:
+    books = Outstanding()
+    for _ in range(2):
+        books.announce(0, 10, durable=True, now_s=0.0)
+        for _ in range(3):
+            books.failed(SaveFailure(10, "full"))
+        assert books.take_failures() == [SaveFailure(10, "full")]
+    books.announce(0, 10, durable=True, now_s=0.0)
+    for _ in range(3):
+        books.saved(Saved(10, "c", 5))
+    assert books.take_saved() == [Saved(10, "c", 5)]
 
 
 def test_a_save_settles_what_came_before_it() -> None:

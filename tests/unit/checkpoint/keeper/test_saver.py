@@ -1,3 +1,4 @@
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper import saver as module
 from elastictrain.checkpoint.keeper.facts import RunFacts, load_facts, store_facts
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
-from elastictrain.checkpoint.keeper.saver import Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.saver import Refusal, Reports, SaveJob, Saver
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
@@ -255,6 +256,105 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
     assert (heard.failed, other.failed) == ([(5, "the disk is on fire")], [])
     assert heard.saved == [(5, "step-000000005")]
     assert manifest_of(store, 5).world_size == 2
+
+
+def test_a_failed_attempt_that_could_not_be_cleared_does_not_spoil_the_next_one(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage was away."""
+    here, there = two_hosts(tmp_path)
+    write = Saver._write
+
+    def broken(saver: Saver, job: SaveJob, folder: str) -> object:
+        if not job.leader:
+            raise StorageError("disk full")
+        return write(saver, job, folder)
+
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
+        with monkeypatch.context() as patched:
+            patched.setattr(Saver, "_write", broken)
+            patched.setattr(Hosts, "clear", lambda _: None)
+            second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+            first.begin(job_of(here, 5, world_size=2))
+            until(lambda: heard.failed and not second.busy)
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        first.begin(job_of(here, 5, world_size=2))
+    assert heard.failed == [(5, "the host of rank 1 could not save: disk full")]
+    assert (heard.saved, other.written) == ([(5, "step-000000005")], [5])
+
+
+def test_a_host_does_not_wait_for_a_step_that_the_first_one_is_past(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_hosts(tmp_path)
+
+    def away(_: Store) -> Listing:
+        raise StorageError("503")
+
+    began = time.monotonic()
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "list_checkpoints", away)
+            first.begin(job_of(here, 5, world_size=2, limit_s=60.0))
+            until(lambda: heard.failed)
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False, limit_s=60.0))
+        first.begin(job_of(here, 6, world_size=2, index=1, limit_s=60.0))
+        second.begin(job_of(there, 6, ranks=(1,), world_size=2, leader=False, index=1, limit_s=60.0))
+    assert heard.saved == [(6, "step-000000006")]
+    assert other.failed == [(5, "the host of rank 0 is past step 5")]
+    assert time.monotonic() - began < 10
+
+
+def test_a_host_that_fails_before_it_writes_says_so(memory: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+
+    def away(_: Store) -> Listing:
+        raise StorageError("503")
+
+    monkeypatch.setattr(module, "list_checkpoints", away)
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2, leader=False))
+    assert heard.failed == [(5, "503")]
+    assert any(name.startswith("failed-00001-") for name in pending(store))
+
+
+def test_who_has_done_its_part_in_an_attempt_does_not_take_it_back(memory: Path, store: Store) -> None:
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2, leader=False))
+        saver.begin(Refusal("000001-aa", 5, 1, "its slot cannot be read", Patience(0.3)))
+    assert heard.written == [5]
+    assert sorted(name.rpartition("-")[0] for name in pending(store)) == ["", "host-00001"]
+
+
+def test_a_leader_that_was_killed_after_its_commit_leaves_no_word_in_the_store(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = two_hosts(tmp_path)
+    with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, _):
+        with monkeypatch.context() as patched:
+            patched.setattr(Hosts, "clear", lambda _: None)
+            second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+            first.begin(job_of(here, 5, world_size=2))
+            until(lambda: heard.saved and not first.busy)
+        assert pending(store)
+        first.begin(job_of(here, 5, world_size=2))
+    assert len(heard.saved) == 2
+    assert pending(store) == []
+
+
+def test_a_late_failure_leaves_what_was_committed_in_its_folder_meanwhile(memory: Path, store: Store) -> None:
+    """The workers waited no longer for a host that is gone, and have saved the same step by themselves."""
+    with saving(store) as (saver, heard):
+        saver.begin(job_of(memory, 5, world_size=2, limit_s=1.0))
+        until(lambda: heard.written)
+        names = ("000001-aa-r00000-000.safetensors", "000001-aa-r00001-000.safetensors")
+        for name in names:
+            store.write(f"{ROOT}/step-000000005/{name}", b"good")
+        store.write(f"{ROOT}/step-000000005/manifest.json", json.dumps(names).encode())
+    assert len(heard.failed) == 1
+    assert len(list(store.list(f"{ROOT}/step-000000005"))) >= 3
+    assert store.read(f"{ROOT}/step-000000005/000001-aa-r00000-000.safetensors") == b"good"
 
 
 def test_what_is_said_late_of_a_failed_attempt_is_not_heard(store: Store) -> None:

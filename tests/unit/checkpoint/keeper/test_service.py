@@ -1,147 +1,24 @@
-import json
 import logging
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from elastictrain.checkpoint.folders import ROOT, Listing
-from elastictrain.checkpoint.keeper import flush as flushing
 from elastictrain.checkpoint.keeper import patience
 from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.keeper import slow as slowness
 from elastictrain.checkpoint.keeper import workers as listening
-from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.hosts import Hosts
-from elastictrain.checkpoint.keeper.messages import Lines, Message, encode
-from elastictrain.checkpoint.keeper.service import Keeper
+from elastictrain.checkpoint.keeper.meeting import PENDING
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.errors import StorageError, TransientStorageError
+from elastictrain.errors import StorageError
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import Store
-from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, layout_of, put
-
-FACTS = RunFacts("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
-NOBODY = 0
-"""An agent that is no process: a keeper does not wait for it."""
-
-
-class Worker:
-    """What one rank says to its keeper, and hears."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        rank: int = 0,
-        ranks: tuple[int, ...] = (0,),
-        world_size: int | None = None,
-        incarnation: str = "000001-aa",
-        settle: bool = True,
-    ) -> None:
-        """`settle`: wait until the keeper has looked for what this rank had before."""
-        self._lines = Lines()
-        self._waiting: list[Message] = []
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(10)
-        self.socket.connect(str(folder / "keeper.sock"))
-        self.say(
-            op="hello",
-            rank=rank,
-            ranks=list(ranks),
-            world_size=world_size or len(ranks),
-            incarnation=incarnation,
-            agent=NOBODY,
-            address="",
-            port=0,
-        )
-        if settle:
-            self.say(op="snapshot", slot=9, step=0, durable=False)
-            self.hear("seen")
-
-    def say(self, **message: object) -> None:
-        self.socket.sendall(encode(message))  # type: ignore[arg-type]
-
-    def hear(self, op: str) -> Message:
-        while True:
-            for message in self._waiting:
-                if message["op"] == op:
-                    self._waiting.remove(message)
-                    return message
-            data = self.socket.recv(65536)
-            assert data, f"hung up before {op}"
-            self._waiting += list(self._lines.feed(data))
-
-    def bye(self) -> None:
-        self.say(op="bye")
-        self.socket.close()
-
-
-@contextmanager
-def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS) -> Iterator[Keeper]:
-    keeper = Keeper(str(memory), facts, open_store(str(run)))
-    thread = threading.Thread(target=keeper.run, daemon=True)
-    thread.start()
-    yield keeper
-    thread.join(20)
-    assert not thread.is_alive()
-
-
-@pytest.fixture
-def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    # A path of a socket has at most 107 characters.
-    monkeypatch.chdir(tmp_path)
-    Path("memory").mkdir()
-    return Path("memory")
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    (folder / "events").mkdir(parents=True)
-    (folder / "config.yaml").write_text("")
-    for name in ("000001-aa", "000002-bb"):
-        (folder / f"events/{name}-r00000.jsonl").write_text("")
-    return folder
-
-
-def checkpoints(run: Path) -> list[int]:
-    return sorted(int(path.parent.name[5:]) for path in (run / ROOT).glob("*/manifest.json"))
-
-
-def events(run: Path, name: str) -> list[dict[str, object]]:
-    rows = [json.loads(line) for path in sorted((run / "events").glob("*-k*.jsonl")) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["event"] == name]
-
-
-@contextmanager
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Saves wait before their commit until the event is set, or this ends."""
-    go_on = threading.Event()
-    check = saving.check_files
-
-    def wait(*arguments: object, **more: object) -> None:
-        assert go_on.wait(10)
-        check(*arguments, **more)  # type: ignore[arg-type]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(saving, "check_files", wait)
-        yield go_on
-        go_on.set()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, held_up, keeping, until
+from tests.unit.checkpoint.memory.madeslots import facts_of, flip, layout_of, put
 
 
 def test_a_durable_snapshot_is_saved_and_its_slot_released(memory: Path, run: Path) -> None:
@@ -338,79 +215,6 @@ def _no_such_process(pid: int) -> int:
     raise ProcessLookupError(pid)
 
 
-def test_when_all_are_gone_the_newest_whole_step_is_flushed(memory: Path, run: Path) -> None:
-    with keeping(memory, run):
-        worker = Worker(memory)
-        worker.hear("welcome")
-        put(memory, facts_of(5))
-        put(memory, facts_of(6), index=1)
-        worker.socket.close()
-    assert checkpoints(run) == [6]
-    (saved,) = events(run, "checkpoint_saved")
-    assert (saved["step"], saved["reason"]) == (6, "flush")
-
-
-def test_what_is_damaged_is_not_flushed_but_the_step_before_it(memory: Path, run: Path) -> None:
-    with keeping(memory, run):
-        worker = Worker(memory)
-        worker.hear("welcome")
-        put(memory, facts_of(5))
-        flip(memory, put(memory, facts_of(6), index=1))
-        worker.socket.close()
-    assert checkpoints(run) == [5]
-
-
-def test_a_step_of_the_incarnation_before_is_flushed(memory: Path, run: Path) -> None:
-    put(memory, facts_of(5))
-    with keeping(memory, run):
-        worker = Worker(memory, incarnation="000002-bb")
-        worker.hear("welcome")
-        worker.socket.close()
-    assert checkpoints(run) == [5]
-
-
-def test_a_slot_that_its_dying_worker_still_holds_is_waited_for(memory: Path, run: Path) -> None:
-    put(memory, facts_of(5))
-    slot = Slot.make(str(memory / "own-r00000-s0"), size_bytes=layout_of().size_bytes)
-    assert slot.lock(shared=False)
-    with keeping(memory, run):
-        worker = Worker(memory)
-        worker.hear("welcome")
-        worker.socket.close()
-        time.sleep(0.8)
-        slot.close()
-    assert checkpoints(run) == [5]
-
-
-def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(memory: Path, run: Path) -> None:
-    """A host that is not the first waits for that one to begin."""
-    with keeping(memory, run, facts=replace(FACTS, grace_s=30.0)) as keeper:
-        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
-        put(memory, facts_of(5, rank=1, world_size=2))
-        worker.socket.close()
-        until(lambda: keeper._flushing.busy)
-        began = time.monotonic()
-        again = Worker(memory, rank=1, ranks=(1,), world_size=2, incarnation="000002-bb")
-        again.hear("welcome")
-        until(lambda: not keeper._flushing.busy)
-        assert time.monotonic() - began < 5
-        assert (memory / "own-r00001-s0").exists()
-        again.say(op="finish")
-        again.bye()
-    assert checkpoints(run) == []
-
-
-def test_a_flush_of_several_hosts_does_not_wait_long_for_one_that_is_gone(
-    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(patience, "HURRY_S", 0.2)
-    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
-        worker = Worker(memory, world_size=2)
-        put(memory, facts_of(5, world_size=2))
-        worker.socket.close()
-    assert checkpoints(run) == []
-
-
 def test_a_save_that_begins_when_the_group_is_broken_does_not_wait_long_for_other_hosts(
     memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,82 +233,6 @@ def test_a_save_that_begins_when_the_group_is_broken_does_not_wait_long_for_othe
         first.say(op="finish")
         first.bye()
         again.bye()
-
-
-def test_what_is_torn_on_one_host_is_refused_there_and_the_step_before_it_is_flushed(
-    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    here, there = Path("here"), Path("there")
-    for folder in (here, there):
-        folder.mkdir()
-    facts = replace(FACTS, grace_s=4.0, save_timeout_s=600.0)
-    began = time.monotonic()
-    with keeping(here, run, facts=facts), keeping(there, run, facts=facts):
-        first, second = (Worker(folder, rank=rank, ranks=(rank,), world_size=2) for rank, folder in enumerate((here, there)))
-        for rank, folder in enumerate((here, there)):
-            put(folder, facts_of(5, rank=rank, world_size=2))
-        put(here, facts_of(6, world_size=2), index=1)
-        for worker in (first, second):
-            worker.socket.close()
-    assert checkpoints(run) == [5]
-    assert time.monotonic() - began < 9, "nobody waited for what was not there"
-
-
-def test_storage_that_is_away_for_a_moment_does_not_cost_what_is_in_memory(
-    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(flushing, "_STORAGE_PAUSE_S", 0.05)
-    fails = iter([True, True, False, True, False, False, False])
-    listing = flushing.list_checkpoints
-
-    def sometimes(store: Store) -> Listing:
-        if next(fails, False):
-            raise TransientStorageError("503")
-        return listing(store)
-
-    monkeypatch.setattr(flushing, "list_checkpoints", sometimes)
-    monkeypatch.setattr(saving, "list_checkpoints", sometimes)
-    with keeping(memory, run):
-        worker = Worker(memory)
-        put(memory, facts_of(5))
-        put(memory, facts_of(4), index=1)
-        worker.socket.close()
-    assert checkpoints(run) == [5]
-    assert next(fails, None) is None, "a listing of the save itself failed, too"
-    assert "waits for storage: 503" in caplog.text
-
-
-def test_a_slot_that_cannot_be_pinned_holds_no_other_one(memory: Path, run: Path) -> None:
-    """Who comes back could never write to that one."""
-    with keeping(memory, run) as keeper:
-        worker = Worker(memory, ranks=(0, 1))
-        names = [put(memory, facts_of(5, rank=rank, world_size=2)) for rank in range(2)]
-        slots = [
-            Slot.make(f"{memory}/{name}", size_bytes=layout_of(rank, world_size=2).size_bytes)
-            for rank, name in enumerate(names)
-        ]
-        assert slots[1].lock(shared=False)
-        worker.socket.close()
-        until(lambda: keeper._pins._count.get(keeper._pins._slots.get(names[0])))  # type: ignore[arg-type]
-        again = Worker(memory, ranks=(0, 1), incarnation="000002-bb")
-        until(lambda: slots[0].lock(shared=False))
-        again.say(op="finish")
-        again.bye()
-    for slot in slots:
-        slot.close()
-
-
-def test_a_deleted_run_gets_no_checkpoint(memory: Path, run: Path) -> None:
-    with keeping(memory, run):
-        worker = Worker(memory)
-        worker.hear("welcome")
-        put(memory, facts_of(5))
-        for path in sorted(run.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        run.rmdir()
-        worker.socket.close()
-    assert not run.exists()
 
 
 def test_another_incarnation_may_begin_at_an_older_step(memory: Path, run: Path) -> None:
@@ -574,3 +302,149 @@ def test_a_process_past_the_point_of_return_is_known_by_its_flags(
     (tmp_path / "stat").write_text(stat)
     monkeypatch.setattr(listening, "open", lambda path, mode: (tmp_path / Path(path).name).open(mode), raising=False)
     assert listening.is_exiting(7) is exiting
+
+
+def test_a_step_that_some_ranks_lack_is_told_once(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        ranks = (0, 1, 2)
+        workers = [Worker(memory, rank=rank, ranks=ranks) for rank in ranks]
+        for rank in (0, 1):
+            put(memory, facts_of(5, rank=rank, world_size=3, reason="interval"))
+            workers[rank].say(op="snapshot", slot=0, step=5, durable=True)
+            workers[rank].hear("seen")
+        for rank in ranks:
+            put(memory, facts_of(6, rank=rank, world_size=3, reason="interval"), index=1)
+            workers[rank].say(op="snapshot", slot=1, step=6, durable=True)
+        workers[0].hear("saved")
+        told = [message for message in workers[0]._waiting if message["op"] == "failed"]
+        assert told == [{"op": "failed", "step": 5, "error": "a rank has no snapshot of this step"}]
+        workers[0].say(op="finish")
+        for worker in workers:
+            worker.bye()
+
+
+def test_a_successor_takes_the_steps_in_their_order(memory: Path, run: Path) -> None:
+    """Or the older ones would look as if a rank had passed them."""
+    ranks = (0, 1)
+    for rank in ranks:
+        put(memory, facts_of(20, rank=rank, world_size=2, reason="interval"), index=0)
+        put(memory, facts_of(10, rank=rank, world_size=2, reason="interval"), index=1)
+    with keeping(memory, run):
+        workers = [Worker(memory, rank=rank, ranks=ranks) for rank in ranks]
+        assert [workers[0].hear("saved")["step"] for _ in ranks] == [10, 20]
+        assert not [message for message in workers[0]._waiting if message["op"] == "failed"]
+        workers[0].say(op="finish")
+        for worker in workers:
+            worker.bye()
+    assert checkpoints(run) == [10, 20]
+
+
+def test_a_successor_does_not_write_again_what_a_later_save_has_made_needless(memory: Path, run: Path) -> None:
+    facts = replace(FACTS, keep_last=1)
+    for index, step in enumerate((10, 20)):
+        put(memory, facts_of(step, reason="interval"), index=index)
+    with keeping(memory, run, facts=facts):
+        worker = Worker(memory)
+        assert [worker.hear("saved")["step"] for _ in range(2)] == [10, 20]
+        worker.say(op="finish")
+        worker.bye()
+    with keeping(memory, run, facts=facts):
+        worker = Worker(memory)
+        assert [worker.hear("saved")["step"] for _ in range(2)] == [10, 20]
+        worker.say(op="finish")
+        worker.bye()
+    assert [event["step"] for event in events(run, "checkpoint_saved")] == [10, 20]
+    assert checkpoints(run) == [20]
+
+
+def test_words_of_the_past_do_not_count(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        old = Worker(memory)
+        new = Worker(memory, incarnation="000002-bb")
+        put(memory, replace(facts_of(5), incarnation="000002-bb"))
+        old.say(op="finish")
+        old.say(op="replicate", on=False, unpaced=False)
+        assert "no living incarnation" in str(old.hear("refused")["reason"])
+        old.socket.close()
+        new.socket.close()
+    assert checkpoints(run) == [5], "saved, as nobody of this incarnation said that the run is complete"
+
+
+def test_who_comes_again_before_the_end_of_its_old_connection_is_not_lost(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with keeping(memory, run):
+        first, old, again = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in (0, 1, 1))
+        with monkeypatch.context() as patched:
+            patched.setattr(listening.os, "pidfd_open", _no_such_process)
+            old.socket.close()
+            for worker in (first, again):
+                worker.say(op="snapshot", slot=8, step=0, durable=False)
+                worker.hear("seen")
+        assert not [message for message in first._waiting if message["op"] == "lost"]
+        first.say(op="finish")
+        first.bye()
+        again.bye()
+
+
+def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot would never be free again."""
+    with keeping(memory, run) as keeper:
+        first, second = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2))
+        with monkeypatch.context() as patched:
+            patched.setattr(saving, "check_files", _full)
+            for rank, worker in enumerate((first, second)):
+                put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
+                worker.say(op="snapshot", slot=0, step=5, durable=True)
+            second.hear("failed")
+        first.socket.close()
+        again = Worker(memory, rank=0, ranks=(0, 1))
+        assert again.hear("failed")["error"] == "full"
+        # But not of the attempt before, while it is tried again.
+        with held_up(monkeypatch):
+            for rank, worker in enumerate((again, second)):
+                put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"), index=1)
+                worker.say(op="snapshot", slot=1, step=5, durable=True)
+            until(lambda: keeper._saver.under_way)
+            second.socket.close()
+            third = Worker(memory, rank=1, ranks=(0, 1))
+            assert not [message for message in third._waiting if message["op"] == "failed"]
+        assert again.hear("saved")["step"] == 5
+        again.say(op="finish")
+        again.bye()
+        third.bye()
+
+
+def _full(*_: object, **__: object) -> None:
+    raise StorageError("full")
+
+
+def test_a_host_takes_part_in_the_second_attempt_at_a_step(memory: Path, run: Path) -> None:
+    """The first one failed elsewhere, after this host had done its part."""
+    store = open_store(str(run))
+    with keeping(memory, run):
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        for slot in range(2):
+            leader = Hosts(store, "000001-aa", 5, first_rank=0)
+            leader.begin(lambda: "step-000000005")
+            put(memory, facts_of(5, rank=1, world_size=2, reason="stop"), index=slot)
+            worker.say(op="snapshot", slot=slot, step=5, durable=True)
+            worker.hear("released")
+            until(lambda: any(f"host-00001-{leader.attempt}" in info.key for info in store.list(PENDING)))  # noqa: B023
+            leader.clear()
+        worker.say(op="finish")
+        worker.bye()
+
+
+def test_a_host_that_gives_a_step_up_says_so(memory: Path, run: Path) -> None:
+    """The first one would wait for it until its limit."""
+    store = open_store(str(run))
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+    with keeping(memory, run):
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        flip(memory, put(memory, facts_of(5, rank=1, world_size=2, reason="interval")), at=60)
+        worker.say(op="snapshot", slot=0, step=5, durable=True)
+        worker.hear("failed")
+        until(lambda: any("failed-00001-" in info.key for info in store.list(PENDING)))
+        worker.say(op="finish")
+        worker.bye()

@@ -1,4 +1,5 @@
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,9 @@ from elastictrain.launch.membership.kept import KeptObjects
 from elastictrain.launch.membership.objects import Objects
 from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.registry import Registry
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.store import ObjectInfo
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import end, entry, generation
@@ -51,6 +54,24 @@ def test_all_hosts_have_the_same_secret(store: Objects) -> None:
     assert len(token) >= 16
     assert Registry(store).token() == token
     assert Registry(FakeStore()).token() != token
+
+
+def test_generations_outlast_a_loss_of_power_and_nothing_else_waits_for_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=1)))
+    registry = Registry(store, fleeting=store.without_sync())
+
+    def refuse(_: int) -> None:
+        raise AssertionError("fsync")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    registry.write_entry(entry("a"))
+    registry.write_end(end("a", EndKind.DONE))
+    with pytest.raises(AssertionError, match="fsync"):
+        registry.create(generation(1))
+    assert registry.entries() == [entry("a")]
+    assert set(registry.ends(end("a", EndKind.DONE).generation)) == {"a"}
 
 
 def test_lines_are_replaced_and_forgotten(store: Objects) -> None:

@@ -1,0 +1,250 @@
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from elastictrain.checkpoint.folders import Listing
+from elastictrain.checkpoint.keeper import flush as flushing
+from elastictrain.checkpoint.keeper import flushing as module
+from elastictrain.checkpoint.keeper import lifetime, patience
+from elastictrain.checkpoint.keeper import saver as saving
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, StorageError, StorageFullError, TransientStorageError
+from elastictrain.storage.store import Store
+from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, keeping, until
+from tests.unit.checkpoint.memory.madeslots import facts_of, flip, layout_of, put
+
+
+def test_when_all_are_gone_the_newest_whole_step_is_flushed(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        put(memory, facts_of(5))
+        put(memory, facts_of(6), index=1)
+        worker.socket.close()
+    assert checkpoints(run) == [6]
+    (saved,) = events(run, "checkpoint_saved")
+    assert (saved["step"], saved["reason"]) == (6, "flush")
+
+
+def test_what_is_damaged_is_not_flushed_but_the_step_before_it(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        put(memory, facts_of(5))
+        flip(memory, put(memory, facts_of(6), index=1))
+        worker.socket.close()
+    assert checkpoints(run) == [5]
+
+
+def test_a_step_of_the_incarnation_before_is_flushed(memory: Path, run: Path) -> None:
+    put(memory, facts_of(5))
+    with keeping(memory, run):
+        worker = Worker(memory, incarnation="000002-bb")
+        worker.hear("welcome")
+        worker.socket.close()
+    assert checkpoints(run) == [5]
+
+
+def test_a_slot_that_its_dying_worker_still_holds_is_waited_for(memory: Path, run: Path) -> None:
+    put(memory, facts_of(5))
+    slot = Slot.make(str(memory / "own-r00000-s0"), size_bytes=layout_of().size_bytes)
+    assert slot.lock(shared=False)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        worker.socket.close()
+        time.sleep(0.8)
+        slot.close()
+    assert checkpoints(run) == [5]
+
+
+def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(memory: Path, run: Path) -> None:
+    """A host that is not the first waits for that one to begin."""
+    with keeping(memory, run, facts=replace(FACTS, grace_s=30.0)) as keeper:
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        put(memory, facts_of(5, rank=1, world_size=2))
+        worker.socket.close()
+        until(lambda: keeper._flushing.busy)
+        began = time.monotonic()
+        again = Worker(memory, rank=1, ranks=(1,), world_size=2, incarnation="000002-bb")
+        again.hear("welcome")
+        until(lambda: not keeper._flushing.busy)
+        assert time.monotonic() - began < 5
+        assert (memory / "own-r00001-s0").exists()
+        again.say(op="finish")
+        again.bye()
+    assert checkpoints(run) == []
+
+
+def test_a_flush_of_several_hosts_does_not_wait_long_for_one_that_is_gone(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patience, "HURRY_S", 0.2)
+    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
+        worker = Worker(memory, world_size=2)
+        put(memory, facts_of(5, world_size=2))
+        worker.socket.close()
+    assert checkpoints(run) == []
+
+
+def test_what_is_torn_on_one_host_is_refused_there_and_the_step_before_it_is_flushed(
+    tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, there = Path("here"), Path("there")
+    for folder in (here, there):
+        folder.mkdir()
+    facts = replace(FACTS, grace_s=4.0, save_timeout_s=600.0)
+    began = time.monotonic()
+    with keeping(here, run, facts=facts), keeping(there, run, facts=facts):
+        first, second = (Worker(folder, rank=rank, ranks=(rank,), world_size=2) for rank, folder in enumerate((here, there)))
+        for rank, folder in enumerate((here, there)):
+            put(folder, facts_of(5, rank=rank, world_size=2))
+        put(here, facts_of(6, world_size=2), index=1)
+        for worker in (first, second):
+            worker.socket.close()
+    assert checkpoints(run) == [5]
+    assert time.monotonic() - began < 9, "nobody waited for what was not there"
+
+
+def test_storage_that_is_away_for_a_moment_does_not_cost_what_is_in_memory(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(flushing, "_STORAGE_PAUSE_S", 0.05)
+    fails = iter([True, True, False, True, False, False, False])
+    listing = flushing.list_checkpoints
+
+    def sometimes(store: Store) -> Listing:
+        if next(fails, False):
+            raise TransientStorageError("503")
+        return listing(store)
+
+    monkeypatch.setattr(flushing, "list_checkpoints", sometimes)
+    monkeypatch.setattr(saving, "list_checkpoints", sometimes)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        put(memory, facts_of(4), index=1)
+        worker.socket.close()
+    assert checkpoints(run) == [5]
+    assert next(fails, None) is None, "a listing of the save itself failed, too"
+    assert "waits for storage: 503" in caplog.text
+
+
+def test_a_slot_that_cannot_be_pinned_holds_no_other_one(memory: Path, run: Path) -> None:
+    """Who comes back could never write to that one."""
+    with keeping(memory, run) as keeper:
+        worker = Worker(memory, ranks=(0, 1))
+        names = [put(memory, facts_of(5, rank=rank, world_size=2)) for rank in range(2)]
+        slots = [
+            Slot.make(f"{memory}/{name}", size_bytes=layout_of(rank, world_size=2).size_bytes)
+            for rank, name in enumerate(names)
+        ]
+        assert slots[1].lock(shared=False)
+        worker.socket.close()
+        until(lambda: keeper._pins._count.get(keeper._pins._slots.get(names[0])))  # type: ignore[arg-type]
+        again = Worker(memory, ranks=(0, 1), incarnation="000002-bb")
+        until(lambda: slots[0].lock(shared=False))
+        again.say(op="finish")
+        again.bye()
+    for slot in slots:
+        slot.close()
+
+
+def test_a_deleted_run_gets_no_checkpoint(memory: Path, run: Path) -> None:
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        put(memory, facts_of(5))
+        for path in sorted(run.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        run.rmdir()
+        worker.socket.close()
+    assert not run.exists()
+
+
+def test_a_host_does_not_take_back_what_it_has_said(tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its part of step 12 is written; the first host still writes its own. An older whole step is in another slot."""
+    monkeypatch.chdir(tmp_path)
+    here, there = Path("here"), Path("there")
+    for rank, folder in enumerate((here, there)):
+        folder.mkdir()
+        for index, step in enumerate((10, 12)):
+            put(folder, facts_of(step, rank=rank, world_size=2), index=index)
+    write = saving.Saver._write
+
+    def slowly(saver: saving.Saver, job: saving.SaveJob, folder: str) -> object:
+        time.sleep(1.5 if job.leader else 0.0)
+        return write(saver, job, folder)
+
+    monkeypatch.setattr(saving.Saver, "_write", slowly)
+    facts = replace(FACTS, grace_s=10.0)
+    began = time.monotonic()
+    with keeping(here, run, facts=facts), keeping(there, run, facts=facts):
+        for rank, folder in enumerate((here, there)):
+            Worker(folder, rank=rank, ranks=(rank,), world_size=2).socket.close()
+    assert checkpoints(run) == [12]
+    assert time.monotonic() - began < 8, "who has done its part leaves when it is committed"
+
+
+def test_a_keeper_that_nobody_came_to_saves_what_it_finds(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before it was killed, and the worker that started this one, too, before it could speak."""
+    monkeypatch.setattr(lifetime, "ALONE_S", 0.3)
+    put(memory, facts_of(5))
+    with keeping(memory, run):
+        pass
+    assert checkpoints(run) == [5]
+
+
+@pytest.mark.parametrize("error", [StorageFullError("no space left"), AccessDeniedError("the token has expired")])
+def test_what_a_person_can_mend_is_waited_for(
+    error: StorageError, memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, refused = saving.write_file, []
+
+    def full(*arguments: object, **more: object) -> object:
+        if len(refused) < 3:
+            refused.append(1)
+            raise error
+        return write(*arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "write_file", full)
+    monkeypatch.setattr(module, "AGAIN_S", 0.05)
+    put(memory, facts_of(5))
+    put(memory, facts_of(4), index=1)
+    with keeping(memory, run):
+        Worker(memory).socket.close()
+    assert checkpoints(run) == [5]
+
+
+def test_a_run_whose_folder_cannot_be_seen_is_taken_to_be_there() -> None:
+    class Away:
+        def stat(self, key: str) -> None:
+            raise ObjectNotFoundError(key)
+
+        def list(self, _: str) -> None:
+            raise TransientStorageError("503")
+
+    assert flushing.still_there(cast(Store, Away()))
+
+
+def test_who_is_at_the_door_when_the_last_look_ends_is_let_in(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    came: list[Worker] = []
+
+    def late(*_: object, **__: object) -> tuple[()]:
+        if not came:
+            came.append(Worker(memory, incarnation="000002-bb", settle=False))
+        return ()
+
+    monkeypatch.setattr(module, "choose_flush", late)
+    put(memory, facts_of(5))
+    with keeping(memory, run):
+        Worker(memory).socket.close()
+        until(lambda: came)
+        came[0].hear("welcome")
+        assert (memory / "own-r00000-s0").exists()
+        came[0].say(op="finish")
+        came[0].bye()
