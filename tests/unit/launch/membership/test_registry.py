@@ -69,7 +69,7 @@ def test_generations_outlast_a_loss_of_power_and_nothing_else_waits_for_a_disk(
     registry.write_entry(entry("a"))
     registry.write_end(end("a", EndKind.DONE))
     with pytest.raises(AssertionError, match="fsync"):
-        registry.create(generation(1))
+        registry.create(generation(1, "a"))
     assert registry.entries() == [entry("a")]
     assert set(registry.ends(end("a", EndKind.DONE).generation)) == {"a"}
 
