@@ -61,6 +61,7 @@ class SnapshotSaving:
         self._owed_since_s = 0.0
         self._wait = SaveWait(parts, link, clock=clock)
         self._num_started = 0
+        self._none_had = False
         self._dropped_old = False
         self._fallback: SynchronousSaving | None = None
 
@@ -79,7 +80,7 @@ class SnapshotSaving:
         if self._fallback is not None:
             return (False,) * self.num_notes
         due = self._owed is not None or (self._every_steps > 0 and (step + 1) % self._every_steps <= 1)
-        status = self._snapshots.status(due=due)
+        status = self._snapshots.status(due=due, none_had=self._none_had)
         failed, saved = self._take_news()
         busy, torn = [one.busy for one in status], [one.torn for one in status]
         return (*busy, *torn, failed, saved, bool(self._trouble()), *self._link.sending())
@@ -111,6 +112,7 @@ class SnapshotSaving:
         if self._owed is None and not (self._every_steps and step % self._every_steps == 0):
             return
         place = self._book.choose(protected=self._rounds.protected if self._rounds is not None else ())
+        self._none_had = place is None
         if place is None:
             return
         self._begin(place, step, self._owed or "")
@@ -144,7 +146,7 @@ class SnapshotSaving:
             if found.place is None:
                 break
             parts.whereabouts.enter(Phase.SAVE, step=step)
-            self._begin(found.place, step, reason)
+            self._begin(found.place, step, reason, awaited=True)
             self._snapshots.before_update()
             self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
             verdict = self._outcome(step)
@@ -179,9 +181,9 @@ class SnapshotSaving:
         if wanted is not None:
             self._link.send(wanted)
 
-    def _begin(self, place: int, step: int, reason: str) -> None:
+    def _begin(self, place: int, step: int, reason: str, *, awaited: bool = False) -> None:
         parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}
-        self._snapshots.begin(place, step, reason=reason, parts=parts)
+        self._snapshots.begin(place, step, reason=reason, parts=parts, awaited=awaited)
         self._book.started(place, step)
         self._num_started += 1
 
@@ -214,7 +216,7 @@ class SnapshotSaving:
         # The step that is whole on two hosts stays as long as another slot can be had.
         safe = (self._rounds.safe,) if self._rounds is not None else ()
         while True:
-            status = self._snapshots.status(due=True)
+            status = self._snapshots.status(due=True, none_had=self._none_had)
             cannot = bool(self._unusable()) or self._clock() > deadline
             own: list[JsonValue] = [[one.busy for one in status], [one.torn for one in status], cannot, self._parts.left_s()]
             busy, torn = [False] * len(self._slots), [False] * len(self._slots)
@@ -230,6 +232,7 @@ class SnapshotSaving:
             self._book.hear(step, busy=busy, torn=torn)
             place = self._book.choose(protected=safe)
             place = self._book.choose() if place is None else place
+            self._none_had = place is None
             if place is not None:
                 return _Found(place)
             if out_of_time:

@@ -42,6 +42,7 @@ class _Taking:
     slot: Slot
     step: int
     reason: str
+    awaited: bool
     stall_s: float
     outcome: Copied | BaseException | None = None
     state: Mapping[str, JsonValue] | None = None
@@ -102,17 +103,19 @@ class Snapshots:
             if step in self._spared:
                 self._let_go(place)
 
-    def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
+    def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
         """Of each slot. A slot that is not busy is locked for this rank, and stays so through the next call at least: what is
         said with one step is acted upon in the next.
 
-        `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had.
+        `due`: whether a snapshot may come soon; only then the newest one is given up, if nothing else can be had. `none_had`:
+        the group has found no slot. A copy that fails on one rank leaves it another newest than the others: each would keep
+        what the others offer, and all of them would wait for ever.
         """
         newest = max((step for step in self._steps if step is not None), default=None)
         protected = self._steps.index(newest) if newest is not None else -1
         free = [place != protected and self._seize(place) for place in range(len(self._steps))]
         if protected >= 0:
-            if due and not any(free):
+            if due and (none_had or not any(free)):
                 free[protected] = self._seize(protected)
             elif not self._told_free[protected]:
                 self._let_go(protected)
@@ -123,14 +126,17 @@ class Snapshots:
                 for place, step in enumerate(self._steps)
             )
 
-    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor]) -> None:
-        """Take a snapshot of `parts` into a slot that is not busy. Its counters follow by `deliver`."""
+    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
+        """Take a snapshot of `parts` into a slot that is not busy. Its counters follow by `deliver`.
+
+        `awaited`: all ranks `wait` for it, and so hear from each other if it fails.
+        """
         began = self._clock()
         slot = self._arena.slot(place)
         assert slot is not None  # noqa: S101
         assert slot.locked  # noqa: S101
         slot.begin()
-        taking = _Taking(place, slot, step, reason, 0.0)
+        taking = _Taking(place, slot, step, reason, awaited, 0.0)
         with self._changed:
             self._steps[place] = None
             self._taking[place] = taking
@@ -277,6 +283,9 @@ class Snapshots:
             )
 
     def _forget(self, taking: _Taking) -> None:
+        if taking.reason and not taking.awaited:
+            # The keeper finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
+            self._link.announce(self._index(taking.place), taking.step, durable=True)
         with self._changed:
             del self._taking[taking.place]
             self._changed.notify_all()

@@ -53,6 +53,7 @@ class FakeSnapshots:
     slots: int
     busy: bool = False
     began: list[tuple[int, int, str]] = field(default_factory=list)
+    none_had: list[bool] = field(default_factory=list)
     let_go_of: int = 0
     breaks: str = ""
     copying: Callable[[float], None] = lambda timeout_s: None
@@ -60,10 +61,11 @@ class FakeSnapshots:
 
     spared: list[tuple[int | None, ...]] = field(default_factory=list)
 
-    def status(self, *, due: bool) -> tuple[SlotStatus, ...]:
+    def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
+        self.none_had.append(none_had)
         return tuple(SlotStatus(busy=self.busy, torn=False) for _ in range(self.slots))
 
-    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor]) -> None:
+    def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
         self.began.append((place, step, reason))
 
     def deliver(self, step: int, state: object) -> None: ...
@@ -207,6 +209,8 @@ def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> Non
     one.step(6)
     one.step(7)
     assert one.snapshots.began == [(0, 6, "interval")]
+    # Ranks that each keep another slot back are told that the group has found none.
+    assert one.snapshots.none_had == [False, True, True, False]
 
 
 def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None:

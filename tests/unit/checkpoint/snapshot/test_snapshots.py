@@ -53,13 +53,13 @@ class Taken:
     events: list[Event]
     flushed: list[int]
 
-    def take(self, place: int, step: int, *, reason: str = "") -> dict[str, Tensor]:
+    def take(self, place: int, step: int, *, reason: str = "", awaited: bool = False) -> dict[str, Tensor]:
         parts = {
             "a": torch.full((5, 40), float(step)),
             "b": torch.tensor(step),
             "c": torch.arange(70, dtype=torch.float32) + step,
         }
-        self.snapshots.begin(place, step, reason=reason, parts=parts)
+        self.snapshots.begin(place, step, reason=reason, parts=parts, awaited=awaited)
         return parts
 
     def finish(self, step: int) -> None:
@@ -245,6 +245,22 @@ def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, mon
         monkeypatch.undo()
         taken.take(0, 6)
         taken.finish(6)
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_the_keeper_hears_of_a_durable_copy_that_fails_unless_all_ranks_do(
+    awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the slots of the other ranks until this one has its part, or none: then it finds nothing whole."""
+    with taking(tmp_path) as taken:
+        busy(taken)
+        monkeypatch.setattr(taken.copier, "_copy_on_host", lambda *_: 1 / 0)
+        taken.take(0, 5, reason="interval", awaited=awaited)
+        taken.snapshots.before_update()
+        with pytest.raises(CheckpointError, match="could not be copied"):
+            taken.finish(5)
+        assert taken.link.announced == ([] if awaited else [(0, 5, True)])
+        assert Slot.open(f"{tmp_path}/own-r00000-s0").facts is None
 
 
 @pytest.mark.parametrize("ends", [True, False])
