@@ -60,7 +60,7 @@ class SnapshotSaving:
         self._owed: SaveReason | None = None
         self._owed_since_s = 0.0
         self._wait = SaveWait(parts, link, clock=clock)
-        self._num_started = 0
+        self._first_begun: int | None = None
         self._none_had = False
         self._dropped_old = False
         self._fallback: SynchronousSaving | None = None
@@ -117,8 +117,10 @@ class SnapshotSaving:
             return
         self._begin(place, step, self._owed or "")
         self._owed = None
-        if not self._dropped_old and self._num_started > 2:
-            # Before a third snapshot begins, one of this incarnation is whole on all ranks: older ones are of no use.
+        # What has just begun is not whole, so this lies in another slot.
+        whole = self._book.newest_whole()
+        if not self._dropped_old and whole is not None and self._first_begun is not None and whole >= self._first_begun:
+            # One of this incarnation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
             self._link.tell({"op": "old", "slots": sum(1 << slot for slot in self._slots)})
 
@@ -185,7 +187,7 @@ class SnapshotSaving:
         parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}
         self._snapshots.begin(place, step, reason=reason, parts=parts, awaited=awaited)
         self._book.started(place, step)
-        self._num_started += 1
+        self._first_begun = step if self._first_begun is None else self._first_begun
 
     def _trouble(self) -> str:
         """Why this rank can take no snapshots; empty if it can."""

@@ -52,6 +52,9 @@ class FakeSnapshots:
 
     slots: int
     busy: bool = False
+    slow: bool = False
+    """Copies do not end."""
+
     began: list[tuple[int, int, str]] = field(default_factory=list)
     none_had: list[bool] = field(default_factory=list)
     let_go_of: int = 0
@@ -63,7 +66,8 @@ class FakeSnapshots:
 
     def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
         self.none_had.append(none_had)
-        return tuple(SlotStatus(busy=self.busy, torn=False) for _ in range(self.slots))
+        copied = {place for place, *_ in self.began} if self.slow else set()
+        return tuple(SlotStatus(busy=self.busy or place in copied, torn=place in copied) for place in range(self.slots))
 
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
         self.began.append((place, step, reason))
@@ -156,7 +160,14 @@ class Stage:
         self.saving.before_update()
 
 
-def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0, replicates: bool = False) -> Stage:
+def stage(
+    *,
+    slots: int = 2,
+    every_steps: int = 2,
+    save_timeout_s: float = 100.0,
+    replicates: bool = False,
+    steps: list[int | None] | None = None,
+) -> Stage:
     snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(replicates=replicates), FakeCheckpointer()
     said: list[str] = []
     events: list[Event] = []
@@ -182,7 +193,7 @@ def stage(*, slots: int = 2, every_steps: int = 2, save_timeout_s: float = 100.0
         cast(Snapshots, snapshots),
         cast(KeeperLink, link),
         slots=range(slots),
-        steps=[None] * slots,
+        steps=steps or [None] * slots,
         every_steps=every_steps,
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
@@ -197,6 +208,33 @@ def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
     assert one.snapshots.began == [(0, 2, ""), (1, 4, ""), (0, 5, "interval"), (1, 6, ""), (0, 8, "")]
     assert one.link.told == [{"op": "old", "slots": 3}]
     assert (one.said, one.checkpointer.saved, one.saving.needs_settled) == ([], [], False)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_older_snapshots_stay_until_a_new_one_is_whole_and_stays(slots: int) -> None:
+    """A run that is killed in its first copies goes on from them."""
+    one = stage(slots=slots, every_steps=1)
+    one.snapshots.slow = True
+    for step in range(1, 8):
+        one.step(step)
+    assert (len(one.snapshots.began), one.link.told) == (slots, [])
+    one.snapshots.slow = False
+    for step in range(8, 12):
+        one.step(step)
+    # Where there is one slot, nothing is whole while a copy goes on.
+    assert one.link.told == ([{"op": "old", "slots": 2**slots - 1}] if slots > 1 else [])
+
+
+def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
+    one = stage(slots=3, every_steps=1, steps=[10, None, None])
+    one.snapshots.slow = True
+    for step in range(11, 16):
+        one.step(step)
+    assert (one.snapshots.began, one.link.told) == ([(1, 11, ""), (2, 12, "")], [])
+    one.snapshots.slow = False
+    one.step(16)
+    assert one.snapshots.began[2:] == [(0, 16, "")]
+    assert one.link.told == [{"op": "old", "slots": 7}]
 
 
 def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> None:
