@@ -176,6 +176,7 @@ class NoSaving:
 
     num_notes = 0
     needs_settled = False
+    owes = False
 
     def first_step_done(self) -> None: ...
 

@@ -142,7 +142,7 @@ class Loop:
             # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
             agreed = self._settle(pending) if pending else carried
             pending, carried = started, Agreed()
-            following = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=agreed.save)
+            following = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=agreed.save or saving.owes)
             early = not following.leave and not saving.needs_settled
             if early:
                 self._save(step, following)

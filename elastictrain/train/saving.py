@@ -29,6 +29,10 @@ class Saving(Protocol):
     def needs_settled(self) -> bool:
         """Whether a step has to be settled before it can be saved."""
 
+    @property
+    def owes(self) -> bool:
+        """Whether a save that was due before has to follow the next step that is settled; the same on all ranks."""
+
     def first_step_done(self) -> None:
         """Start-up is over."""
 
@@ -87,6 +91,7 @@ class SynchronousSaving:
 
     num_notes = 0
     needs_settled = True
+    owes = False
 
     def __init__(self, parts: SavingParts) -> None:
         self._parts = parts

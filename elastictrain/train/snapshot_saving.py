@@ -59,6 +59,10 @@ class SnapshotSaving:
         self._failed = FailedSaves(parts.max_failed_saves)
         self._owed: SaveReason | None = None
         self._owed_since_s = 0.0
+        self._durable_step = -1
+        """The newest that was to become durable."""
+
+        self._durable_reason: SaveReason | None = None
         self._wait = SaveWait(parts, link, clock=clock)
         self._first_begun: int | None = None
         self._none_had = False
@@ -67,11 +71,15 @@ class SnapshotSaving:
 
     @property
     def num_notes(self) -> int:
-        return 2 * len(self._slots) + 5
+        return 2 * len(self._slots) + 6
 
     @property
     def needs_settled(self) -> bool:
         return self._fallback is not None
+
+    @property
+    def owes(self) -> bool:
+        return self._fallback is not None and self._owed is not None
 
     def first_step_done(self) -> None:
         self._snapshots.make_room()
@@ -82,15 +90,16 @@ class SnapshotSaving:
         due = self._owed is not None or (self._every_steps > 0 and (step + 1) % self._every_steps <= 1)
         status = self._snapshots.status(due=due, none_had=self._none_had)
         failed, saved = self._take_news()
+        unsaved = self._parts.rank == 0 and self._durable_step > self._wait.saved_step
         busy, torn = [one.busy for one in status], [one.torn for one in status]
-        return (*busy, *torn, failed, saved, bool(self._trouble()), *self._link.sending())
+        return (*busy, *torn, failed, saved, unsaved, bool(self._trouble()), *self._link.sending())
 
     def hear(self, step: int, notes: Sequence[bool]) -> None:
         if self._fallback is not None:
             return
         count = len(self._slots)
         self._book.hear(step, busy=notes[:count], torn=notes[count : 2 * count])
-        failed, saved, unusable, sending, sending_failed = notes[2 * count :]
+        failed, saved, unsaved, unusable, sending, sending_failed = notes[2 * count :]
         if self._rounds is not None:
             self._rounds.hear(step, sending=sending, failed=sending_failed)
         if saved:
@@ -99,10 +108,14 @@ class SnapshotSaving:
             self._failed = self._failed.failed()
             self._failed.check(CheckpointError("the log of rank 0 tells it"))
         if unusable:
+            if unsaved or self._durable_step >= step:
+                # What was on its way, or has begun since, may never arrive.
+                self._owed = self._owed or self._durable_reason
             self._fall_back()
 
     def snapshot(self, step: int, *, reason: SaveReason | None) -> None:
         if self._fallback is not None:
+            reason, self._owed = self._owed or reason, None
             self._fallback.snapshot(step, reason=reason)
             return
         self._replicate(step)
@@ -115,7 +128,7 @@ class SnapshotSaving:
         self._none_had = place is None
         if place is None:
             return
-        self._begin(place, step, self._owed or "")
+        self._begin(place, step, self._owed)
         self._owed = None
         # What has just begun is not whole, so this lies in another slot.
         whole = self._book.newest_whole()
@@ -183,9 +196,11 @@ class SnapshotSaving:
         if wanted is not None:
             self._link.send(wanted)
 
-    def _begin(self, place: int, step: int, reason: str, *, awaited: bool = False) -> None:
+    def _begin(self, place: int, step: int, reason: SaveReason | None, *, awaited: bool = False) -> None:
         parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}
-        self._snapshots.begin(place, step, reason=reason, parts=parts, awaited=awaited)
+        self._snapshots.begin(place, step, reason=reason or "", parts=parts, awaited=awaited)
+        if reason is not None:
+            self._durable_step, self._durable_reason = step, reason
         self._book.started(place, step)
         self._first_begun = step if self._first_begun is None else self._first_begun
 

@@ -247,6 +247,14 @@ def test_a_store_that_fails_is_asked_again_when_the_minutes_have_passed_and_not_
     assert world.saved == [(14, "end")]
 
 
+def test_a_save_that_is_owed_follows_the_next_step_when_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(config(steps=9, save_every=0))
+    monkeypatch.setattr(SynchronousSaving, "owes", property(lambda self: world.launched[-1] >= 5 and not world.saved))
+    world.train()
+    assert world.saved == [(5, "time"), (9, "end")]
+    assert world.flushed[0] == [1, 2, 3, 4, 5]
+
+
 def test_only_rank_0_records_and_every_rank_saves() -> None:
     world = World(config(steps=4, save_every=2, eval_every=2), rank=1)
     world.train()

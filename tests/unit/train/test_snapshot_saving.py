@@ -264,8 +264,40 @@ def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None
     reason = "no slot was free for 100 s"
     assert one.said == [f"no more snapshots in host memory ({reason}): checkpoints are written while training waits"]
     assert one.snapshots.let_go_of == 1
-    one.step(7, reason=INTERVAL)
-    assert (one.checkpointer.saved, one.snapshots.began) == ([7], [])
+    assert (one.checkpointer.saved, one.snapshots.began) == ([6], [])
+    assert not one.saving.owes
+    one.step(7)
+    one.step(8, reason=INTERVAL)
+    assert (one.checkpointer.saved, one.snapshots.began) == ([6, 8], [])
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_save_that_goes_down_with_the_keeper_is_owed(saved: bool, failed: bool) -> None:
+    one = stage(every_steps=0)
+    one.step(4, reason=INTERVAL)
+    one.step(5)
+    assert one.snapshots.began == [(0, 4, "interval")]
+    one.link.saved = [Saved(4, "step-4", 8)] if saved else []
+    one.link.failures = [SaveFailure(4, "gone")] if failed and not saved else []
+    one.unusable[0] = "gone"
+    one.saving.hear(6, one.saving.notes(6))
+    assert (one.saving.needs_settled, one.saving.owes) == (True, not saved)
+    one.saving.snapshot(6, reason=None)
+    one.saving.snapshot(7, reason=None)
+    assert one.checkpointer.saved == ([] if saved else [6])
+
+
+def test_a_save_that_began_after_trouble_was_noted_is_owed() -> None:
+    one = stage(every_steps=0)
+    one.step(3)
+    one.unusable[0] = "gone"
+    notes = one.saving.notes(4)
+    # What was said when step 4 began is heard when it is settled, and then its snapshot has begun already.
+    one.saving.snapshot(4, reason=INTERVAL)
+    one.saving.hear(4, notes)
+    one.saving.snapshot(5, reason=None)
+    assert (one.snapshots.began, one.checkpointer.saved) == ([(0, 4, "interval")], [5])
 
 
 def test_a_keeper_that_is_gone_for_good_does_not_end_saving() -> None:
