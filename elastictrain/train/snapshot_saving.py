@@ -57,6 +57,10 @@ class SnapshotSaving:
         self._book = SlotBook(steps)
         self._rounds = Rounds() if link.replicates else None
         self._failed = FailedSaves(parts.max_failed_saves)
+        self._told_in_a_row = 0
+        self._unheard = 0
+        """Failures that rank 0 has told a person, but not the other ranks: one flag a step has room for one."""
+
         self._owed: SaveReason | None = None
         self._owed_since_s = 0.0
         self._durable_step = -1
@@ -217,14 +221,24 @@ class SnapshotSaving:
             return False, False
         for saying in sayings:
             self._parts.say(saying)
-        in_a_row = self._failed.in_a_row
         self._wait.note(saved)
-        if saved:
-            in_a_row = 0
-        for failure in failures:
-            in_a_row += 1
-            tell_failure(self._parts, failure.step, error=failure.error, in_a_row=in_a_row)
-        return bool(failures), bool(saved)
+        saved_step = max((one.step for one in saved), default=-1)
+        # What is newer than a success came after it: then the others hear of both, of the success first.
+        for failure in sorted(failures, key=lambda one: one.step):
+            if failure.step > saved_step >= 0:
+                self._succeeded()
+                saved_step = -1
+            self._told_in_a_row += 1
+            self._unheard += 1
+            tell_failure(self._parts, failure.step, error=failure.error, in_a_row=self._told_in_a_row)
+        if saved_step >= 0:
+            self._succeeded()
+        failed = self._unheard > 0
+        self._unheard -= failed
+        return failed, bool(saved)
+
+    def _succeeded(self) -> None:
+        self._told_in_a_row = self._unheard = 0
 
     def _wait_for_slot(self) -> _Found:
         """The slot for a snapshot that cannot be put off. Collective: yes."""

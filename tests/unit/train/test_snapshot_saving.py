@@ -1,5 +1,6 @@
 """Saving through snapshots with everything around it made up: what it does when something does not work."""
 
+import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast
@@ -167,6 +168,7 @@ def stage(
     save_timeout_s: float = 100.0,
     replicates: bool = False,
     steps: list[int | None] | None = None,
+    max_failed_saves: int = 2,
 ) -> Stage:
     snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(replicates=replicates), FakeCheckpointer()
     said: list[str] = []
@@ -179,7 +181,7 @@ def stage(
         global_batch=8,
         group=None,
         rank=0,
-        max_failed_saves=2,
+        max_failed_saves=max_failed_saves,
         save_timeout_s=save_timeout_s,
         finish_timeout_s=1.0,
         left_s=lambda: left[0],
@@ -326,6 +328,47 @@ def test_saves_that_fail_are_told_and_too_many_in_a_row_end_the_run() -> None:
     counts = [(event.step, event.in_a_row) for event in one.events if isinstance(event, CheckpointFailed)]
     assert counts == [(2, 1), (4, 1), (5, 2)]
     assert one.said[-1] == "step 5: checkpoint failed (2 in a row): the disk is full"
+
+
+def test_failures_of_one_step_count_one_by_one() -> None:
+    one = stage()
+    one.link.failures = [SaveFailure(2, "full"), SaveFailure(3, "full")]
+    # As the loop does it: what was said when a step began is heard when the next one has.
+    said = [one.saving.notes(4), one.saving.notes(5)]
+    one.saving.hear(4, said[0])
+    with pytest.raises(SavesFailingError, match="2 checkpoints in a row"):
+        one.saving.hear(5, said[1])
+    assert [event.in_a_row for event in one.events if isinstance(event, CheckpointFailed)] == [1, 2]
+
+
+def test_a_success_ends_the_row_of_what_failed_before_it() -> None:
+    one = stage()
+    one.link.failures, one.link.saved = [SaveFailure(2, "full")], [Saved(3, "step-3", 8)]
+    one.step(4)
+    one.link.failures = [SaveFailure(5, "full")]
+    one.step(6)
+    assert [event.in_a_row for event in one.events if isinstance(event, CheckpointFailed)] == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_person_is_told_is_what_the_ranks_count(seed: int) -> None:
+    chance = random.Random(seed)
+    one = stage(every_steps=0, max_failed_saves=10**6)
+    said = one.saving.notes(0)
+    for step in range(1, 40):
+        for of in range(10 * step, 10 * step + (chance.choice([0, 0, 1, 1, 2, 3]) if step < 30 else 0)):
+            if chance.random() < 0.3:
+                one.link.saved.append(Saved(of, "", 8))
+            else:
+                one.link.failures.append(SaveFailure(of, "full"))
+        notes = one.saving.notes(step)
+        one.saving.hear(step - 1, said)
+        said = notes
+    fates = [(event.step, event.in_a_row) for event in one.events if isinstance(event, CheckpointFailed)]
+    saved_step = one.saving._wait.saved_step
+    after = [in_a_row for step, in_a_row in fates if step > saved_step]
+    assert after == list(range(1, len(after) + 1))
+    assert one.saving._failed.in_a_row == len(after)
 
 
 def test_what_the_keeper_wants_to_be_told_is_told() -> None:
