@@ -3,17 +3,24 @@
 import json
 import logging
 import re
+from collections.abc import Sequence
 
 from elastictrain.errors import StorageError
 from elastictrain.preflight.history import STARTS, Findings
 from elastictrain.preflight.policy import Ended
-from elastictrain.storage.store import Store
+from elastictrain.storage.store import ObjectInfo, Store
 
 logger = logging.getLogger(__name__)
 
 _LOG = re.compile(r"events/(\d+-\w+)-r(\d+)(?:\.part-\d+)?\.jsonl")
 _READ_AT_MOST = 64
 """Records of the last incarnation: in a large group those of the first ranks tell enough."""
+
+_READ_BYTES = 256 << 10
+"""Of each log: its last record names the whereabouts of all ranks, and a long run's log is long."""
+
+_START_AMONG = 8
+"""A log in a bucket grows by objects; the start of a run is in one of the first."""
 
 
 class PastStarts:
@@ -24,17 +31,19 @@ class PastStarts:
         self._incarnation = incarnation
 
     def ended(self) -> tuple[list[Ended], int]:
-        """How the ranks of the last incarnation said that they ended, and how many of them there were."""
+        """How the ranks of the last incarnation said that they ended, and how many of them there were: of the first ones only,
+        where there were many. One that was killed at once may have left no log."""
         try:
             starts = self._starts()
             logs = starts[max(starts)] if starts else {}
             first = dict(sorted(logs.items())[:_READ_AT_MOST])
-            # A log in a bucket grows by objects; the last one has the last word.
-            words = [last_word(self._store.read(keys[-1]), rank=rank) for rank, keys in first.items()]
+            # The last object of a log has the last word.
+            words = [last_word(self._end_of(objects[-1]), rank=rank) for rank, objects in first.items()]
+            world_size = self._world_size(logs.get(0, [])) or len(first)
         except StorageError as error:
             logger.warning("how the last incarnation ended cannot be read: %s", error)
             return [], 1
-        return [word for word in words if word is not None], len(first)
+        return [word for word in words if word is not None], min(world_size, _READ_AT_MOST)
 
     def findings(self) -> list[Findings]:
         """Of each earlier preflight of the hosts, the newest last."""
@@ -42,19 +51,29 @@ class PastStarts:
         try:
             for _, logs in sorted(self._starts().items())[-STARTS:]:
                 # A preflight is among the first that happens.
-                found += findings_in(self._store.read(logs[0][0])) if 0 in logs else []
+                found += findings_in(self._store.read(logs[0][0].key, end=_READ_BYTES)) if 0 in logs else []
         except StorageError as error:
             logger.warning("what earlier starts found cannot be read: %s", error)
         return found
 
-    def _starts(self) -> dict[str, dict[int, list[str]]]:
-        """By incarnation and rank: the keys of its log, in their order."""
-        starts: dict[str, dict[int, list[str]]] = {}
-        for key in sorted(info.key for info in self._store.list("events")):
-            match = _LOG.fullmatch(key)
+    def _starts(self) -> dict[str, dict[int, list[ObjectInfo]]]:
+        """By incarnation and rank: the objects of its log, in their order."""
+        starts: dict[str, dict[int, list[ObjectInfo]]] = {}
+        for info in sorted(self._store.list("events"), key=lambda info: info.key):
+            match = _LOG.fullmatch(info.key)
             if match is not None and match[1] != self._incarnation:
-                starts.setdefault(match[1], {}).setdefault(int(match[2]), []).append(key)
+                starts.setdefault(match[1], {}).setdefault(int(match[2]), []).append(info)
         return starts
+
+    def _end_of(self, log: ObjectInfo) -> bytes:
+        return self._store.read(log.key, start=max(0, log.size_bytes - _READ_BYTES))
+
+    def _world_size(self, logs: Sequence[ObjectInfo]) -> int | None:
+        """As rank 0 wrote it into its log when all had come up; None if they had not."""
+        for log in logs[:_START_AMONG]:
+            if (found := world_size_in(self._store.read(log.key, end=_READ_BYTES))) is not None:
+                return found
+        return None
 
 
 def last_word(data: bytes, *, rank: int) -> Ended | None:
@@ -68,6 +87,20 @@ def last_word(data: bytes, *, rank: int) -> Ended | None:
         return None
     code = row.get("exit_code")
     return Ended(rank, code) if isinstance(code, int) else None
+
+
+def world_size_in(data: bytes) -> int | None:
+    """Of the group whose start is among these records."""
+    for line in data.splitlines():
+        if b'"start"' not in line:
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and row.get("event") == "start" and isinstance(row.get("world_size"), int):
+            return int(row["world_size"])
+    return None
 
 
 def findings_in(data: bytes) -> list[Findings]:

@@ -30,9 +30,10 @@ from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.past_starts import findings_in, last_word
+from elastictrain.train.past_starts import PastStarts, findings_in, last_word, world_size_in
 from elastictrain.train.preflight import BUS_KEY, LINKS_KEY, RunPreflight
 from elastictrain.train.preflight_options import group_options, link_options
+from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import verdict
 from tests.unit.train.test_loop import config
 
@@ -198,6 +199,57 @@ def test_an_unfit_host_leaves(make: Make) -> None:
 )
 def test_the_last_word_of_a_rank(data: bytes, ended: Ended | None) -> None:
     assert last_word(data, rank=3) == ended
+
+
+def test_the_world_size_is_in_the_start_among_other_records() -> None:
+    rows = [
+        '{"event": "preflight", "reason": "start"}',
+        '{"event": "start"',
+        '{"event": "start", "world_size": "3"}',
+        '{"event": "start", "world_size": 3}',
+    ]
+    assert [world_size_in("\n".join(rows[:count]).encode()) for count in range(5)] == [None, None, None, None, 3]
+
+
+def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Make) -> None:
+    """Where a log is sent now and then, one that is killed at once leaves none."""
+    for rank in range(2):
+        start = b'{"event": "start", "world_size": 3}\n' if rank == 0 else b""
+        store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
+        store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", start + b'{"event": "failure", "exit_code": 71}\n')
+    assert PastStarts(store, incarnation="000007-cc").ended() == ([Ended(0, 71), Ended(1, 71)], 3)
+    preflight, _, _ = make(restart="1")
+    assert preflight.chosen.level is Level.QUICK
+
+
+def test_of_a_long_log_its_ends_are_read() -> None:
+    store = FakeStore()
+    steps = b'{"event": "step"}\n' * 200_000
+    start, end = b'{"event": "start", "world_size": 1}\n', b'{"event": "failure", "exit_code": 71}\n'
+    finding = b'{"event": "preflight", "stage": "hosts", "findings": [{"check": "mtu"}]}\n'
+    store.write("events/000006-bb-r00000.jsonl", start + finding + steps + end)
+    num_read: list[int] = []
+    read = store.read
+
+    def counted(key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        data = read(key, start=start, end=end)
+        num_read.append(len(data))
+        return data
+
+    store.read = counted  # type: ignore[method-assign]
+    past = PastStarts(store, incarnation="000007-cc")
+    assert past.ended() == ([Ended(0, 71)], 1)
+    assert past.findings() == [[{"check": "mtu"}]]
+    assert sum(num_read) < 1 << 20
+
+
+def test_a_large_group_is_known_by_its_first_ranks() -> None:
+    store = FakeStore()
+    for rank in range(100):
+        start = b'{"event": "start", "world_size": 100}\n' if rank == 0 else b""
+        store.write(f"events/000006-bb-r{rank:05d}.jsonl", start + b'{"event": "failure", "exit_code": 71}\n')
+    ended, world_size = PastStarts(store, incarnation="000007-cc").ended()
+    assert (ended, world_size) == ([Ended(rank, 71) for rank in range(64)], 64)
 
 
 def test_findings_among_other_records() -> None:
