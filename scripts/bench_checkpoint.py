@@ -148,7 +148,7 @@ class Interleaving:
         for number in itertools.count():
             self.training.step()
             # All say so, or one has no patience left: then its first save says what is wrong.
-            ready = ready or not all(saving.notes(0)[: (saving.num_notes - 3) // 2])
+            ready = ready or not all(saving.notes(0)[: (saving.num_notes - 6) // 2])
             told = gather_json([ready, time.monotonic() > deadline], group=self.bench.group)
             if number >= 2 * QUIET_STEPS and (all(row[0] for row in told) or any(row[1] for row in told)):
                 return

@@ -134,12 +134,18 @@ class SnapshotSaving:
             return
         self._begin(place, step, self._owed)
         self._owed = None
-        # What has just begun is not whole, so this lies in another slot.
-        whole = self._book.newest_whole()
-        if not self._dropped_old and whole is not None and self._first_begun is not None and whole >= self._first_begun:
+        # What has just begun is not whole, so these lie in another slot.
+        if not self._dropped_old and self._is_ours(self._book.newest_whole()):
+            if self._rounds is not None and not self._is_ours(self._rounds.safe):
+                # What older incarnations left on other hosts is what there is if this host is lost.
+                return
             # One of this incarnation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
             self._link.tell({"op": "old", "slots": sum(1 << slot for slot in self._slots)})
+
+    def _is_ours(self, step: int | None) -> bool:
+        """Whether it is a step of which this incarnation has begun a snapshot."""
+        return step is not None and self._first_begun is not None and step >= self._first_begun
 
     def settled(self, step: int) -> None:
         now_s = self._clock()

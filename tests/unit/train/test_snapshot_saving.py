@@ -239,6 +239,18 @@ def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
     assert one.link.told == [{"op": "old", "slots": 7}]
 
 
+def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
+    """With them go the replicas of the older ones, which are what there is when a host is lost."""
+    one = stage(slots=3, every_steps=1, replicates=True)
+    for step in range(1, 8):
+        one.step(step)
+    assert (one.link.sent, one.link.told) == ([1], [])
+    one.link.sends = (False, False)
+    for step in range(8, 10):
+        one.step(step)
+    assert one.link.told == [{"op": "old", "slots": 7}]
+
+
 def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> None:
     one = stage(every_steps=0)
     one.snapshots.busy = True
