@@ -6,7 +6,7 @@ import platform
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from elastictrain.checkpoint.save_errors import save_error
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
-from elastictrain.checkpoint.walk import Walk, offer_from_bytes
+from elastictrain.checkpoint.walk import Offer, Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import ConfigError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
@@ -152,7 +152,7 @@ class Checkpointer:
     ) -> RestoreResult | None:
         """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start, with nothing changed.
 
-        It comes from the memory of hosts if that has a step which is at least as new as any in storage.
+        It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
 
         Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
         Collective: yes.
@@ -169,35 +169,59 @@ class Checkpointer:
             clock=self._clock,
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
-        if recall is not None and (recalled := self._restore_from_memory(recall, walk, loader)) is not None:
-            return recalled
+        if recall is not None:
+            self._look(recall)
         while True:
-            offer = offer_from_bytes(from_first(lambda: walk.offer().to_bytes(), group=self._group))
-            if not offer.folder:
+            best = None if recall is None else recall.newest()
+            offer = self._offer(walk, best)
+            chosen = time.monotonic()
+            if offer.in_memory:
+                assert recall is not None  # noqa: S101
+                assert best is not None  # noqa: S101
+                restored = self._try_memory(recall, best, loader, verify_first=offer.verify_first)
+            elif offer.folder:
+                restored = self._try_folder(walk, offer, loader)
+            else:
                 self._note_origin(step=0, parent="")
                 return None
-            chosen = time.monotonic()
-            folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
-            manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"))
-            verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder)
-            if isinstance(verdict, Failed):
-                raise revive({"type": verdict.error, "message": verdict.message})
-            if isinstance(verdict, Reject):
-                if self._rank == 0:
-                    walk.reject(verdict)
-                continue
+            if restored is not None:
+                return replace(restored, seconds={"choose": chosen - begin, "read": time.monotonic() - chosen})
+
+    def _look(self, recall: Recall) -> None:
+        """What hosts hold of this run. Collective: yes."""
+        recall.look()
+        if recall.newest() is not None:
+            # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
+            recall.keep(json.loads(from_first(lambda: json.dumps(list_incarnations(self._store)).encode(), group=self._group)))
+
+    def _offer(self, walk: Walk, best: SnapshotSet | None) -> Offer:
+        """What to try next; asked again after each rejection. Collective: yes."""
+        memory_step = None if best is None else best.step
+        return offer_from_bytes(from_first(lambda: walk.offer(memory_step=memory_step).to_bytes(), group=self._group))
+
+    def _try_folder(self, walk: Walk, offer: Offer, loader: Loader) -> RestoreResult | None:
+        """Load from storage; None if it is damaged. Collective: yes."""
+        folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
+        manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"))
+        verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder, verify_first=offer.verify_first)
+        if isinstance(verdict, Failed):
+            raise revive({"type": verdict.error, "message": verdict.message})
+        if isinstance(verdict, Reject):
             if self._rank == 0:
-                walk.accepted(offer.folder)
-            self._note_origin(step=manifest.step, parent=manifest.incarnation)
-            return RestoreResult(
-                step=manifest.step,
-                checkpoint=offer.folder,
-                state=manifest.state,
-                config_digest=manifest.config_digest,
-                world_size=manifest.world_size,
-                bytes=verdict.bytes_read,
-                seconds={"choose": chosen - begin, "read": time.monotonic() - chosen},
-            )
+                walk.reject(verdict)
+            return None
+        if self._rank == 0:
+            walk.accepted(offer.folder)
+        self._note_origin(step=manifest.step, parent=manifest.incarnation)
+        return RestoreResult(
+            step=manifest.step,
+            checkpoint=offer.folder,
+            state=manifest.state,
+            config_digest=manifest.config_digest,
+            world_size=manifest.world_size,
+            bytes=verdict.bytes_read,
+            seconds={},
+        )
 
     def _note_origin(self, *, step: int, parent: str) -> None:
         """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
@@ -211,48 +235,39 @@ class Checkpointer:
 
         from_first(write, group=self._group)
 
-    def _restore_from_memory(self, recall: Recall, walk: Walk, loader: Loader) -> RestoreResult | None:
-        """The newest step in memory, if storage has none that is newer. What is damaged is passed over. Collective: yes."""
-        begin = time.monotonic()
-        recall.look()
-        if recall.newest() is None:
+    def _try_memory(self, recall: Recall, chosen: SnapshotSet, loader: Loader, *, verify_first: bool) -> RestoreResult | None:
+        """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
+        opened = recall.open(chosen)
+        if not isinstance(opened, Recalled):
+            self._pass_over(recall, chosen, opened, "it cannot be opened")
             return None
-        # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
-        recall.keep(json.loads(from_first(lambda: json.dumps(list_incarnations(self._store)).encode(), group=self._group)))
-        stored_step = int(from_first(lambda: str(walk.newest_step()).encode(), group=self._group))
-        while (chosen := recall.newest()) is not None and chosen.step >= stored_step:
-            opened = recall.open(chosen)
-            if not isinstance(opened, Recalled):
-                self._pass_over(recall, chosen, opened, "it cannot be opened")
-                continue
-            read = time.monotonic()
-            try:
-                folder, name = Folder(opened.source, ""), f"snapshot of step {chosen.step}"
-                # Without a checkpoint in storage a fresh start may follow, and needs tensors that nothing has touched.
-                verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name, verify_first=stored_step < 0)
-            finally:
-                opened.source.close()
-            if isinstance(verdict, Accepted):
-                self._note_origin(step=chosen.step, parent=chosen.incarnation)
-                return RestoreResult(
-                    step=chosen.step,
-                    checkpoint=name,
-                    state=chosen.state,
-                    config_digest=chosen.config_digest,
-                    world_size=chosen.world_size,
-                    bytes=verdict.bytes_read,
-                    seconds={"choose": read - begin, "read": time.monotonic() - read},
-                    tier=recall.tier(opened),
-                )
-            if isinstance(verdict, Failed):
-                if verdict.error == ConfigError.__name__:
-                    raise revive({"type": verdict.error, "message": verdict.message})
-                for sources in chosen.sources:
-                    self._pass_over(recall, chosen, sources[0], verdict.message)
-                continue
-            rank = rank_of_file(verdict.file, chosen)
-            for sources in chosen.sources if rank is None else (chosen.sources[rank],):
-                self._pass_over(recall, chosen, sources[0], verdict.reason)
+        name = f"snapshot of step {chosen.step}"
+        try:
+            folder = Folder(opened.source, "")
+            verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name, verify_first=verify_first)
+        finally:
+            opened.source.close()
+        if isinstance(verdict, Accepted):
+            self._note_origin(step=chosen.step, parent=chosen.incarnation)
+            return RestoreResult(
+                step=chosen.step,
+                checkpoint=name,
+                state=chosen.state,
+                config_digest=chosen.config_digest,
+                world_size=chosen.world_size,
+                bytes=verdict.bytes_read,
+                seconds={},
+                tier=recall.tier(opened),
+            )
+        if isinstance(verdict, Failed):
+            if verdict.error == ConfigError.__name__:
+                raise revive({"type": verdict.error, "message": verdict.message})
+            for sources in chosen.sources:
+                self._pass_over(recall, chosen, sources[0], verdict.message)
+            return None
+        rank = rank_of_file(verdict.file, chosen)
+        for sources in chosen.sources if rank is None else (chosen.sources[rank],):
+            self._pass_over(recall, chosen, sources[0], verdict.reason)
         return None
 
     def _pass_over(self, recall: Recall, chosen: SnapshotSet, held: Held, reason: str) -> None:
@@ -262,14 +277,13 @@ class Checkpointer:
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
 
     def _load(
-        self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str, verify_first: bool = False
+        self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str, verify_first: bool
     ) -> Accepted | Reject | Failed:
         def verdict_of(votes: list[Vote]) -> Accepted | Reject | Failed:
             return judge(votes, folder=name)
 
         verdict = verdict_of(loader.fit_votes(folder, manifest))
-        if isinstance(verdict, Accepted) and (verify_first or self._options.on_invalid == "fresh"):
-            # A fresh start may follow, and needs tensors that no half-read checkpoint has touched.
+        if isinstance(verdict, Accepted) and verify_first:
             verdict = verdict_of(loader.verify_votes(folder, manifest))
         if isinstance(verdict, Accepted):
             verdict = verdict_of(loader.load_votes(folder, manifest))

@@ -68,6 +68,11 @@ def decide(
     return Refuse(tuple(rejects))
 
 
+def prefers_memory(step: int | None, stored: Resume | FreshStart | Refuse) -> bool:
+    """Whether the best step in host memory is tried before what storage offers: it is as new, or storage has nothing left."""
+    return step is not None and (not isinstance(stored, Resume) or step >= stored.folder.step)
+
+
 def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:
     """Folders newer than the chosen one that were never committed (or lost their manifest)."""
     newer = takewhile(lambda folder: folder.name != chosen, listing.folders)

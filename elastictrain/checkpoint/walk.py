@@ -13,6 +13,7 @@ from elastictrain.checkpoint.choose import (
     Resume,
     decide,
     passed_over,
+    prefers_memory,
     refusal_message,
 )
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of
@@ -30,20 +31,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A folder to try, with the bytes of its manifest; no folder means a fresh start."""
+    """What to try next: the best step in host memory, or a folder with the bytes of its manifest; neither is a fresh start."""
 
-    folder: str
-    manifest: bytes
+    folder: str = ""
+    manifest: bytes = b""
+    in_memory: bool = False
+    verify_first: bool = False
+    """A fresh start may follow, and needs tensors that no half-read state has touched."""
 
     def to_bytes(self) -> bytes:
         """For `exchange.from_first`."""
-        return self.folder.encode() + b"\n" + self.manifest
+        return json.dumps([self.folder, self.in_memory, self.verify_first]).encode() + b"\n" + self.manifest
 
 
 def offer_from_bytes(data: bytes) -> Offer:
     """The inverse of `Offer.to_bytes`."""
-    folder, _, manifest = data.partition(b"\n")
-    return Offer(folder.decode(), manifest)
+    head, _, manifest = data.partition(b"\n")
+    folder, in_memory, verify_first = json.loads(head)
+    return Offer(folder, manifest, in_memory=in_memory, verify_first=verify_first)
 
 
 class Walk:
@@ -68,31 +73,28 @@ class Walk:
         self._listed = False
         self._off_line: frozenset[str] = frozenset()
 
-    def newest_step(self) -> int:
-        """Of the checkpoint that is offered first, unless it is found to be damaged; -1 without one. Reads none of them.
+    def offer(self, *, memory_step: int | None) -> Offer:
+        """The best step in host memory if storage has none that is newer, else the next candidate there whose manifest is valid
+        and whose files are all there, in their sizes.
 
-        Raises: StorageError.
-        """
-        self._list()
-        steps = (folder.step for folder in self._listing.folders if folder.has_manifest and not folder.quarantined)
-        return next(steps, -1)
-
-    def offer(self) -> Offer:
-        """The next candidate whose manifest is valid and whose files are all there, in their sizes.
+        To be asked again after each that was rejected: both may have another one then.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
         self._list()
         while True:
             decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
+            verify_first = self._on_invalid == "fresh" or isinstance(decision, FreshStart)
+            if prefers_memory(memory_step, decision):
+                return Offer(in_memory=True, verify_first=verify_first)
             if isinstance(decision, Refuse):
                 raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
                 self._begin(decision)
-                return Offer("", b"")
+                return Offer()
             found = self._examine(decision)
             if isinstance(found, bytes):
-                return Offer(decision.folder.name, found)
+                return Offer(decision.folder.name, found, verify_first=verify_first)
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:

@@ -1,0 +1,152 @@
+"""Restores from the memory of one host and a store: which of the two is taken, and what damage in either leads to."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
+from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.recall import Recall
+from elastictrain.events import CheckpointRejected
+from tests.unit.checkpoint.fakes import Bench
+from tests.unit.checkpoint.memory.madeslots import RUN, flip
+
+ROWS = 8
+FIRST, SECOND, THIRD = "000001-aa", "000002-bb", "000003-cc"
+
+
+def tensors_of(step: int) -> dict[str, Tensor]:
+    return {"model.w": torch.full((ROWS, 64), float(step))}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    made = Bench()
+    for name in (FIRST, SECOND):
+        made.store.write(f"events/{name}-r00000.jsonl", b"{}\n")
+    return made
+
+
+def save(bench: Bench, *steps: int, incarnation: str = FIRST) -> None:
+    checkpointer = bench.checkpointer(incarnation)
+    for step in steps:
+        checkpointer.save(step, tensors=tensors_of(step), state={"step": step}, reason="step")
+
+
+def damage(bench: Bench, step: int, *, end: str = "safetensors") -> None:
+    key = next(key for key in sorted(bench.store.objects) if f"step-{step:09d}/" in key and key.endswith(end))
+    data = bytearray(bench.store.objects[key])
+    data[-3] ^= 4
+    bench.store.objects[key] = bytes(data)
+
+
+def keep(
+    folder: Path,
+    step: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    incarnation: str = FIRST,
+    kind: str = "own",
+    index: int = 0,
+    digests: bool = True,
+) -> SnapshotFacts:
+    """One rank's share of the rows in a slot, as if it and its keeper were gone."""
+    rows = ROWS // world_size
+    layout = RankLayout((Item("model.w", "float32", (ROWS, 64), (rank * rows, 0), (rows, 64)),), shard_bytes=1 << 20)
+    facts = SnapshotFacts(
+        VERSION, RUN, incarnation, step, world_size, rank, layout.digest, "digest of the config", 12.5, "", {"step": step}
+    )
+    store_layout(str(folder), layout)
+    slot = Slot.make(f"{folder}/{SlotName(kind, rank, index)}", size_bytes=layout.size_bytes)
+    slot.begin()
+    view = memoryview(slot.map)[HEADER_BYTES:]
+    for file, base in zip(layout.template, layout.starts, strict=True):
+        view[base : base + len(file.header)] = file.header
+        for placed in file.items:
+            data = torch.full((rows, 64), float(step)).numpy().tobytes()
+            view[base + placed.start : base + placed.start + len(data)] = data
+    view.release()
+    slot.complete(facts)
+    if digests:
+        store_digests(slot.path, facts, compute_digests(slot, layout, threads=1))
+    slot.close()
+    return facts
+
+
+def recall_of(folder: Path) -> Recall:
+    return Recall(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+
+
+def restored(bench: Bench, recall: Recall | None, **options: object) -> tuple[int, str]:
+    """Step and tier of what a start restores, checked against every tensor; step 0 is a fresh start."""
+    tensors = tensors_of(0)
+    result = bench.checkpointer(THIRD, **options).restore(tensors=tensors, recall=recall)
+    step, tier = (0, "none") if result is None else (result.step, result.tier)
+    assert torch.equal(tensors["model.w"], tensors_of(step)["model.w"])
+    return step, tier
+
+
+def rejected(bench: Bench) -> list[str]:
+    return [event.checkpoint for event in bench.events if isinstance(event, CheckpointRejected)]
+
+
+@pytest.mark.parametrize(
+    ("stored", "kept", "expected"),
+    [
+        ((), (), (0, "none")),
+        ((), (5,), (5, "memory")),
+        ((100,), (), (100, "storage")),
+        ((100,), (90,), (100, "storage")),
+        ((100,), (100,), (100, "memory")),
+        ((100,), (90, 110), (110, "memory")),
+    ],
+)
+def test_the_newest_of_memory_and_storage_is_taken(
+    stored: tuple[int, ...], kept: tuple[int, ...], expected: tuple[int, str], bench: Bench, tmp_path: Path
+) -> None:
+    save(bench, *stored)
+    for index, step in enumerate(kept):
+        keep(tmp_path, step, index=index)
+    assert restored(bench, recall_of(tmp_path)) == expected
+    assert rejected(bench) == []
+
+
+@pytest.mark.parametrize("end", ["safetensors", "manifest.json"])
+def test_memory_is_looked_at_again_when_the_newest_in_storage_is_damaged(bench: Bench, tmp_path: Path, end: str) -> None:
+    save(bench, 100, 400)
+    damage(bench, 400, end=end)
+    keep(tmp_path, 390)
+    assert restored(bench, recall_of(tmp_path)) == (390, "memory")
+    assert rejected(bench) == ["step-000000400"]
+
+
+def test_storage_is_looked_at_again_when_the_newest_in_memory_is_damaged(bench: Bench, tmp_path: Path) -> None:
+    save(bench, 100, 300)
+    for index, step in enumerate((50, 200, 400)):
+        keep(tmp_path, step, index=index)
+    flip(tmp_path, "own-r00000-s2", at=HEADER_BYTES + 1000)
+    damage(bench, 300)
+    assert restored(bench, recall_of(tmp_path)) == (200, "memory")
+    assert rejected(bench) == ["snapshot of step 400", "step-000000300"]
+
+
+def test_memory_is_what_is_left_when_nothing_in_storage_is_valid(bench: Bench, tmp_path: Path) -> None:
+    save(bench, 100)
+    damage(bench, 100)
+    keep(tmp_path, 40)
+    assert restored(bench, recall_of(tmp_path)) == (40, "memory")
+
+
+@pytest.mark.parametrize("on_invalid", ["stop", "fresh"])
+def test_damage_in_memory_alone_leaves_a_fresh_start_untouched(bench: Bench, tmp_path: Path, on_invalid: str) -> None:
+    for rank in range(2):
+        keep(tmp_path, 40, rank=rank, world_size=2)
+    flip(tmp_path, "own-r00001-s0", at=HEADER_BYTES + 1000)
+    assert restored(bench, recall_of(tmp_path), on_invalid=on_invalid) == (0, "none")
