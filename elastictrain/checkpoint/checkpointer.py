@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
 from elastictrain import __version__
-from elastictrain.checkpoint.choose import Reject
+from elastictrain.checkpoint.choose import Reject, Standing
 from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.exchange import from_first, revive
@@ -153,6 +153,7 @@ class Checkpointer:
         """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start, with nothing changed.
 
         It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
+        What is off the line that the run went on with (see `lineage`) counts only where nothing on it is left, in either.
 
         Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
         Collective: yes.
@@ -170,9 +171,9 @@ class Checkpointer:
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
         if recall is not None:
-            self._look(recall)
+            self._look(recall, walk)
         while True:
-            best = None if recall is None else recall.newest()
+            best = None if recall is None else recall.best()
             offer = self._offer(walk, best)
             chosen = time.monotonic()
             if offer.in_memory:
@@ -187,17 +188,29 @@ class Checkpointer:
             if restored is not None:
                 return replace(restored, seconds={"choose": chosen - begin, "read": time.monotonic() - chosen})
 
-    def _look(self, recall: Recall) -> None:
+    def _look(self, recall: Recall, walk: Walk) -> None:
         """What hosts hold of this run. Collective: yes."""
         recall.look()
-        if recall.newest() is not None:
-            # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
-            recall.keep(json.loads(from_first(lambda: json.dumps(list_incarnations(self._store)).encode(), group=self._group)))
+        made = [(one.incarnation, one.step) for one in recall.whole()]
+        if not made:
+            return
+
+        def judge_snapshots() -> bytes:
+            off_line = walk.off_line(made)
+            for incarnation, step in off_line:
+                logger.warning(
+                    "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
+                )
+            return json.dumps([list_incarnations(self._store), off_line]).encode()
+
+        # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
+        incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
+        recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
     def _offer(self, walk: Walk, best: SnapshotSet | None) -> Offer:
         """What to try next; asked again after each rejection. Collective: yes."""
-        memory_step = None if best is None else best.step
-        return offer_from_bytes(from_first(lambda: walk.offer(memory_step=memory_step).to_bytes(), group=self._group))
+        memory = None if best is None else Standing(best.on_line, best.step)
+        return offer_from_bytes(from_first(lambda: walk.offer(memory=memory).to_bytes(), group=self._group))
 
     def _try_folder(self, walk: Walk, offer: Offer, loader: Loader) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""

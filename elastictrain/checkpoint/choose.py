@@ -68,9 +68,19 @@ def decide(
     return Refuse(tuple(rejects))
 
 
-def prefers_memory(step: int | None, stored: Resume | FreshStart | Refuse) -> bool:
-    """Whether the best step in host memory is tried before what storage offers: it is as new, or storage has nothing left."""
-    return step is not None and (not isinstance(stored, Resume) or step >= stored.folder.step)
+@dataclass(frozen=True, slots=True, order=True)
+class Standing:
+    """Of a state that a start may go on from; greater is better."""
+
+    on_line: bool
+    """A part of the history that the run went on with: all else counts only where nothing of it is left."""
+
+    step: int
+
+
+def prefers_memory(memory: Standing | None, stored: Standing | None) -> bool:
+    """Whether the best step in host memory is tried before what storage offers: it is as good, or storage has nothing left."""
+    return memory is not None and (stored is None or memory >= stored)
 
 
 def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:

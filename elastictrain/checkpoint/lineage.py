@@ -83,14 +83,17 @@ class Lineage:
 
     def line_first(self, folders: Iterable[FolderFacts]) -> tuple[tuple[FolderFacts, ...], frozenset[str]]:
         """The folders in their order, those off the line behind all others; and the names of these. Raises: StorageError."""
-        newest = self._newest()
         on_line: list[FolderFacts] = []
         off_line: list[FolderFacts] = []
         for folder in folders:
             name = made_by(folder)
-            there = name is None or is_on_line(name, folder.step, newest=newest, lookup=self._lookup)
+            there = name is None or self.has(name, folder.step)
             (on_line if there else off_line).append(folder)
         return (*on_line, *off_line), frozenset(folder.name for folder in off_line)
+
+    def has(self, incarnation: str, step: int) -> bool:
+        """Whether state of `step` that `incarnation` made is on the line. Raises: StorageError."""
+        return is_on_line(incarnation, step, newest=self._newest(), lookup=self._lookup)
 
     def _newest(self) -> Origin | None:
         # The name begins with the generation: the last one that can be read is the newest.

@@ -2,7 +2,7 @@
 
 import base64
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,6 +75,7 @@ class Recall:
         self._group = group
         self._remote = remote
         self._held: list[Held] = []
+        self._off_line: frozenset[tuple[str, int]] = frozenset()
 
     def look(self) -> None:
         """Find out what all hosts hold. Collective: yes."""
@@ -84,18 +85,23 @@ class Recall:
             found += [held_from_json(one) for one in of_rank] if isinstance(of_rank, list) else []
         self._held = found
 
-    def newest(self) -> SnapshotSet | None:
-        """The newest step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
-        return next(iter(whole_sets(self._held, run=self.run)), None)
+    def best(self) -> SnapshotSet | None:
+        """The best step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
+        return next(iter(self.whole()), None)
+
+    def whole(self) -> tuple[SnapshotSet, ...]:
+        """All steps that are whole, the best one first. Collective: no; the same on all ranks."""
+        return whole_sets(self._held, run=self.run, off_line=self._off_line)
 
     def tier(self, recalled: Recalled) -> str:
         """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
         elsewhere = recalled.replicas or recalled.source.remote_bytes > 0
         return "peer" if any(gather_json(elsewhere, group=self._group)) else "memory"
 
-    def keep(self, incarnations: Collection[str]) -> None:
-        """Snapshots of other incarnations than these count no more."""
+    def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
+        """Snapshots of other incarnations than these count no more; those `off_line`, by incarnation and step, count last."""
         self._held = [one for one in self._held if one.facts.incarnation in incarnations]
+        self._off_line = frozenset(off_line)
 
     def forget(self, held: Held) -> None:
         """A snapshot turned out to be damaged or out of reach: it counts no more."""

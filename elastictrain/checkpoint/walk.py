@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,6 +11,7 @@ from elastictrain.checkpoint.choose import (
     Refuse,
     Reject,
     Resume,
+    Standing,
     decide,
     passed_over,
     prefers_memory,
@@ -71,13 +72,18 @@ class Walk:
         self._rejected: list[Reject] = []
         self._listing = Listing((), begun=False)
         self._listed = False
+        self._lineage = Lineage(store)
         self._off_line: frozenset[str] = frozenset()
 
-    def offer(self, *, memory_step: int | None) -> Offer:
-        """The best step in host memory if storage has none that is newer, else the next candidate there whose manifest is valid
-        and whose files are all there, in their sizes.
+    def off_line(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+        """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
+        return [one for one in made if not self._lineage.has(*one)]
 
-        To be asked again after each that was rejected: both may have another one then.
+    def offer(self, *, memory: Standing | None) -> Offer:
+        """The best step in host memory, or the next candidate in storage if that is better.
+
+        The manifest of a candidate is valid, and its files are all there, in their sizes. To be asked again after each that was
+        rejected: both may have another one then.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
@@ -85,7 +91,7 @@ class Walk:
         while True:
             decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
             verify_first = self._on_invalid == "fresh" or isinstance(decision, FreshStart)
-            if prefers_memory(memory_step, decision):
+            if prefers_memory(memory, self._standing(decision)):
                 return Offer(in_memory=True, verify_first=verify_first)
             if isinstance(decision, Refuse):
                 raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
@@ -117,10 +123,15 @@ class Walk:
             self._tell(tuple(Reject(name, None, reason) for name in sorted(self._off_line)))
         mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
 
+    def _standing(self, decision: Resume | FreshStart | Refuse) -> Standing | None:
+        if not isinstance(decision, Resume):
+            return None
+        return Standing(decision.folder.name not in self._off_line, decision.folder.step)
+
     def _list(self) -> None:
         if not self._listed:
             listing = list_checkpoints(self._store)
-            folders, self._off_line = Lineage(self._store).line_first(listing.folders)
+            folders, self._off_line = self._lineage.line_first(listing.folders)
             self._listing = replace(listing, folders=folders)
             self._listed = True
 

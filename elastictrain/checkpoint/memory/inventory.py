@@ -2,7 +2,7 @@
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
@@ -51,6 +51,8 @@ class SnapshotSet:
     step: int
     world_size: int
     sources: tuple[tuple[Held, ...], ...]
+    on_line: bool = True
+    """Whether the run went on with it, as far as is known."""
 
     @property
     def state(self) -> Mapping[str, JsonValue]:
@@ -63,8 +65,8 @@ class SnapshotSet:
         return self.sources[0][0].facts.config_digest
 
 
-def whole_sets(held: Iterable[Held], *, run: str) -> tuple[SnapshotSet, ...]:
-    """The complete steps in memory, newest first. Pure."""
+def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:
+    """The complete steps in memory, newest first, `off_line` (incarnation and step) behind all others. Pure."""
     found: dict[tuple[int, str, int], dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
     for one in held:
         facts = one.facts
@@ -76,8 +78,8 @@ def whole_sets(held: Iterable[Held], *, run: str) -> tuple[SnapshotSet, ...]:
             sources = tuple(
                 tuple(sorted(ranks[rank], key=lambda one: (one.replica, one.host, one.slot))) for rank in range(world_size)
             )
-            sets.append(SnapshotSet(incarnation, step, world_size, sources))
-    return tuple(sets)
+            sets.append(SnapshotSet(incarnation, step, world_size, sources, on_line=(incarnation, step) not in off_line))
+    return tuple(sorted(sets, key=lambda one: not one.on_line))
 
 
 def slot_names(folder: str) -> list[SlotName]:

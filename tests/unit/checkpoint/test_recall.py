@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
@@ -150,3 +151,32 @@ def test_damage_in_memory_alone_leaves_a_fresh_start_untouched(bench: Bench, tmp
         keep(tmp_path, 40, rank=rank, world_size=2)
     flip(tmp_path, "own-r00001-s0", at=HEADER_BYTES + 1000)
     assert restored(bench, recall_of(tmp_path), on_invalid=on_invalid) == (0, "none")
+
+
+def overtaken(bench: Bench) -> None:
+    """The second generation went on from step 100 of the first, without the host that was frozen with a later one."""
+    save(bench, 100)
+    for origin in (Origin(1, FIRST, 0, ""), Origin(2, SECOND, 100, FIRST)):
+        Lineage(bench.store).write(origin)
+
+
+def test_a_snapshot_that_the_run_went_on_without_counts_last(bench: Bench, tmp_path: Path) -> None:
+    overtaken(bench)
+    save(bench, 150, incarnation=SECOND)
+    keep(tmp_path, 200)
+    keep(tmp_path, 120, incarnation=SECOND, index=1)
+    assert restored(bench, recall_of(tmp_path)) == (150, "storage")
+    damage(bench, 150)
+    assert restored(bench, recall_of(tmp_path)) == (120, "memory")
+    (tmp_path / "own-r00000-s1").unlink()
+    assert restored(bench, recall_of(tmp_path)) == (100, "storage")
+    damage(bench, 100)
+    assert restored(bench, recall_of(tmp_path)) == (200, "memory")
+
+
+def test_a_snapshot_on_the_line_goes_before_a_checkpoint_that_is_not(bench: Bench, tmp_path: Path) -> None:
+    overtaken(bench)
+    save(bench, 180)
+    keep(tmp_path, 120, incarnation=SECOND)
+    keep(tmp_path, 200, index=1)
+    assert restored(bench, recall_of(tmp_path)) == (120, "memory")
