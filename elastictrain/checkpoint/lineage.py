@@ -45,7 +45,7 @@ def is_on_line(incarnation: str, step: int, *, newest: Origin | None, lookup: Lo
     Where no record tells, it is: before the first launcher there were none, and one that is newer than all records has not
     written its own yet, or needs none.
     """
-    if newest is None or (lookup(incarnation) is None and _number(incarnation) > _number(newest.incarnation)):
+    if newest is None or (lookup(incarnation) is None and number_of(incarnation) > number_of(newest.incarnation)):
         return True
     origin, last_step, passed = newest, step, {newest.incarnation}
     while True:
@@ -126,7 +126,7 @@ class Lineage:
         return origin if _is_sound(origin, incarnation) else None
 
 
-def _number(incarnation: str) -> int:
+def number_of(incarnation: str) -> int:
     """Incarnations of a run folder are numbered in the order of their lives; two that met in a race may have the same."""
     digits = incarnation.partition("-")[0]
     return int(digits) if digits.isdecimal() else -1

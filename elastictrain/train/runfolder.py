@@ -11,7 +11,7 @@ from elastictrain.storage.store import Store
 from elastictrain.train.task import HasNeutralOptions, Task
 
 CONFIG_FILE = "config.yaml"
-_EVENTS_FILE = re.compile(r"events/(\d{6,})-")
+_TRACE = re.compile(r"(?:events/|lineage/\d+-)(\d{6,})-")
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
@@ -51,8 +51,11 @@ def store_config(store: Store, config: RunConfig) -> None:
 
 
 def next_incarnation_number(store: Store) -> int:
-    """One more than the largest of the incarnations that left events in the run's folder."""
-    matches = (_EVENTS_FILE.match(info.key) for info in store.list("events"))
+    """One more than the largest of the incarnations that left a trace in the run's folder.
+
+    Events may be stored a while after they happened; where an incarnation went on from is stored at once.
+    """
+    matches = (_TRACE.match(info.key) for folder in ("events", "lineage") for info in store.list(folder))
     return 1 + max((int(match.group(1)) for match in matches if match), default=0)
 
 

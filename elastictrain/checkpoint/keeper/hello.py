@@ -1,9 +1,11 @@
 """How a worker introduces itself to its keeper. Pure."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count, text
+from elastictrain.checkpoint.lineage import number_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,16 @@ class Hello:
 
     port: int
     """To be taken over from a keeper that is gone; 0 for any."""
+
+
+def is_past(incarnation: str, *, present: str, left: Collection[str], connected: bool) -> bool:
+    """Whether a worker of `incarnation` comes too late, where `present` is the one at work.
+
+    Two lives have the same number if the first ended before a trace of it was stored. Then the one that came later is the
+    younger, unless it was `left` before, or workers of the present one are still `connected`.
+    """
+    its, ours = number_of(incarnation), number_of(present)
+    return incarnation != present and (incarnation in left or its < ours or (its == ours and connected))
 
 
 def read_hello(message: Message) -> Hello:

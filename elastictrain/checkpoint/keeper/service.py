@@ -11,7 +11,7 @@ from elastictrain.checkpoint.keeper.desk import Desk
 from elastictrain.checkpoint.keeper.digesting import Digesting
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flushing import Flushing
-from elastictrain.checkpoint.keeper.hello import read_hello
+from elastictrain.checkpoint.keeper.hello import is_past, read_hello
 from elastictrain.checkpoint.keeper.journals import Journals
 from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
@@ -52,6 +52,8 @@ class Keeper:
         self._tasks: deque[Callable[[], None]] = deque()
         self._digesting = Digesting(lambda pinned: self._later(lambda: self._on_digested(pinned)))
         self._num_digesting = 0
+        self._left: set[str] = set()
+        """Incarnations that others have followed."""
         self._ever = self._finished = False
         self._lost = False
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
@@ -191,9 +193,11 @@ class Keeper:
     def _on_hello(self, one: Connection, message: Message) -> None:
         hello = read_hello(message)
         rank, station = hello.rank, hello.station
-        if self._desk.station is not None and station.incarnation < self._incarnation:
+        connected = any(other.incarnation == self._incarnation for other in self._workers.connections)
+        if is_past(station.incarnation, present=self._incarnation, left=self._left, connected=connected):
             raise MalformedError(f"incarnation {station.incarnation} is past: {self._incarnation} has begun")
         if station.incarnation != self._incarnation:
+            self._left.add(self._incarnation)
             self._saver.hurry()
             self._lost = False
             self._told.clear()

@@ -33,6 +33,12 @@ def test_incarnations_are_numbered_after_those_that_left_events(store: Store) ->
     assert next_incarnation_number(store) == 1000001
 
 
+def test_an_incarnation_that_was_killed_before_its_events_were_stored_has_its_number(store: Store) -> None:
+    store.write("events/000001-aa-r00000.jsonl", b"")
+    store.write("lineage/000000012-000002-bb.json", b"{}")
+    assert next_incarnation_number(store) == 3
+
+
 def test_a_new_folder_is_fine_and_so_is_the_same_config_again(store: Store) -> None:
     check_run_folder(store, of(store), task=Squares())
     store_config(store, of(store))

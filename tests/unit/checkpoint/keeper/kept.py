@@ -34,6 +34,7 @@ class Worker:
         ranks: tuple[int, ...] = (0,),
         world_size: int | None = None,
         incarnation: str = "000001-aa",
+        agent: int = NOBODY,
         settle: bool = True,
     ) -> None:
         """`settle`: wait until the keeper has looked for what this rank had before."""
@@ -48,7 +49,7 @@ class Worker:
             ranks=list(ranks),
             world_size=world_size or len(ranks),
             incarnation=incarnation,
-            agent=NOBODY,
+            agent=agent,
             address="",
             port=0,
         )

@@ -192,6 +192,26 @@ def test_a_worker_of_the_past_is_refused(memory: Path, run: Path) -> None:
         new.bye()
 
 
+def test_a_later_life_may_have_the_same_number(memory: Path, run: Path) -> None:
+    """The first was killed before a trace of it was stored; which name sorts first says nothing."""
+    with keeping(memory, run):
+        old = Worker(memory, incarnation="000002-ff", agent=os.getpid())
+        old.hear("welcome")
+        early = Worker(memory, incarnation="000002-aa", settle=False)
+        assert "is past" in str(early.hear("refused")["reason"])
+        early.socket.close()
+        old.socket.close()
+        new = Worker(memory, incarnation="000002-aa")
+        new.hear("welcome")
+        new.socket.close()
+        late = Worker(memory, incarnation="000002-ff", settle=False)
+        assert "is past" in str(late.hear("refused")["reason"])
+        late.socket.close()
+        again = Worker(memory, incarnation="000002-aa")
+        again.say(op="finish")
+        again.bye()
+
+
 def test_who_only_hangs_up_is_not_lost(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker may hang up because the keeper did not read for a while, and comes again; a dead one does not."""
     with keeping(memory, run):
