@@ -97,6 +97,8 @@ class StorageError(ElasticTrainError):
     """A store failed; the message names the URL."""
 
     exit_code = EXIT_STORAGE
+    file: str | None = None
+    """The file of a checkpoint that was being read, if that is known."""
 
 
 class TransientStorageError(StorageError):

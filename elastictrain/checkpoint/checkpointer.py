@@ -25,7 +25,7 @@ from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.prune import Pruner
-from elastictrain.checkpoint.recall import Recall, Recalled, rank_of_file
+from elastictrain.checkpoint.recall import Recall, Recalled, ranks_of_files
 from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
@@ -275,12 +275,11 @@ class Checkpointer:
         if isinstance(verdict, Failed):
             if verdict.error == ConfigError.__name__:
                 raise revive({"type": verdict.error, "message": verdict.message})
-            for sources in chosen.sources:
-                self._pass_over(recall, chosen, sources[0], verdict.message)
-            return None
-        rank = rank_of_file(verdict.file, chosen)
-        for sources in chosen.sources if rank is None else (chosen.sources[rank],):
-            self._pass_over(recall, chosen, sources[0], verdict.reason)
+            files, reason = verdict.files, verdict.message
+        else:
+            files, reason = (verdict.file or "",), verdict.reason
+        for rank in ranks_of_files(files, chosen):
+            self._pass_over(recall, chosen, chosen.sources[rank][0], reason)
         return None
 
     def _pass_over(self, recall: Recall, chosen: SnapshotSet, held: Held, reason: str) -> None:

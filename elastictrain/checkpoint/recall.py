@@ -187,12 +187,11 @@ class Recall:
         return SnapshotSource(f"memory:{self.folder}", files, close=close), None
 
 
-def rank_of_file(name: str | None, chosen: SnapshotSet) -> int | None:
-    """Whose snapshot a file of the set belongs to. Pure."""
-    for rank in range(chosen.world_size):
-        if name is not None and name.startswith(f"{chosen.incarnation}-r{rank:05d}-"):
-            return rank
-    return None
+def ranks_of_files(names: Sequence[str], chosen: SnapshotSet) -> list[int]:
+    """Whose snapshots these files of the set belong to; all ranks if that is of none known. Pure."""
+    prefixes = [f"{chosen.incarnation}-r{rank:05d}-" for rank in range(chosen.world_size)]
+    ranks = [rank for rank, prefix in enumerate(prefixes) if any(name.startswith(prefix) for name in names)]
+    return ranks or list(range(chosen.world_size))
 
 
 def _record(value: JsonValue) -> Record | None:

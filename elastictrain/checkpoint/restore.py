@@ -15,7 +15,7 @@ from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks, verify_headers
 from elastictrain.checkpoint.votes import Vote, vote_from_json
-from elastictrain.errors import ConfigError, ElasticTrainError
+from elastictrain.errors import ConfigError, ElasticTrainError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Loader:
             if not isinstance(error, ElasticTrainError):
                 logger.exception("a checkpoint could not be loaded")
             described = describe(error)
-            vote = Vote("failed", error=str(described["type"]), message=str(described["message"]))
+            file = error.file if isinstance(error, StorageError) else None
+            vote = Vote("failed", file=file, error=str(described["type"]), message=str(described["message"]))
         return [vote_from_json(value) for value in gather_json(vote.to_json(), group=self._group)]
 
     def _check_fit(self, folder: Folder, manifest: Manifest) -> int:

@@ -14,7 +14,7 @@ import xxhash
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
 from elastictrain.checkpoint.safetensors_format import decode_header
 from elastictrain.checkpoint.spans import Span, plan_spans
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +123,9 @@ def _read_range(folder: Folder, span: Span, data: memoryview) -> None:
         count = folder.store.read_into(f"{folder.prefix}{span.file}", data, start=span.start)
     except ObjectNotFoundError as error:
         raise DamagedFileError(f"{folder.url(span.file)} is gone", file=span.file) from error
+    except StorageError as error:
+        error.file = span.file
+        raise
     if count != len(data):
         raise DamagedFileError(f"{folder.url(span.file)} ends at byte {span.start + count}, too early", file=span.file)
 
@@ -171,6 +174,9 @@ def _read(folder: Folder, file: FileRecord, start: int, end: int) -> bytes:
         data = folder.store.read(f"{folder.prefix}{file.name}", start=start, end=end)
     except ObjectNotFoundError as error:
         raise DamagedFileError(f"{folder.url(file.name)} is gone", file=file.name) from error
+    except StorageError as error:
+        error.file = file.name
+        raise
     if len(data) != end - start:
         raise DamagedFileError(f"{folder.url(file.name)} ends at byte {start + len(data)}, too early", file=file.name)
     return data

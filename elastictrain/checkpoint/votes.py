@@ -15,6 +15,8 @@ class Vote:
     outcome: Literal["loaded", "damaged", "failed"]
     bytes_read: int = 0
     file: str | None = None
+    """That is damaged, or could not be read."""
+
     error: str = ""
     message: str = ""
 
@@ -50,6 +52,8 @@ class Failed:
 
     error: str
     message: str
+    files: tuple[str, ...] = ()
+    """That could not be read, as far as ranks know."""
 
 
 def judge(votes: Sequence[Vote], *, folder: str) -> Accepted | Reject | Failed:
@@ -58,7 +62,8 @@ def judge(votes: Sequence[Vote], *, folder: str) -> Accepted | Reject | Failed:
     if damaged:
         reasons = list(dict.fromkeys(vote.message for vote in damaged))
         return Reject(folder, damaged[0].file, "; ".join(reasons))
+    files = tuple(dict.fromkeys(vote.file for vote in votes if vote.outcome == "failed" and vote.file))
     for rank, vote in enumerate(votes):
         if vote.outcome == "failed":
-            return Failed(vote.error, vote.message if len(votes) == 1 else f"rank {rank}: {vote.message}")
+            return Failed(vote.error, vote.message if len(votes) == 1 else f"rank {rank}: {vote.message}", files)
     return Accepted(sum(vote.bytes_read for vote in votes))

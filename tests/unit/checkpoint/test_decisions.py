@@ -1,5 +1,6 @@
 """The small deciding modules: spans, match, votes, failed saves, errors of a save."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -89,6 +90,8 @@ def test_verdicts() -> None:
     assert judge([LOADED, TORN, LATE, TORN], folder="f") == Reject("f", "a", "a is torn")
     assert judge([LOADED, LATE], folder="f") == Failed("TransientStorageError", "rank 1: late")
     assert judge([LATE], folder="f") == Failed("TransientStorageError", "late")
+    of_files = [replace(LATE, file=name) for name in ("b", "a", "b")]
+    assert judge([LATE, *of_files], folder="f") == Failed("TransientStorageError", "rank 0: late", ("b", "a"))
 
 
 @pytest.mark.parametrize("vote", [LOADED, TORN, LATE])

@@ -1,19 +1,27 @@
 """Restores from the memory of one host and a store: which of the two is taken, and what damage in either leads to."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from elastictrain.checkpoint import recall, restore
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.manifest import FileRecord, JsonValue
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
+from elastictrain.checkpoint.memory.inventory import Held, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.memory.source import FileBytes
+from elastictrain.checkpoint.recall import Recall, RemoteFiles
+from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected
 from tests.unit.checkpoint.fakes import Bench
 from tests.unit.checkpoint.memory.madeslots import RUN, flip
@@ -81,14 +89,14 @@ def keep(
     return facts
 
 
-def recall_of(folder: Path) -> Recall:
-    return Recall(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+def recall_of(folder: Path, *, remote: RemoteFiles | None = None) -> Recall:
+    return Recall(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=remote)
 
 
-def restored(bench: Bench, recall: Recall | None, **options: object) -> tuple[int, str]:
+def restored(bench: Bench, memory: Recall, **options: object) -> tuple[int, str]:
     """Step and tier of what a start restores, checked against every tensor; step 0 is a fresh start."""
     tensors = tensors_of(0)
-    result = bench.checkpointer(THIRD, **options).restore(tensors=tensors, recall=recall)
+    result = bench.checkpointer(THIRD, **options).restore(tensors=tensors, recall=memory)
     step, tier = (0, "none") if result is None else (result.step, result.tier)
     assert torch.equal(tensors["model.w"], tensors_of(step)["model.w"])
     return step, tier
@@ -180,3 +188,75 @@ def test_a_snapshot_on_the_line_goes_before_a_checkpoint_that_is_not(bench: Benc
     keep(tmp_path, 120, incarnation=SECOND)
     keep(tmp_path, 200, index=1)
     assert restored(bench, recall_of(tmp_path)) == (120, "memory")
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file on a host whose answers do not come through, after the header if that is given."""
+
+    size_bytes: int
+    header: bytes
+
+    def read_into(self, buffer: memoryview, *, start: int) -> None:
+        if start > 0 or not self.header:
+            raise TransientStorageError("host b does not answer")
+        buffer[:] = self.header
+
+
+class Neighbour:
+    """Rank 1 on another host: it tells what it holds, and cannot be read."""
+
+    def __init__(self, folder: Path, *, headers: bool) -> None:
+        """`headers`: those can be read."""
+        folder.mkdir()
+        self._headers = headers
+        self.folder = folder
+        self._recall = Recall(str(folder), run=RUN, host=1, speaks_for_host=True, group=None, remote=None)
+
+    def gather(self, value: JsonValue, *, group: None) -> list[JsonValue]:
+        """What both ranks say: which snapshots they hold, the records of these, or nothing of interest."""
+        answer: JsonValue = None
+        if isinstance(value, list):
+            answer = [one.to_json() for one in look(str(self.folder), host=1)]
+        elif isinstance(value, dict):
+            answer = {str(one.facts.rank): self._recall._tell(one) for one in look(str(self.folder), host=1)}
+        return [value, answer]
+
+    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, FileBytes]:
+        files = layout.files(incarnation=held.facts.incarnation, rank=held.facts.rank)
+        return {file.name: Unreadable(file.size_bytes, file.header if self._headers else b"") for file in files}
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_host_that_cannot_be_read_condemns_only_what_it_holds(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, headers: bool
+) -> None:
+    """Of rank 1 there is a replica on this host."""
+    save(bench, 100)
+    neighbour = Neighbour(tmp_path / "b", headers=headers)
+    monkeypatch.setattr(recall, "gather_json", neighbour.gather)
+    keep(tmp_path, 200)
+    keep(tmp_path, 300, rank=0, world_size=2, index=1)
+    keep(tmp_path, 300, rank=1, world_size=2, kind="replica")
+    keep(neighbour.folder, 300, rank=1, world_size=2)
+    assert restored(bench, recall_of(tmp_path, remote=neighbour)) == (300, "peer")
+    assert [(event.file, event.reason) for event in bench.events if isinstance(event, CheckpointRejected)] == [
+        ("own-r00001-s0", "host b does not answer")
+    ]
+
+
+def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep(tmp_path, 200)
+    for rank in range(2):
+        keep(tmp_path, 300, rank=rank, world_size=2, index=1)
+    verify, asked = restore.verify_headers, []
+
+    def fail_once(folder: Folder, files: Sequence[FileRecord]) -> None:
+        asked.append(files)
+        if len(asked) == 1:
+            raise StorageError("nobody knows why")
+        verify(folder, files)
+
+    monkeypatch.setattr(restore, "verify_headers", fail_once)
+    assert restored(bench, recall_of(tmp_path)) == (200, "memory")
+    assert len(rejected(bench)) == 2
