@@ -2,6 +2,7 @@
 
 import base64
 import logging
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.memory.header import SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet, held_from_json, look, whole_sets
 from elastictrain.checkpoint.memory.layout import (
     RankDigests,
@@ -27,6 +29,8 @@ from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 
 logger = logging.getLogger(__name__)
+
+_LETTING_GO_S = 2.0
 
 
 class RemoteFiles(Protocol):
@@ -145,14 +149,14 @@ class Recall:
         path = f"{self.folder}/{held.slot}"
         try:
             layout = load_layout(self.folder, held.facts.layout)
-            digests = load_digests(path, held.facts)
-            if digests is None:
-                # Its keeper was killed before it came to this one.
-                slot = Slot.open(path)
-                try:
+            slot = _open_soon(path, held.facts)
+            try:
+                digests = load_digests(path, held.facts)
+                if digests is None:
+                    # Its keeper was killed before it came to this one.
                     digests = compute_digests(slot, layout)
-                finally:
-                    slot.close()
+            finally:
+                slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -171,10 +175,8 @@ class Recall:
         for rank, (held, record) in enumerate(zip(primary, records, strict=True)):
             try:
                 if held.host == self._host:
-                    slot = Slot.open(f"{self.folder}/{held.slot}")
+                    slot = _open_soon(f"{self.folder}/{held.slot}", held.facts)
                     slots.append(slot)
-                    if not slot.lock(shared=True) or slot.facts != held.facts:
-                        raise InvalidCheckpointError(f"{slot.path} is being written by a worker that is not gone yet")
                     files |= files_in_slot(slot, record.layout, incarnation=held.facts.incarnation, rank=rank)
                 elif self._remote is not None:
                     files |= self._remote(held, record.layout)
@@ -192,6 +194,25 @@ def ranks_of_files(names: Sequence[str], chosen: SnapshotSet) -> list[int]:
     prefixes = [f"{chosen.incarnation}-r{rank:05d}-" for rank in range(chosen.world_size)]
     ranks = [rank for rank, prefix in enumerate(prefixes) if any(name.startswith(prefix) for name in names)]
     return ranks or list(range(chosen.world_size))
+
+
+def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
+    """The slot with this very snapshot, locked against its writer; one that is being killed is given the time to let go.
+
+    Raises: OSError; InvalidCheckpointError.
+    """
+    slot, deadline = Slot.open(path), time.monotonic() + _LETTING_GO_S
+    try:
+        while not slot.lock(shared=True):
+            if time.monotonic() >= deadline:
+                raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
+            time.sleep(0.01)
+        if slot.facts != facts:
+            raise InvalidCheckpointError(f"{path} holds another snapshot now")
+    except BaseException:
+        slot.close()
+        raise
+    return slot
 
 
 def _record(value: JsonValue) -> Record | None:

@@ -1,5 +1,6 @@
 """Restores from the memory of one host and a store: which of the two is taken, and what damage in either leads to."""
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, look
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
@@ -260,3 +261,43 @@ def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path:
     monkeypatch.setattr(restore, "verify_headers", fail_once)
     assert restored(bench, recall_of(tmp_path)) == (200, "memory")
     assert len(rejected(bench)) == 2
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize(("lets_go", "expected"), [(True, (300, "memory")), (False, (200, "memory"))])
+def test_a_worker_that_is_being_killed_is_given_the_time_to_let_go(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    digests: bool,
+    lets_go: bool,
+    expected: tuple[int, str],
+) -> None:
+    monkeypatch.setattr(recall, "_LETTING_GO_S", 5.0 if lets_go else 0.1)
+    keep(tmp_path, 200)
+    keep(tmp_path, 300, index=1, digests=digests)
+    writer = Slot.open(f"{tmp_path}/own-r00000-s1")
+    assert writer.lock(shared=False)
+    killed = threading.Timer(0.2, writer.unlock)
+    if lets_go:
+        killed.start()
+    assert restored(bench, recall_of(tmp_path)) == expected
+    writer.close()
+
+
+def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(tmp_path, 300, digests=False)
+    asked = []
+
+    def digest(slot: Slot, layout: RankLayout) -> RankDigests:
+        writer = Slot.open(slot.path)
+        asked.append(writer.lock(shared=False))
+        writer.close()
+        return compute_digests(slot, layout, threads=1)
+
+    monkeypatch.setattr(recall, "compute_digests", digest)
+    assert restored(bench, recall_of(tmp_path)) == (300, "memory")
+    assert asked == [False]
