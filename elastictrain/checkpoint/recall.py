@@ -4,6 +4,8 @@ import base64
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +24,7 @@ from elastictrain.checkpoint.memory.layout import (
     layout_from_bytes,
     written_items,
 )
-from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes, SnapshotSource, files_in_slot
 from elastictrain.checkpoint.writer import WrittenItem
@@ -31,6 +33,8 @@ from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 logger = logging.getLogger(__name__)
 
 _LETTING_GO_S = 2.0
+_SIDE_BY_SIDE = 4
+"""Snapshots whose digests are computed at a time; each reads its files side by side, too."""
 
 
 class RemoteFiles(Protocol):
@@ -78,16 +82,19 @@ class Recall:
         self._speaks_for_host = speaks_for_host
         self._group = group
         self._remote = remote
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._hosts: list[int] = []
+        """Of each rank."""
         self._held: list[Held] = []
         self._off_line: frozenset[tuple[str, int]] = frozenset()
 
     def look(self) -> None:
         """Find out what all hosts hold. Collective: yes."""
         own: list[JsonValue] = [one.to_json() for one in look(self.folder, host=self._host)] if self._speaks_for_host else []
-        found: list[Held] = []
-        for of_rank in gather_json(own, group=self._group):
-            found += [held_from_json(one) for one in of_rank] if isinstance(of_rank, list) else []
-        self._held = found
+        told = gather_json([self._host, own], group=self._group)
+        rows = [(int(str(row[0])), row[1]) for row in told if isinstance(row, list)]
+        self._hosts = [host for host, _ in rows]
+        self._held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
 
     def best(self) -> SnapshotSet | None:
         """The best step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
@@ -134,11 +141,11 @@ class Recall:
 
     def _records(self, primary: Sequence[Held]) -> list[Record | None]:
         """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
-        told: dict[str, JsonValue] = {}
-        if self._speaks_for_host:
-            for rank, held in enumerate(primary):
-                if held.host == self._host:
-                    told[str(rank)] = self._tell(held)
+        own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
+        with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
+            told: dict[str, JsonValue] = {
+                str(held.facts.rank): said for held, said in zip(own, pool.map(self._tell, own), strict=True)
+            }
         records: list[Record | None] = [None] * len(primary)
         for of_host in gather_json(told, group=self._group):
             for name, value in (of_host if isinstance(of_host, dict) else {}).items():
@@ -153,8 +160,10 @@ class Recall:
             try:
                 digests = load_digests(path, held.facts)
                 if digests is None:
-                    # Its keeper was killed before it came to this one.
+                    # Its keeper was killed, or has not come to this one yet: it need not, then.
                     digests = compute_digests(slot, layout)
+                    with suppress(OSError):
+                        store_digests(path, held.facts, digests)
             finally:
                 slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:
@@ -187,6 +196,12 @@ class Recall:
                 close()
                 return None, rank
         return SnapshotSource(f"memory:{self.folder}", files, close=close), None
+
+
+def teller(held: Held, *, hosts: Sequence[int]) -> int:
+    """The rank that tells of a snapshot: the one of its number if that is on its host, else the first one there. Pure."""
+    rank = held.facts.rank
+    return rank if rank < len(hosts) and hosts[rank] == held.host else hosts.index(held.host)
 
 
 def ranks_of_files(names: Sequence[str], chosen: SnapshotSet) -> list[int]:

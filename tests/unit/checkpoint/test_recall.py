@@ -17,15 +17,15 @@ from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes
-from elastictrain.checkpoint.recall import Recall, RemoteFiles
+from elastictrain.checkpoint.recall import Recall, RemoteFiles, teller
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected
 from tests.unit.checkpoint.fakes import Bench
-from tests.unit.checkpoint.memory.madeslots import RUN, flip
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip
 
 ROWS = 8
 FIRST, SECOND, THIRD = "000001-aa", "000002-bb", "000003-cc"
@@ -218,7 +218,7 @@ class Neighbour:
         """What both ranks say: which snapshots they hold, the records of these, or nothing of interest."""
         answer: JsonValue = None
         if isinstance(value, list):
-            answer = [one.to_json() for one in look(str(self.folder), host=1)]
+            answer = [1, [one.to_json() for one in look(str(self.folder), host=1)]]
         elif isinstance(value, dict):
             answer = {str(one.facts.rank): self._recall._tell(one) for one in look(str(self.folder), host=1)}
         return [value, answer]
@@ -301,3 +301,21 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
     monkeypatch.setattr(recall, "compute_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
     assert asked == [False]
+
+
+def test_each_rank_tells_of_its_own_snapshot_and_the_first_of_a_host_of_the_rest() -> None:
+    facts = [facts_of(5, rank=rank, world_size=6) for rank in range(6)]
+
+    def tellers(*hosts: int, held: list[int]) -> list[int]:
+        return [teller(Held(host, "slot", facts[rank]), hosts=hosts) for rank, host in enumerate(held)]
+
+    assert tellers(0, 0, 0, 3, 3, 3, held=[0, 0, 0, 3, 3, 3]) == [0, 1, 2, 3, 4, 5]
+    # The second host has come back as the first one; the third is gone, and its snapshots are replicas.
+    assert tellers(0, 0, 2, 2, held=[2, 2, 0, 0, 0, 0]) == [2, 2, 0, 0, 0, 0]
+
+
+def test_digests_that_a_start_has_computed_are_kept_for_the_keeper(bench: Bench, tmp_path: Path) -> None:
+    facts = [keep(tmp_path, 300, rank=rank, world_size=2, digests=False) for rank in range(2)]
+    assert restored(bench, recall_of(tmp_path)) == (300, "memory")
+    for rank, one in enumerate(facts):
+        assert load_digests(f"{tmp_path}/own-r{rank:05d}-s0", one) is not None
