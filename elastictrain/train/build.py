@@ -116,12 +116,14 @@ def build(
         if identity.launcher is not None and identity.local_rank == 0:
             leave_begun(identity.launcher.folder, resumed_step=resume.step)
 
+    in_storage = resume.tier in ("storage", "none")
     saving = make_saving(
         memory,
         _saving_parts(setting, checkpointer, state, ledger=ledger, say=observer.say),
         config=config,
         identity=identity,
         started=started,
+        in_storage=in_storage,
     )
     parts = LoopParts(
         config=config,
@@ -137,7 +139,7 @@ def build(
         whereabouts=whereabouts,
         stop_request=stop_request,
         any_reason=lambda own: next((str(one) for one in gather_json(own, group=started.group.control) if one), ""),
-        in_storage=resume.tier in ("storage", "none"),
+        in_storage=in_storage,
         on_first_step=tighten,
         tokens_per_sample=tokens,
     )

@@ -137,9 +137,13 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
 
 
 def make_saving(
-    memory: Memory | None, parts: SavingParts, *, config: RunConfig, identity: Identity, started: Started
+    memory: Memory | None, parts: SavingParts, *, config: RunConfig, identity: Identity, started: Started, in_storage: bool
 ) -> Saving:
-    """Room for snapshots where hosts have it; else training waits for checkpoints. Collective: yes."""
+    """Room for snapshots where hosts have it; else training waits for checkpoints.
+
+    `in_storage`: whether the state that was restored is there, or there is none; what is only in memory stays there until it is
+    durable. Collective: yes. Raises: CheckpointError, StorageError if it has to be written first, and cannot be.
+    """
     if memory is None:
         return SynchronousSaving(parts)
     tensors = parts.state.tensors()
@@ -153,11 +157,16 @@ def make_saving(
         message = describe(buffers)
         parts.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         parts.say(message)
-    if buffers.per_rank == 0:
-        memory.link.finish(config.fault.shutdown_grace_s)
-        return SynchronousSaving(parts)
     if memory.others is not None:
         memory.others.close()
+    if buffers.per_rank == 0:
+        saving = SynchronousSaving(parts)
+        if not in_storage:
+            # The keeper clears host memory when it is told to finish, and until then nothing else holds what was restored.
+            saving.save_now(parts.state.step, "interval")
+        memory.link.finish(config.fault.shutdown_grace_s)
+        return saving
+    if memory.others is not None:
         memory.link.replicate(on=buffers.replicate)
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
     steps = _agree_on_steps(memory, indices, parts)

@@ -1,0 +1,114 @@
+"""Host memory at the start of an incarnation: who may use it, and when it may be given back."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.memory.budget import HostMemory
+from elastictrain.checkpoint.recall import Recall
+from elastictrain.errors import SavesFailingError, StorageError
+from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.identity import Identity
+from elastictrain.train import memory as train_memory
+from elastictrain.train.bringup import Started
+from elastictrain.train.memory import Memory, make_saving
+from elastictrain.train.peers import OtherHosts
+from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
+from elastictrain.train.state import TrainState
+from tests.unit.train.test_loop import config
+
+ALONE = Identity(0, 1, 0, 1, "here", launched=False)
+STEP = 7
+
+
+class FakeState:
+    step = STEP
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"w": torch.zeros(300, 10)}
+
+    def scalars(self, step: int, *, global_batch: int) -> dict[str, int]:
+        return {"step": step}
+
+    def changed_by_forward(self) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass
+class Scene:
+    """A keeper's link, other hosts and storage in one: what was done with them, in its order."""
+
+    did: list[str] = field(default_factory=list)
+    storage_works: bool = True
+    broken: str = ""
+
+    def finish(self, timeout_s: float) -> None:
+        self.did.append("finish")
+
+    def close(self) -> None:
+        self.did.append("close")
+
+    def replicate(self, *, on: bool) -> None:
+        self.did.append(f"replicate {on}")
+
+    def save(self, step: int, **_: object) -> None:
+        if not self.storage_works:
+            self.did.append("failed save")
+            raise StorageError("the bucket is gone")
+        self.did.append(f"save {step}")
+
+
+def parts_of(scene: Scene) -> SavingParts:
+    return SavingParts(
+        checkpointer=cast(Checkpointer, scene),
+        state=cast(TrainState, FakeState()),
+        global_batch=8,
+        group=None,
+        rank=0,
+        max_failed_saves=2,
+        save_timeout_s=100.0,
+        finish_timeout_s=1.0,
+        left_s=lambda: None,
+        whereabouts=Whereabouts(),
+        flush_records=lambda: None,
+        record=lambda event: None,
+        say=lambda text: None,
+    )
+
+
+def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
+    recall = Recall(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
+    memory = Memory(str(folder), "a-run", cast(KeeperLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
+    return make_saving(
+        memory, parts_of(scene), config=config(steps=100), identity=ALONE, started=cast(Started, None), in_storage=in_storage
+    )
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_memory, "memory_of", lambda folder, **held: HostMemory(10**9, 0, 0))
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_without_buffers_host_memory_is_given_back_once_storage_has_what_was_in_it(tmp_path: Path) -> None:
+    scene = Scene()
+    assert isinstance(saving_of(scene, tmp_path, in_storage=False), SynchronousSaving)
+    # The first is what other hosts were read with.
+    assert scene.did == ["close", f"save {STEP}", "finish"]
+    scene = Scene()
+    saving_of(scene, tmp_path, in_storage=True)
+    assert scene.did == ["close", "finish"]
+
+
+@pytest.mark.usefixtures("no_memory")
+def test_what_cannot_be_stored_stays_in_host_memory(tmp_path: Path) -> None:
+    scene = Scene(storage_works=False)
+    with pytest.raises(SavesFailingError):
+        saving_of(scene, tmp_path, in_storage=False)
+    assert scene.did == ["close", "failed save", "failed save"]
