@@ -45,11 +45,12 @@ class Slot:
                     os.posix_fallocate(descriptor, 0, total_bytes)
                 except BaseException:
                     os.close(descriptor)
+                    with suppress(OSError):
+                        os.unlink(path)  # noqa: PTH108
                     raise
             return cls(path, descriptor=descriptor, writable=True)
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(path)  # noqa: PTH108
+            # What was there before stays: a slot that could not be opened may hold a good snapshot.
             raise CheckpointError(f"{path} cannot get {total_bytes} bytes of host memory: {error.strerror}") from error
 
     @classmethod

@@ -79,6 +79,23 @@ def test_memory_that_is_not_there_is_refused_and_nothing_left(tmp_path: Path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_slot_that_cannot_be_opened_keeps_what_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = make(tmp_path)
+    fill(slot, facts_of(3), LAYOUT)
+    slot.close()
+
+    def no_more_files(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_more_files)
+        with pytest.raises(CheckpointError, match="Too many open files"):
+            make(tmp_path)
+    again = Slot.open(slot.path)
+    assert again.facts == facts_of(3)
+    again.close()
+
+
 def test_a_failure_closes_no_file_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path).close()
     closed: list[int] = []
