@@ -54,8 +54,7 @@ class Arena:
         self._stopped = True
         if self._thread.ident is not None:
             self._thread.join()
-        for address in self._registered:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+        self._unregister(self._registered)
         self._registered.clear()
         for place, slot in enumerate(self._slots):
             if slot is not None:
@@ -68,17 +67,36 @@ class Arena:
             for place, name in enumerate(self.names):
                 slot = Slot.make(f"{self._folder}/{name}", size_bytes=self._layout.size_bytes)
                 self._lock_pages(slot.map)
-                if self._stopped:
-                    slot.close()
-                    return
+                # Also when stopped: pages are unlocked before they are unmapped, and `close` does both.
                 self._slots[place] = slot
+                if self._stopped:
+                    return
         except (CheckpointError, OSError) as error:
             self.broken = str(error)
             logger.warning("no more snapshots in host memory: %s", error)
+        except Exception as error:
+            # The edge of the thread: nobody must wait for slots that never come.
+            self.broken = f"{type(error).__name__}: {error}"
+            logger.exception("no more snapshots in host memory")
 
     def _lock_pages(self, mapped: mmap.mmap) -> None:
+        """Page-lock what can be: copies to memory that is not locked are slower, and right."""
         if self._device.type != "cuda":
             return
+        before = len(self._registered)
+        try:
+            self._register(mapped)
+        except RuntimeError as error:
+            # A copy must not cross from locked memory to memory that is not.
+            self._unregister(self._registered[before:])
+            del self._registered[before:]
+            logger.warning("host memory cannot be page-locked (%s), so snapshots take longer", error)
+
+    def _unregister(self, addresses: Sequence[int]) -> None:
+        for address in addresses:
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def _register(self, mapped: mmap.mmap) -> None:
         torch.cuda.set_device(self._device)
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
@@ -88,9 +106,7 @@ class Arena:
             began = time.monotonic()
             code = int(runtime.cudaHostRegister(base + begin, min(SEGMENT_BYTES, len(mapped) - begin), 0))
             if code != 0:
-                # Copies to memory that is not locked are slower, and right.
-                logger.warning("host memory cannot be page-locked (CUDA error %d), so snapshots take longer", code)
-                return
+                raise RuntimeError(f"CUDA error {code}")
             self._registered.append(base + begin)
             time.sleep(_REST * (time.monotonic() - began))
 

@@ -1,3 +1,7 @@
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -50,6 +54,82 @@ def test_memory_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.Mo
     arena._thread.join(10)
     assert "No space left" in arena.broken
     assert arena.slot(0) is None
+    arena.close()
+
+
+@dataclass
+class Runtime:
+    """The CUDA runtime, as far as it locks pages; `on_register` happens at each segment."""
+
+    on_register: Callable[[], int]
+    locked: set[int] = field(default_factory=set)
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        code = self.on_register()
+        if not code:
+            self.locked.add(address)
+        return code
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.locked.remove(address)
+
+
+def on_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> Arena:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    return Arena(str(tmp_path), LAYOUT, rank=0, indices=[0, 1], device=torch.device("cuda", 0))
+
+
+def test_memory_that_cannot_be_page_locked_is_used_unlocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> int:
+        raise RuntimeError("CUDA driver error: out of memory")
+
+    monkeypatch.setattr("elastictrain.checkpoint.snapshot.arena.SEGMENT_BYTES", 4096)
+    codes = iter([0, 2])
+    for on_register in (fails, lambda: next(codes, 2)):
+        runtime = Runtime(on_register)
+        arena = on_cuda(tmp_path, monkeypatch, runtime)
+        arena.start()
+        arena._thread.join(10)
+        assert not runtime.locked
+        assert (arena.slot(0) is not None, arena.slot(1) is not None, arena.broken) == (True, True, "")
+        arena.close()
+
+
+def test_pages_are_unlocked_before_they_are_unmapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = threading.Event()
+
+    def stopped_meanwhile() -> int:
+        reached.set()
+        while not arena._stopped:
+            time.sleep(0.001)
+        return 0
+
+    runtime, locked_at_close = Runtime(stopped_meanwhile), []
+    really_close = Slot.close
+
+    def close(slot: Slot) -> None:
+        locked_at_close.append(len(runtime.locked))
+        really_close(slot)
+
+    monkeypatch.setattr(Slot, "close", close)
+    arena = on_cuda(tmp_path, monkeypatch, runtime)
+    arena.start()
+    assert reached.wait(10)
+    arena.close()
+    assert (locked_at_close, runtime.locked) == ([0], set())
+    assert not (tmp_path / "own-r00000-s1").exists()
+
+
+def test_whatever_ends_the_thread_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> Slot:
+        raise ValueError("mmap length is greater than file size")
+
+    monkeypatch.setattr(Slot, "make", broken)
+    arena = Arena(str(tmp_path), LAYOUT, rank=0, indices=[0], device=CPU)
+    arena.start()
+    arena._thread.join(10)
+    assert arena.broken == "ValueError: mmap length is greater than file size"
     arena.close()
 
 
