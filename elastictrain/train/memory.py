@@ -16,7 +16,7 @@ from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, describe, least, memory_of
-from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.inventory import SnapshotSet, look
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
 from elastictrain.checkpoint.peers.roster import roster_from_json
@@ -169,7 +169,8 @@ def make_saving(
     if memory.others is not None:
         memory.link.replicate(on=buffers.replicate)
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
-    steps = _agree_on_steps(memory, indices, parts)
+    restored = None if in_storage else memory.recall.newest()
+    steps = _agree_on_steps(memory, indices, parts, restored=restored, layout=layout.digest)
     device = started.group.device
     arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
     snapshots = Snapshots(
@@ -253,15 +254,18 @@ def _agree_on_buffers(
     return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
 
 
-def _agree_on_steps(memory: Memory, indices: list[int], parts: SavingParts) -> list[int | None]:
+def _agree_on_steps(
+    memory: Memory, indices: Sequence[int], parts: SavingParts, *, restored: SnapshotSet | None, layout: str
+) -> list[int | None]:
     """Of the snapshots that every rank holds in the same slot already: only the one that was restored counts.
 
-    Collective: yes.
+    Two incarnations may have come to one step, and a slot may have the size of another layout. Collective: yes.
     """
-    whole: list[JsonValue] = []
+    step, whole = parts.state.step, list[JsonValue]()
+    wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None
     held = {one.slot: one.facts for one in look(memory.folder, host=0) if one.facts.run == memory.run}
     for index in indices:
         facts = held.get(str(SlotName("own", parts.rank, index)))
-        whole.append(facts is not None and facts.step == parts.state.step)
+        whole.append(facts is not None and (facts.incarnation, facts.world_size, facts.step, facts.layout) == wanted)
     rows = [row for row in gather_json(whole, group=parts.group) if isinstance(row, list)]
-    return [parts.state.step if all(row[place] for row in rows) else None for place in range(len(indices))]
+    return [step if all(row[place] for row in rows) else None for place in range(len(indices))]

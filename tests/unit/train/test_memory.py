@@ -11,16 +11,18 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.memory.budget import HostMemory
+from elastictrain.checkpoint.memory.inventory import SnapshotSet
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.errors import SavesFailingError, StorageError
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.memory import Memory, make_saving
+from elastictrain.train.memory import Memory, _agree_on_steps, make_saving
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
+from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, layout_of, put
 from tests.unit.train.test_loop import config
 
 ALONE = Identity(0, 1, 0, 1, "here", launched=False)
@@ -112,3 +114,19 @@ def test_what_cannot_be_stored_stays_in_host_memory(tmp_path: Path) -> None:
     with pytest.raises(SavesFailingError):
         saving_of(scene, tmp_path, in_storage=False)
     assert scene.did == ["close", "failed save", "failed save"]
+
+
+def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> None:
+    put(tmp_path, facts_of(STEP, incarnation="000001-aa"), index=0)
+    put(tmp_path, facts_of(STEP, incarnation="000002-bb"), index=1)
+    put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
+    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall.look()
+    memory = Memory(str(tmp_path), RUN, cast(KeeperLink, Scene()), recall, None)
+
+    def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
+        return _agree_on_steps(memory, [0, 1, 2], parts_of(Scene()), restored=restored, layout=layout)
+
+    assert steps(recall.newest()) == [None, STEP, None]
+    assert steps(recall.newest(), layout="another") == [None] * 3
+    assert steps(None) == [None] * 3
