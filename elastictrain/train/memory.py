@@ -14,11 +14,13 @@ from elastictrain import __version__
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.keeper.messages import Message
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, describe, least, memory_of
 from elastictrain.checkpoint.memory.inventory import SnapshotSet, look
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
+from elastictrain.checkpoint.peers.placement import wards_of
 from elastictrain.checkpoint.peers.roster import roster_from_json
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
@@ -48,10 +50,16 @@ class Memory:
 
     folder: str
     run: str
-    link: KeeperLink
+    link: KeeperLink | None
     recall: Recall
     others: OtherHosts | None
     """The way to other hosts' memory, where there are others."""
+
+    trouble: str = ""
+    """Why no snapshots can be taken, though those that are there can be read: a host has no keeper. The same on all ranks."""
+
+    kept: tuple[int, ...] = ()
+    """The ranks of other hosts whose replicas this host keeps."""
 
 
 def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> KeeperLink | None:
@@ -98,7 +106,9 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
 
 
 def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: KeeperLink | None) -> Memory | None:
-    """Make the keepers of all hosts known to each other; None if any host has none. Collective: yes."""
+    """Make the keepers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
+    if config.checkpoint.buffers == 0:
+        return None
     group = started.group.control
     error = "a host keeps nothing in memory" if link is None else ""
     if link is not None:
@@ -110,30 +120,40 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
         [error, identity.host, _address(identity), link.port if link is not None else 0, identity.local_rank], group=group
     )
     rows = [row for row in told if isinstance(row, list)]
-    errors = [str(row[0]) for row in rows if row[0]]
-    if errors or link is None:
-        if link is not None:
-            link.close()
-        if identity.speaks and config.checkpoint.buffers > 0:
-            logger.warning("checkpoints are written while training waits: %s", errors[0])
-        return None
+    trouble = next((str(row[0]) for row in rows if row[0]), "")
     hosts = _hosts(rows)
     own = identity.host_ranks.start
     token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
     others: OtherHosts | None = None
-    if len(hosts) > 1 and all(isinstance(host, dict) and host["port"] for host in hosts):
-        others = OtherHosts(roster_from_json(hosts), token=bytes.fromhex(token))
-        if identity.local_rank == 0:
-            link.meet({"op": "roster", "hosts": hosts, "own": own, "token": token})
+    kept: tuple[int, ...] = ()
+    if not trouble and len(hosts) > 1 and all(isinstance(host, dict) and host["port"] for host in hosts):
+        roster = roster_from_json(hosts)
+        others = OtherHosts(roster, token=bytes.fromhex(token))
+        kept = tuple(rank for peer in roster if peer.number == own for ward in wards_of(peer, roster) for rank in ward.ranks)
+        if link is not None and identity.local_rank == 0:
+            error = _meet(link, {"op": "roster", "hosts": hosts, "own": own, "token": token})
+        # The others must not wait in vain for a rank whose keeper took no note.
+        trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
+    if trouble and identity.speaks:
+        logger.warning("checkpoints are written while training waits: %s", trouble)
     recall = Recall(
         run_folder(config.checkpoint.memory_dir, config.run.dir),
         run=run_name(config.run.dir),
         host=own,
-        speaks_for_host=identity.local_rank == 0,
+        speaks_for_host=identity.local_rank == 0 and link is not None,
         group=group,
         remote=others,
     )
-    return Memory(recall.folder, recall.run, link, recall, others)
+    return Memory(recall.folder, recall.run, link, recall, others, trouble, kept)
+
+
+def _meet(link: KeeperLink, roster: Message) -> str:
+    """Why the keeper did not take note of the others; empty if it did."""
+    try:
+        link.meet(roster)
+    except CheckpointError as error:
+        return str(error)
+    return link.broken
 
 
 def make_saving(
@@ -146,6 +166,9 @@ def make_saving(
     """
     if memory is None:
         return SynchronousSaving(parts)
+    link = memory.link
+    if link is None or memory.trouble:
+        return _without_memory(memory, parts, config=config, in_storage=in_storage)
     tensors = parts.state.tensors()
     layout = RankLayout(
         own_items(tensors, rank=identity.rank, world_size=identity.world_size),
@@ -157,17 +180,11 @@ def make_saving(
         message = describe(buffers)
         parts.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         parts.say(message)
+    if buffers.per_rank == 0:
+        return _without_memory(memory, parts, config=config, in_storage=in_storage)
     if memory.others is not None:
         memory.others.close()
-    if buffers.per_rank == 0:
-        saving = SynchronousSaving(parts)
-        if not in_storage:
-            # The keeper clears host memory when it is told to finish, and until then nothing else holds what was restored.
-            saving.save_now(parts.state.step, "interval")
-        memory.link.finish(config.fault.shutdown_grace_s)
-        return saving
-    if memory.others is not None:
-        memory.link.replicate(on=buffers.replicate)
+        link.replicate(on=buffers.replicate)
     indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
     restored = None if in_storage else memory.recall.newest()
     steps = _agree_on_steps(memory, indices, parts, restored=restored, layout=layout.digest)
@@ -176,7 +193,7 @@ def make_saving(
     snapshots = Snapshots(
         arena,
         Copier(layout, changing=parts.state.changed_by_forward(), device=device),
-        memory.link,
+        link,
         origin=Origin(
             run=memory.run,
             incarnation=started.met.incarnation.name,
@@ -192,12 +209,28 @@ def make_saving(
     return SnapshotSaving(
         parts,
         snapshots,
-        memory.link,
+        link,
         slots=indices,
         steps=steps,
         every_steps=config.checkpoint.snapshot_every_steps,
-        unusable=lambda: memory.link.broken or arena.broken,
+        unusable=lambda: link.broken or arena.broken,
     )
+
+
+def _without_memory(memory: Memory, parts: SavingParts, *, config: RunConfig, in_storage: bool) -> SynchronousSaving:
+    """Training waits for checkpoints, and host memory is given back. Collective: yes."""
+    saving, link = SynchronousSaving(parts), memory.link
+    if memory.others is not None:
+        memory.others.close()
+    if not in_storage:
+        # A keeper clears host memory when it is told to finish, and until then nothing else holds what was restored.
+        saving.save_now(parts.state.step, "interval")
+    if link is not None and memory.trouble and in_storage:
+        # What could not be read here may be of use to a later start.
+        link.close()
+    elif link is not None:
+        link.finish(config.fault.shutdown_grace_s)
+    return saving
 
 
 def _address(identity: Identity) -> str:

@@ -64,6 +64,25 @@ def test_not_startable_at_all(tmp_path: Path, undisturbed: dict[int, float]) -> 
     assert not events(run_dir, "snapshot")
 
 
+def test_what_was_kept_is_read_without_a_keeper(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    run_dir = tmp_path / "job/run"
+    with one_rank(run_dir, "task.pause_s=0.05", "checkpoint.every_steps=100") as run:
+        at_step(run_dir, 8)
+        kill_everything(run, the_keeper(tmp_path))
+    code, output = alone(
+        arguments(run_dir),
+        folder=run_dir.parent,
+        extra_environment=with_faults([Fault(FACTS, "exit", always=True)], tmp_path / "f"),
+    )
+    assert code == 0, output
+    resumed = events(run_dir, "resume")[-1]
+    assert (resumed["tier"], resumed["step"] >= 4) == ("memory", True), resumed
+    # Nobody would save it later.
+    assert events(run_dir, "checkpoint_saved")[0]["step"] == resumed["step"]
+    assert losses(run_dir) == undisturbed
+    check_nothing_left(tmp_path)
+
+
 def test_a_stopped_keeper_does_not_stop_training(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "job/run"
     with one_rank(run_dir, "task.pause_s=0.03") as run:

@@ -1,7 +1,8 @@
 """Host memory at the start of an incarnation: who may use it, and when it may be given back."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -10,15 +11,16 @@ from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import HostMemory
 from elastictrain.checkpoint.memory.inventory import SnapshotSet
 from elastictrain.checkpoint.recall import Recall
-from elastictrain.errors import SavesFailingError, StorageError
+from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.memory import Memory, _agree_on_steps, make_saving
+from elastictrain.train.memory import Memory, _agree_on_steps, make_saving, meet_keepers
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
@@ -49,6 +51,20 @@ class Scene:
     did: list[str] = field(default_factory=list)
     storage_works: bool = True
     broken: str = ""
+    port: int = 4000
+    silent: str = ""
+    """Why it does not answer."""
+
+    takes_no_note: str = ""
+
+    def wait(self) -> None:
+        if self.silent:
+            raise CheckpointError(self.silent)
+
+    def meet(self, roster: object) -> None:
+        self.did.append("meet")
+        if self.takes_no_note:
+            raise CheckpointError(self.takes_no_note)
 
     def finish(self, timeout_s: float) -> None:
         self.did.append("finish")
@@ -130,3 +146,58 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     assert steps(recall.newest()) == [None, STEP, None]
     assert steps(recall.newest(), layout="another") == [None] * 3
     assert steps(None) == [None] * 3
+
+
+def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> Memory:
+    """With another host whose keeper has a port, and says `others` to every question of what is wrong."""
+
+    def gather(value: JsonValue, *, group: object) -> list[JsonValue]:
+        if isinstance(value, list):
+            return [value, [others, "there", "10.0.0.2", 4001, 0]]
+        return [value, others]
+
+    monkeypatch.setattr(train_memory, "gather_json", gather)
+    monkeypatch.setattr(train_memory, "_address", lambda identity: "10.0.0.1")
+    plain = config(steps=100)
+    of_run = replace(
+        plain, run=replace(plain.run, dir=str(folder / "run")), checkpoint=replace(plain.checkpoint, memory_dir=str(folder))
+    )
+    started = SimpleNamespace(group=SimpleNamespace(control=None))
+    identity = Identity(0, 2, 0, 1, "here", launched=True)
+    memory = meet_keepers(of_run, identity, cast(Started, started), cast(KeeperLink, scene))
+    assert memory is not None
+    return memory
+
+
+def test_keepers_of_two_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = keepers_met(scene := Scene(), tmp_path, monkeypatch)
+    assert (memory.trouble, memory.kept, scene.did) == ("", (1,), ["meet"])
+    assert memory.others is not None
+
+
+@pytest.mark.parametrize(
+    ("scene", "others", "said"),
+    [
+        (Scene(silent="it ended 3 times"), "", "it ended 3 times"),
+        (Scene(), "it does not answer", "it does not answer"),
+        (None, "", "a host keeps nothing in memory"),
+        (Scene(takes_no_note="no answer within 30 s"), "", "no answer within 30 s"),
+        (Scene(broken="it ended 3 times"), "", "it ended 3 times"),
+    ],
+)
+def test_without_a_keeper_memory_can_be_read_and_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene | None, others: str, said: str
+) -> None:
+    memory = keepers_met(scene, tmp_path, monkeypatch, others=others)
+    assert memory.trouble == said
+    Path(memory.folder).mkdir(parents=True)
+    put(Path(memory.folder), facts_of(STEP, run=memory.run))
+    memory.recall.look()
+    assert (memory.recall.newest() is not None) == (scene is not None)
+
+
+def test_without_a_keeper_memory_stays_until_storage_has_what_was_in_it(tmp_path: Path) -> None:
+    for in_storage, did in ((False, ["close", f"save {STEP}", "finish"]), (True, ["close", "close"])):
+        scene = Scene()
+        assert isinstance(saving_of(scene, tmp_path, in_storage=in_storage, trouble="no keeper"), SynchronousSaving)
+        assert scene.did == did
