@@ -5,6 +5,7 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,15 @@ from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.keeper.messages import Message
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
-from elastictrain.checkpoint.memory.budget import Buffers, decide_buffers, describe, least, memory_of
+from elastictrain.checkpoint.memory.budget import (
+    REPLICA_SLOTS,
+    Buffers,
+    decide_buffers,
+    describe,
+    least,
+    memory_of,
+    most_buffers,
+)
 from elastictrain.checkpoint.memory.inventory import SnapshotSet, look
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
@@ -267,24 +276,38 @@ def _agree_on_buffers(
 ) -> Buffers:
     """What all hosts have room for. Collective: yes."""
     options, group = config.checkpoint, parts.group
-    _, fitting = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=options.buffers)
+    replicate = options.replicate and memory.others is not None
+    most = most_buffers(options.buffers, replicate=replicate)
+    _, fitting = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=most)
     host = identity.host_ranks.start
     sizes: dict[int, int] = {}
-    held = 0
-    for row in gather_json([host, layout.file_bytes, len(fitting)], group=group):
+    held = held_replicas = 0
+    for rank, row in enumerate(gather_json([host, layout.file_bytes, len(fitting)], group=group)):
         assert isinstance(row, list)  # noqa: S101
         its_host, size_bytes, there = (int(str(value)) for value in row)
         sizes[its_host] = sizes.get(its_host, 0) + size_bytes
         held += size_bytes * there if its_host == host else 0
+        held_replicas += size_bytes * _replicas_held(memory, rank=rank, size_bytes=size_bytes)
     choice = decide_buffers(
-        memory_of(memory.folder, held_bytes=held),
+        memory_of(memory.folder, held_bytes=held, held_replica_bytes=held_replicas),
         wanted=options.buffers,
-        replicate=options.replicate and memory.others is not None,
+        replicate=replicate,
         snapshot_bytes=sizes[host],
         replica_bytes=max(sizes.values()),
     )
     told = gather_json([choice.per_rank, choice.replicate, choice.shortage], group=group)
     return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
+
+
+def _replicas_held(memory: Memory, *, rank: int, size_bytes: int) -> int:
+    """How many slots for replicas of a rank this host has already and uses again."""
+    if rank not in memory.kept:
+        return 0
+    held = 0
+    for index in range(REPLICA_SLOTS):
+        with suppress(OSError):
+            held += os.stat(f"{memory.folder}/{SlotName('replica', rank, index)}").st_size == size_bytes  # noqa: PTH116
+    return held
 
 
 def _agree_on_steps(

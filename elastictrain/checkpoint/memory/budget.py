@@ -17,12 +17,14 @@ REPLICATED_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """What a host has for snapshots, in bytes. `held_bytes`: what slots of this run that will be used again hold already."""
+    """What a host has for snapshots, in bytes. `held_bytes`: what slots of this run that will be used again hold already;
+    `held_replica_bytes`: the same of replicas, if they are kept."""
 
     total_bytes: int
     available_bytes: int
     folder_free_bytes: int
     held_bytes: int = 0
+    held_replica_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,12 @@ class Buffers:
     shortage: str = ""
 
 
+def most_buffers(wanted: int, *, replicate: bool) -> int:
+    """How many buffers per rank are taken where there is memory."""
+    # One is being sent, one waits for that to arrive, and one is for what comes meanwhile.
+    return max(wanted, REPLICATED_BUFFERS) if wanted and replicate else wanted
+
+
 def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot_bytes: int, replica_bytes: int) -> Buffers:
     """The first that fits: what is wanted, with replicas or without, one buffer, none.
 
@@ -42,17 +50,14 @@ def decide_buffers(memory: HostMemory, *, wanted: int, replicate: bool, snapshot
     usable = min(memory.available_bytes - int(HEADROOM * memory.total_bytes), memory.folder_free_bytes) + memory.held_bytes
     if not wanted:
         return Buffers(0, replicate=False)
-    asked = wanted
-    if replicate:
-        # One is being sent, one waits for that to arrive, and one is for what comes meanwhile.
-        wanted = max(wanted, REPLICATED_BUFFERS)
+    asked, wanted = wanted, most_buffers(wanted, replicate=replicate)
+    usable_with = usable + memory.held_replica_bytes
+    shortage = _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable_with if replicate else usable)
     options: list[tuple[int, bool]] = [(wanted, replicate), (asked, False), (1, False)]
     for per_rank, replicas in options:
-        if _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= usable:
-            if (per_rank, replicas) == (wanted, replicate):
-                return Buffers(per_rank, replicas)
-            return Buffers(per_rank, replicas, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
-    return Buffers(0, False, _shortage(wanted, replicate, snapshot_bytes, replica_bytes, usable))
+        if _needed(per_rank, replicas, snapshot_bytes, replica_bytes) <= (usable_with if replicas else usable):
+            return Buffers(per_rank, replicas, "" if (per_rank, replicas) == (wanted, replicate) else shortage)
+    return Buffers(0, False, shortage)
 
 
 def least(choices: Sequence[Buffers]) -> Buffers:
@@ -76,7 +81,7 @@ def describe(buffers: Buffers) -> str:
     return f"{buffers.shortage}; {consequence}"
 
 
-def memory_of(folder: str, *, held_bytes: int = 0) -> HostMemory:
+def memory_of(folder: str, *, held_bytes: int = 0, held_replica_bytes: int = 0) -> HostMemory:
     """The memory of this host, or of the control group that this process is confined to."""
     found = psutil.virtual_memory()
     total, available = int(found.total), int(found.available)
@@ -87,7 +92,7 @@ def memory_of(folder: str, *, held_bytes: int = 0) -> HostMemory:
     while not os.path.isdir(parent):  # noqa: PTH112
         parent = os.path.dirname(parent) or "/"  # noqa: PTH120
     space = os.statvfs(parent)
-    return HostMemory(total, available, space.f_bavail * space.f_frsize, held_bytes)
+    return HostMemory(total, available, space.f_bavail * space.f_frsize, held_bytes, held_replica_bytes)
 
 
 def _cgroup_limit() -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.budget import HostMemory
+from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
 from elastictrain.checkpoint.memory.inventory import SnapshotSet
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
@@ -20,7 +20,7 @@ from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.memory import Memory, _agree_on_steps, make_saving, meet_keepers
+from elastictrain.train.memory import Memory, _agree_on_buffers, _agree_on_steps, make_saving, meet_keepers
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
@@ -201,3 +201,30 @@ def test_without_a_keeper_memory_stays_until_storage_has_what_was_in_it(tmp_path
         scene = Scene()
         assert isinstance(saving_of(scene, tmp_path, in_storage=in_storage, trouble="no keeper"), SynchronousSaving)
         assert scene.did == did
+
+
+def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, size_bytes = layout_of(), layout_of().file_bytes
+    names = ["own-r00000-s0", "own-r00000-s1", "own-r00000-s2", "replica-r00001-s0", "replica-r00001-s1"]
+    # The last one is of a rank whose replicas another host keeps now.
+    for name in (*names, "replica-r00002-s0"):
+        (tmp_path / name).write_bytes(bytes(size_bytes))
+
+    def gather(value: JsonValue, *, group: object) -> list[JsonValue]:
+        assert isinstance(value, list)
+        return [value, [1, *value[1:]], [2, *value[1:]]] if value[0] == 0 else [value]
+
+    asked: list[HostMemory] = []
+
+    def memory_of(folder: str, **held: int) -> HostMemory:
+        asked.append(HostMemory(10 * size_bytes, size_bytes, 0, **held))
+        return asked[-1]
+
+    monkeypatch.setattr(train_memory, "gather_json", gather)
+    monkeypatch.setattr(train_memory, "memory_of", memory_of)
+    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    memory = Memory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
+    parts, identity = parts_of(Scene()), Identity(0, 3, 0, 1, "here", launched=True)
+    found = _agree_on_buffers(memory, layout, parts, config=config(steps=100), identity=identity)
+    assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
+    assert found == Buffers(3, True)

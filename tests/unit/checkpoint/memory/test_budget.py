@@ -23,6 +23,13 @@ def test_less_and_less_memory() -> None:
     assert decide(0, wanted=0, replicate=False) == Buffers(0, False)
 
 
+def test_replicas_that_are_there_are_of_use_to_replicas_alone() -> None:
+    memory = HostMemory(100 * GB, 10 * GB, 1000 * GB, held_bytes=20 * GB, held_replica_bytes=20 * GB)
+    kept = decide_buffers(memory, wanted=2, replicate=True, snapshot_bytes=10 * GB, replica_bytes=5 * GB)
+    assert kept == Buffers(3, True)
+    assert decide_buffers(memory, wanted=3, replicate=False, snapshot_bytes=10 * GB, replica_bytes=0).per_rank == 1
+
+
 def test_the_folder_counts_as_well() -> None:
     memory = HostMemory(100 * GB, 90 * GB, 15 * GB)
     found = decide_buffers(memory, wanted=2, replicate=False, snapshot_bytes=10 * GB, replica_bytes=0)
