@@ -32,7 +32,7 @@ from elastictrain.checkpoint.memory.place import SlotName, make_private, run_fol
 from elastictrain.checkpoint.peers.placement import wards_of
 from elastictrain.checkpoint.peers.roster import roster_from_json
 from elastictrain.checkpoint.recall import Recall
-from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
+from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
 from elastictrain.checkpoint.snapshot.copier import Copier
 from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
@@ -189,12 +189,12 @@ def make_saving(
         message = describe(buffers)
         parts.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
         parts.say(message)
-    if buffers.per_rank == 0:
+    indices = _choose_slots(memory, layout, parts, wanted=buffers.per_rank, in_storage=in_storage)
+    if not indices:
         return _without_memory(memory, parts, config=config, in_storage=in_storage)
     if memory.others is not None:
         memory.others.close()
         link.replicate(on=buffers.replicate)
-    indices, _ = slot_indices(memory.folder, rank=identity.rank, size_bytes=layout.file_bytes, wanted=buffers.per_rank)
     restored = None if in_storage else memory.recall.newest()
     steps = _agree_on_steps(memory, indices, parts, restored=restored, layout=layout.digest)
     device = started.group.device
@@ -297,6 +297,16 @@ def _agree_on_buffers(
     )
     told = gather_json([choice.per_rank, choice.replicate, choice.shortage], group=group)
     return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
+
+
+def _choose_slots(memory: Memory, layout: RankLayout, parts: SavingParts, *, wanted: int, in_storage: bool) -> Sequence[int]:
+    """The numbers of this rank's slots: as many on all ranks, which speak of them by their places. Collective: yes."""
+    restored_step = None if in_storage else parts.state.step
+    size_bytes = layout.file_bytes
+    with suppress(OSError):
+        free_indices(memory.folder, rank=parts.rank, size_bytes=size_bytes, wanted=wanted, restored_step=restored_step)
+    indices, _ = slot_indices(memory.folder, rank=parts.rank, size_bytes=size_bytes, wanted=wanted)
+    return indices[: min(int(str(count)) for count in gather_json(len(indices), group=parts.group))]
 
 
 def _replicas_held(memory: Memory, *, rank: int, size_bytes: int) -> int:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from elastictrain.checkpoint.keeper.leftovers import remove_slot
+from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import store_layout
@@ -126,3 +128,24 @@ def slot_indices(folder: str, *, rank: int, size_bytes: int, wanted: int) -> tup
     fitting = [index for index, fits in there.items() if fits][:wanted]
     free = [index for index in range(10) if index not in there]
     return (fitting + free)[:wanted], fitting
+
+
+def free_indices(folder: str, *, rank: int, size_bytes: int, wanted: int, restored_step: int | None) -> None:
+    """See that `slot_indices` finds as many as are wanted, though starts with other world sizes have left their slots.
+
+    As few as possible are removed, the oldest first, and never one of the step that was restored: until a newer snapshot is
+    whole, it may be all that there is.
+    """
+    missing = wanted - len(slot_indices(folder, rank=rank, size_bytes=size_bytes, wanted=wanted)[0])
+    if missing <= 0:
+        return
+    held = {one.slot: (one.facts.incarnation, one.facts.step) for one in look(folder, host=0)}
+    unused = []
+    for name in slot_names(folder):
+        age = held.get(str(name), ("", -1))
+        other_size = (name.kind, name.rank) == ("own", rank) and os.stat(f"{folder}/{name}").st_size != size_bytes  # noqa: PTH116
+        if other_size and (restored_step is None or age[1] != restored_step):
+            unused.append((age, name.index, name))
+    for _, _, name in sorted(unused, key=lambda one: one[:2])[:missing]:
+        logger.warning("%s is removed: starts with other world sizes have left slots under all names", name)
+        remove_slot(folder, name)

@@ -20,7 +20,7 @@ from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.memory import Memory, _agree_on_buffers, _agree_on_steps, make_saving, meet_keepers
+from elastictrain.train.memory import Memory, _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving, meet_keepers
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
@@ -228,3 +228,15 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
     found = _agree_on_buffers(memory, layout, parts, config=config(steps=100), identity=identity)
     assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
     assert found == Buffers(3, True)
+
+
+def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    memory = Memory(str(tmp_path), RUN, None, recall, None)
+    for index in range(10):
+        put(tmp_path, facts_of(STEP - index), index=index)
+    layout = layout_of(rows=600)
+    assert _choose_slots(memory, layout, parts_of(Scene()), wanted=2, in_storage=False) == [8, 9]
+    assert (tmp_path / "own-r00000-s0").exists()
+    monkeypatch.setattr(train_memory, "gather_json", lambda value, *, group: [value, 1])
+    assert _choose_slots(memory, layout, parts_of(Scene()), wanted=2, in_storage=False) == [8]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from elastictrain.checkpoint.memory.inventory import slot_names
+from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import layout_path
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.snapshot.arena import Arena, slot_indices
+from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
 from tests.unit.checkpoint.memory.madeslots import facts_of, layout_of, put
 
 LAYOUT = layout_of()
@@ -24,6 +26,25 @@ def test_slots_that_fit_are_used_again_and_others_left_alone(tmp_path: Path) -> 
     put(tmp_path, facts_of(3), index=4)
     put(tmp_path, facts_of(3), index=5)
     assert slot_indices(str(tmp_path), rank=0, size_bytes=LAYOUT.file_bytes, wanted=2) == ([1, 4], [1, 4])
+
+
+def test_names_that_older_starts_have_taken_are_freed_the_oldest_first(tmp_path: Path) -> None:
+    def free(wanted: int, restored_step: int | None) -> list[int]:
+        free_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted, restored_step=restored_step)
+        return slot_indices(str(tmp_path), rank=0, size_bytes=99, wanted=wanted)[0]
+
+    for index in range(8):
+        put(tmp_path, facts_of(30 - index, incarnation=f"00000{index % 4}-aa"), index=index)
+    put(tmp_path, facts_of(1, rank=1, world_size=2), index=0)
+    assert free(2, 30) == [8, 9]
+    (tmp_path / "own-r00000-s8").write_bytes(b"torn")
+    put(tmp_path, facts_of(99, incarnation="000009-aa"), index=9)
+    # Step 30 is of the oldest incarnation, and was restored; then come step 26 of the same, and step 25 of the next.
+    assert free(3, 30) == [4, 5, 8]
+    assert len(slot_names(str(tmp_path))) == 8
+    assert free(10, 30) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert free(10, None) == list(range(10))
+    assert slot_names(str(tmp_path)) == [SlotName("own", 1, 0)]
 
 
 def test_slots_become_ready_and_keep_what_is_in_them(tmp_path: Path) -> None:
