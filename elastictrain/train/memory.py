@@ -195,7 +195,7 @@ def make_saving(
     if memory.others is not None:
         memory.others.close()
         link.replicate(on=buffers.replicate)
-    restored = None if in_storage else memory.recall.newest()
+    restored = None if in_storage else memory.recall.best()
     steps = _agree_on_steps(memory, indices, parts, restored=restored, layout=layout.digest)
     device = started.group.device
     arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)

@@ -143,8 +143,8 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
         return _agree_on_steps(memory, [0, 1, 2], parts_of(Scene()), restored=restored, layout=layout)
 
-    assert steps(recall.newest()) == [None, STEP, None]
-    assert steps(recall.newest(), layout="another") == [None] * 3
+    assert steps(recall.best()) == [None, STEP, None]
+    assert steps(recall.best(), layout="another") == [None] * 3
     assert steps(None) == [None] * 3
 
 
@@ -193,7 +193,7 @@ def test_without_a_keeper_memory_can_be_read_and_is_not_written(
     Path(memory.folder).mkdir(parents=True)
     put(Path(memory.folder), facts_of(STEP, run=memory.run))
     memory.recall.look()
-    assert (memory.recall.newest() is not None) == (scene is not None)
+    assert (memory.recall.best() is not None) == (scene is not None)
 
 
 def test_without_a_keeper_memory_stays_until_storage_has_what_was_in_it(tmp_path: Path) -> None:
