@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 SEGMENT_BYTES = 32 << 20
 """Registered at a time: the driver serves nobody else meanwhile, about 10 ms."""
 
-_REST = 0.5
-"""Rest after each segment, as a share of the time that it took: training is under way by then."""
+_REST = 2.0
+"""Rest after each segment, as a multiple of the time that it took: training is under way by then, and after a restart behind."""
 
 
 class Arena:
