@@ -12,14 +12,16 @@ from elastictrain.checkpoint.keeper.digesting import Digesting
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flushing import Flushing
 from elastictrain.checkpoint.keeper.hello import is_past, read_hello
+from elastictrain.checkpoint.keeper.jobs import Refusal, SaveJob
 from elastictrain.checkpoint.keeper.journals import Journals
 from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
 from elastictrain.checkpoint.keeper.messages import MalformedError, Message, count
+from elastictrain.checkpoint.keeper.outcomes import Outcomes
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.keeper.replicas import Replicas
-from elastictrain.checkpoint.keeper.saver import Refusal, Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.saver import Reports, Saver
 from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import Held, look, slot_names
@@ -32,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
 _LETTING_GO_S = 2.0
-_TOLD_AGAIN = 8
-"""Steps whose outcome is told to a worker that comes again."""
 
 
 class Keeper:
@@ -57,12 +57,10 @@ class Keeper:
         self._ever = self._finished = False
         self._lost = False
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
-        self._told: dict[int, Message] = {}
-        """What became of the newest steps of the present incarnation, as its workers were told."""
+        self._outcomes = Outcomes()
+        """Of the present incarnation."""
         self._flushing = Flushing(store, facts, chosen=self._on_flush, later=self._later, clock=clock)
         self._slow = SlowSaves()
-        self._handed_over: set[tuple[str, int]] = set()
-        self._written_for_others: set[tuple[str, int]] = set()
         self._missing: dict[int, Connection] = {}
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
         self._saver = Saver(
@@ -148,7 +146,7 @@ class Keeper:
                     raise MalformedError("a snapshot was announced by a worker of no living incarnation")
                 slot, step = count(message, "slot"), count(message, "step")
                 if message.get("durable"):
-                    self._begin_anew(step)
+                    self._outcomes.announced(step)
                 if (error := self._take(one.rank, slot, step)) and message.get("durable"):
                     self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
             case "roster" | "replicate" | "send" | "step":
@@ -164,14 +162,6 @@ class Keeper:
                 one.said_goodbye = True
             case other:
                 raise MalformedError(f"{other!r} is no message to a keeper")
-
-    def _begin_anew(self, step: int) -> None:
-        """A step is to be saved, maybe once more: the attempt that this host has done its part of failed elsewhere."""
-        key = (self._incarnation, step)
-        self._told.pop(step, None)
-        if key in self._written_for_others:
-            self._written_for_others.discard(key)
-            self._handed_over.discard(key)
 
     def _on_peer_message(self, one: Connection, message: Message) -> None:
         """What concerns other hosts."""
@@ -200,11 +190,9 @@ class Keeper:
             self._left.add(self._incarnation)
             self._saver.hurry()
             self._lost = False
-            self._told.clear()
+            self._outcomes.clear()
             for pinned in self._desk.move_to(station):
                 self._pins.release(pinned)
-            self._handed_over.clear()
-            self._written_for_others.clear()
             self._journals.move_to(station)
         one.rank, one.incarnation = rank, station.incarnation
         self._missing.pop(rank, None)
@@ -213,7 +201,7 @@ class Keeper:
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
         self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening})
-        for told in list(self._told.values()):
+        for told in self._outcomes.to_tell_again:
             # It may have been said while this worker was not connected.
             self._workers.answer(one, told)
         # After a keeper was killed its successor finds out from the slots what it would have been told.
@@ -281,9 +269,7 @@ class Keeper:
 
     def _tell_outcome(self, message: Message) -> None:
         """What became of a step; who is not connected now is told when it comes again."""
-        self._told[count(message, "step")] = message
-        for step in sorted(self._told)[:-_TOLD_AGAIN]:
-            del self._told[step]
+        self._outcomes.told(count(message, "step"), message)
         self._workers.tell(message)
 
     def _on_digested(self, pinned: Pinned) -> None:
@@ -293,8 +279,7 @@ class Keeper:
             self._pins.release(pinned)
             return
         self._desk.newest[facts.rank] = max(facts.step, self._desk.newest.get(facts.rank, -1))
-        key = (facts.incarnation, facts.step)
-        known = facts.rank in self._desk.waiting.get(facts.step, {}) or key in self._handed_over
+        known = facts.rank in self._desk.waiting.get(facts.step, {}) or self._outcomes.is_handed_over(facts.step)
         if facts.durable and not known and facts.step > self._desk.saved_step:
             job = self._desk.arrived(pinned)
             if job:
@@ -313,10 +298,11 @@ class Keeper:
     def _on_failed(self, job: SaveJob, error: str, *, passing: bool) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
         self._let_go(job)
-        # A step that cannot be put off comes again.
-        self._handed_over.discard((job.incarnation, job.step))
         self._flushing.failed(job.incarnation, job.step, passing=passing)
-        if job.leader and job.incarnation == self._incarnation:
+        if job.incarnation != self._incarnation:
+            return
+        self._outcomes.failed(job.step)
+        if job.leader:
             self._tell_outcome({"op": "failed", "step": job.step, "error": error})
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
@@ -363,22 +349,23 @@ class Keeper:
     def _begin(self, snapshots: tuple[Pinned, ...], *, leader: bool, reason: str) -> None:
         patience = Patience(self._facts.save_timeout_s, clock=self._clock)
         job = SaveJob(snapshots, leader=leader, reason=reason, patience=patience)
-        if self._lost or job.incarnation != self._incarnation:
+        present = job.incarnation == self._incarnation
+        if present:
+            self._outcomes.handed_over(job.step)
+        if self._lost or not present:
             patience.hurry()
-        key = (job.incarnation, job.step)
-        self._handed_over.add(key)
-        self._held[key] = job.snapshots
+        self._held[(job.incarnation, job.step)] = job.snapshots
         self._saver.begin(job)
 
     def _let_go(self, job: SaveJob) -> None:
         """The job needs its snapshots no more."""
-        if not job.leader:
-            self._written_for_others.add((job.incarnation, job.step))
         for pinned in self._held.pop((job.incarnation, job.step), ()):
             self._pins.release(pinned)
         if job.incarnation != self._incarnation:
             # Those who train now may come to the same step.
             return
+        if not job.leader:
+            self._outcomes.done_here(job.step)
         # Only the leader hears what became of the step: for the ranks of other hosts it ends here.
         released: Message = {"op": "released", "step": job.step, "done": not job.leader}
         self._workers.tell(released) if job.leader else self._tell_outcome(released)

@@ -2,7 +2,7 @@
 
 import logging
 
-from elastictrain.checkpoint.keeper.saver import SaveJob
+from elastictrain.checkpoint.keeper.jobs import SaveJob
 from elastictrain.checkpoint.keeper.trouble import LastTrouble
 from elastictrain.events import CheckpointSlow
 

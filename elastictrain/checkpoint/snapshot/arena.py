@@ -24,7 +24,7 @@ SEGMENT_BYTES = 32 << 20
 """Registered at a time: the driver serves nobody else meanwhile, about 10 ms."""
 
 _REST = 2.0
-"""Rest after each segment, as a multiple of the time that it took: training is under way by then, and after a restart behind."""
+"""Rest after each segment, as a multiple of the time that it took: training is under way by then."""
 
 
 class Arena:

@@ -12,9 +12,10 @@ from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper import saver as module
 from elastictrain.checkpoint.keeper.facts import RunFacts, load_facts, store_facts
 from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.jobs import Refusal, SaveJob
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
-from elastictrain.checkpoint.keeper.saver import Refusal, Reports, SaveJob, Saver
+from elastictrain.checkpoint.keeper.saver import Reports, Saver
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
