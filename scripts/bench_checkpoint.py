@@ -51,7 +51,7 @@ from elastictrain.identity import Identity, read_identity
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import bring_up
 from elastictrain.train.build import build
-from elastictrain.train.memory import start_keeper
+from elastictrain.train.keepers import start_keeper
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.step import Flags, PendingStep
 

@@ -26,9 +26,10 @@ from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
+from elastictrain.train.keepers import meet_keepers
 from elastictrain.train.leaving import left_s
 from elastictrain.train.loop import LoopParts
-from elastictrain.train.memory import make_saving, meet_keepers
+from elastictrain.train.memory import make_saving
 from elastictrain.train.observing import make_observer
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.parameters import build_model, fill

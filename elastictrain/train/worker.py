@@ -32,9 +32,9 @@ from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
 from elastictrain.train.build import Built, build
 from elastictrain.train.hang_watch import Accusation, HangWatch
+from elastictrain.train.keepers import start_keeper
 from elastictrain.train.leaving import Reached, describe
 from elastictrain.train.loop import Loop
-from elastictrain.train.memory import start_keeper
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
 _LEAST_END_S = 1.0

@@ -18,9 +18,11 @@ from elastictrain.checkpoint.recall import Recall
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.train import keepers as train_keepers
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.memory import Memory, _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving, meet_keepers
+from elastictrain.train.keepers import Memory, meet_keepers
+from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
@@ -156,8 +158,8 @@ def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPat
             return [value, [others, "there", "10.0.0.2", 4001, 0]]
         return [value, others]
 
-    monkeypatch.setattr(train_memory, "gather_json", gather)
-    monkeypatch.setattr(train_memory, "_address", lambda identity: "10.0.0.1")
+    monkeypatch.setattr(train_keepers, "gather_json", gather)
+    monkeypatch.setattr(train_keepers, "_address", lambda identity: "10.0.0.1")
     plain = config(steps=100)
     of_run = replace(
         plain, run=replace(plain.run, dir=str(folder / "run")), checkpoint=replace(plain.checkpoint, memory_dir=str(folder))
