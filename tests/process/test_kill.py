@@ -22,8 +22,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return found
 
 
-def kill_one(run: Run, run_dir: Path, *, after_step: int, chance: random.Random) -> None:
-    wait_until(lambda: last_step(run_dir) >= after_step, what=f"step {after_step}")
+def starts(run_dir: Path) -> set[str]:
+    return {row["incarnation"] for row in events(run_dir, "start")}
+
+
+def kill_one(run: Run, run_dir: Path, *, after_step: int, num_starts: int, chance: random.Random) -> None:
+    """Once a group is up that many times: one that is killed before leaves no record of its start."""
+    wait_until(lambda: len(starts(run_dir)) == num_starts and last_step(run_dir) >= after_step, what=f"step {after_step}")
     victims = run.workers()
     kill(chance.choice(victims))
     wait_until(lambda: not any(victim.is_running() for victim in victims), timeout_s=15, what="end of the group")
@@ -37,11 +42,11 @@ def test_sigkill_twice_in_a_row(attempt: int, tmp_path: Path, undisturbed: dict[
     with torchrun(
         [*ARGUMENTS, f"run.dir={run_dir}"], world_size=2, folder=tmp_path, rendezvous=rendezvous, max_restarts=3
     ) as run:
-        for victim_step in sorted(chance.sample(range(2, STEPS - 4), 2)):
-            kill_one(run, run_dir, after_step=victim_step, chance=chance)
+        for number, victim_step in enumerate(sorted(chance.sample(range(2, STEPS - 4), 2)), start=1):
+            kill_one(run, run_dir, after_step=victim_step, num_starts=number, chance=chance)
         assert run.wait() == 0, run.output()[-5000:]
     assert losses(run_dir) == undisturbed
-    assert len({row["incarnation"] for row in events(run_dir, "start")}) == 3
+    assert len(starts(run_dir)) == 3
     failure = events(run_dir, "failure")
     assert failure
     assert all(row["exit_code"] == 71 and row["last_heard"] for row in failure), failure

@@ -23,7 +23,6 @@ from elastictrain.checkpoint.prune import Pruner, read_manifest
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
 from elastictrain.errors import (
-    AccessDeniedError,
     CheckpointError,
     ElasticTrainError,
     InvalidCheckpointError,
@@ -38,8 +37,8 @@ logger = logging.getLogger(__name__)
 STREAMS = 8
 """Files that are written at once."""
 
-_PASSING = (TransientStorageError, StorageFullError, AccessDeniedError)
-"""What may be mended while nobody trains: space is made, a token is renewed."""
+_PASSING = (TransientStorageError, StorageFullError)
+"""What may pass while nobody trains: a store comes back, somebody makes room."""
 
 
 @dataclass(frozen=True, slots=True)

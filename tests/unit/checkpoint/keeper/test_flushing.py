@@ -11,7 +11,7 @@ from elastictrain.checkpoint.keeper import flushing as module
 from elastictrain.checkpoint.keeper import lifetime, patience
 from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, StorageError, StorageFullError, TransientStorageError
+from elastictrain.errors import ObjectNotFoundError, StorageError, StorageFullError, TransientStorageError
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, keeping, until
 from tests.unit.checkpoint.memory.madeslots import facts_of, flip, layout_of, put
@@ -199,10 +199,8 @@ def test_a_keeper_that_nobody_came_to_saves_what_it_finds(memory: Path, run: Pat
     assert checkpoints(run) == [5]
 
 
-@pytest.mark.parametrize("error", [StorageFullError("no space left"), AccessDeniedError("the token has expired")])
-def test_what_a_person_can_mend_is_waited_for(
-    error: StorageError, memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("error", [StorageFullError("no space left"), TransientStorageError("503")])
+def test_what_may_pass_is_waited_for(error: StorageError, memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, refused = saving.write_file, []
 
     def full(*arguments: object, **more: object) -> object:
