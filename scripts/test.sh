@@ -13,11 +13,30 @@ export RES_OPTIONS="timeout:1 attempts:1" OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 bash scripts/check.sh --static
 
+# Tests with real processes have bounds in seconds, which another load on the machine can break. A few that fail are tried once
+# more, alone; both results are shown. Unit tests have no second chance, and neither has whatever fails in many places.
+most_again=3
+
+tried_again() {
+    "$python" - "$most_again" <<'END' || return 1
+import json, sys
+failed = list(json.load(open(".pytest_cache/v/cache/lastfailed")))
+print("== failed, and tried once more alone:", *failed, sep="\n     ", file=sys.stderr)
+sys.exit(len(failed) > int(sys.argv[1]) or any(not name.startswith(("tests/process", "tests/network")) for name in failed))
+END
+    "$python" -m pytest "$@" -n 0 --last-failed --last-failed-no-failures none
+}
+
 status=5
 run() {
     local code=0
     printf '== pytest %s\n' "$*" >&2
     "$python" -m pytest "$@" || code=$?
+    if ((code == 1)); then
+        code=0
+        tried_again "$@" || code=1
+        ((code)) || printf '== the tests named above have passed the second time only\n' >&2
+    fi
     # 5: the arguments chose none of these tests.
     case $code in
         0) status=0 ;;
