@@ -28,6 +28,7 @@ from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.fault.watchdog import LostPeer, Others, Overdue, Watchdog
 from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.storage.opening import without_sync
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
 from elastictrain.train.build import Built, build
@@ -217,9 +218,14 @@ class Worker:
                 sys.stderr.flush()
             mark = self._whereabouts.mark
             self._tell_launcher(what.exit_code, what.sentence, step=mark.step)
-            if self._met is not None:
-                failure = _failure(what, mark=mark, heard=heard, flight_recorder=None)
-                within(self._config.fault.shutdown_grace_s / 2, partial(_record_and_send, self._met.journal, failure))
+            if self._met is None:
+                return
+            # Only what was read before: a device whose peer is being torn down may not answer any more.
+            key, trace = self._flight_key(self._met), self._hangs.trace
+            failure = _failure(what, mark=mark, heard=heard, flight_recorder=key if trace is not None else None)
+            within(self._config.fault.shutdown_grace_s / 2, partial(_record_and_send, self._met.journal, failure))
+            if trace is not None:
+                within(_FLIGHT_RECORDER_LIMIT_S, partial(without_sync(self._met.store).write, key, trace.encode()))
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None) -> None:
         with self._ending:
@@ -233,7 +239,7 @@ class Worker:
                 return
             if accusation is not None:
                 self._hangs.keep(accusation)
-            key = f"flight/{self._met.incarnation.name}-r{self._identity.rank:05d}.json"
+            key = self._flight_key(self._met)
             recorded = key if self._config.fault.flight_recorder_entries else None
             failure = _failure(what, mark=mark, heard=heard, flight_recorder=recorded)
             # The main thread may hang in this very journal, since storage does.
@@ -256,6 +262,9 @@ class Worker:
             return True
         limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
         return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
+
+    def _flight_key(self, met: Met) -> str:
+        return f"flight/{met.incarnation.name}-r{self._identity.rank:05d}.json"
 
     def _store_flight_recorder(self, key: str) -> None:
         # In a hang the library may not answer any more: then what it said before is what there is.

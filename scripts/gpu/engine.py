@@ -3,7 +3,8 @@ file access, and the time from SIGKILL of a worker to the next new step, under t
 
     python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
 
-TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints.
+TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints,
+HOW what restarts the killed workers: `launch`, `torchrun`, or both by default.
 """
 
 import itertools
@@ -223,7 +224,7 @@ def launched(arguments: list[str], folder: Path) -> AbstractContextManager[Run]:
 def kills(folder: Path) -> None:
     """SIGKILL of the last rank 5 steps after a snapshot, twice a run: the state is in host memory, an older one on disk."""
     for turn in range(int(os.environ.get("TURNS", "1"))):
-        for how in ("launch", "torchrun"):
+        for how in os.environ.get("HOW", "launch torchrun").split():
             run_dir = folder / f"killed-{how}-{turn}"
             arguments = [*BASE, "train.steps=1000", "train.compile=false", "checkpoint.every_steps=40", f"run.dir={run_dir}"]
             log = folder / f"kill-log-{how}-{turn}"

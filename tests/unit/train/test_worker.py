@@ -16,6 +16,7 @@ from elastictrain.fault.reasons import Reason, read_reasons
 from elastictrain.fault.watchdog import LostPeer, Overdue
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import Identity, Launcher
+from elastictrain.storage.opening import open_store
 from elastictrain.train.bringup import Met
 from elastictrain.train.build import Built
 from elastictrain.train.leaving import Reached
@@ -74,7 +75,8 @@ def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     # Without a way to close it, a store, or a board that is asked for more than this.
     board = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, fall=lambda: None)
-    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board))
+    incarnation = SimpleNamespace(name="000001-aa")
+    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board, incarnation=incarnation))
 
     def left(code: int) -> None:
         raise SystemExit(code)
@@ -97,3 +99,18 @@ def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(
     worker._backend = backend
     worker._link = cast(KeeperLink, SimpleNamespace(lost=(0, 5.0)))
     assert worker._lost_peer() == LostPeer("rank 0 of this host", 5.0, noticed=noticed)
+
+
+def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_out_to_be_gone(
+    worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Failure] = []
+    journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
+    board = SimpleNamespace(last_heard=dict)
+    store, incarnation = open_store(str(tmp_path / "run")), SimpleNamespace(name="000001-aa")
+    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board, store=store, incarnation=incarnation))
+    worker._hangs._traced = (worker._whereabouts.mark, '{"entries": []}')
+    worker._report_briefly(Meaning(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False), heard={})
+    (failure,) = recorded
+    assert failure.flight_recorder == "flight/000001-aa-r00001.json"
+    assert store.read(failure.flight_recorder) == b'{"entries": []}'
