@@ -308,7 +308,7 @@ class Checkpointer:
             folder = listing.folder(self._saved.checkpoint)
             if folder is not None and folder.has_manifest and not folder.quarantined:
                 return b""
-        return clear_target(self._store, listing, step=step).encode()
+        return clear_target(self._store, listing, step=step, at_work=self._incarnation).encode()
 
     def _write(self, writer: ManifestWriter, tensors: Mapping[str, Tensor]) -> None:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)

@@ -93,7 +93,7 @@ class SaveTarget:
 def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Collection[str] = ()) -> SaveTarget:
     """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed.
 
-    `committed` names folders whose manifest the listing does not show.
+    `committed` names folders whose manifest the listing does not show, or that are not free for another reason.
     """
     taken = {folder.attempt: folder for folder in folders if folder.step == step}
     attempt = 1

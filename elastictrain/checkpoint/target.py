@@ -15,14 +15,21 @@ logger = logging.getLogger(__name__)
 _EVENTS_OF_RANK = re.compile(r"(.+)-r\d+\.")
 
 
-def clear_target(store: Store, listing: Listing, *, step: int) -> str:
-    """The folder for `step`, now empty of files. Raises: StorageError."""
-    committed: set[str] = set()
+def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
+    """The folder for `step`, now empty of files. Files of the incarnation that is `at_work` are left alone.
+
+    Raises: StorageError.
+    """
+    taken: set[str] = set()
     target = choose_target(listing.folders, step=step)
-    while target.stale_files and is_there(store, key_of(target.folder, MANIFEST_NAME)):
-        # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
-        committed.add(target.folder)
-        target = choose_target(listing.folders, step=step, committed=committed)
+    while target.stale_files:
+        # A keeper that hangs may go on writing there, under the names that this incarnation's files have.
+        in_use = at_work is not None and any(file.startswith(f"{at_work}-r") for file in target.stale_files)
+        if not in_use and not is_there(store, key_of(target.folder, MANIFEST_NAME)):
+            break
+        # Or committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+        taken.add(target.folder)
+        target = choose_target(listing.folders, step=step, committed=taken)
     for file in target.stale_files:
         store.delete(key_of(target.folder, file))
     return target.folder

@@ -274,6 +274,9 @@ class KeeperLink:
                 case _:
                     self._hear_news(message)
             self._changed.notify_all()
+        if message["op"] == "welcome" and self._starts:
+            # Not with the condition held: storage that hangs would stop whoever asks what the keeper needs.
+            self._record(KeeperStarted(pid=self.pid))
 
     def _hear_news(self, message: Message) -> None:
         """What became of snapshots; the condition is held."""
@@ -302,8 +305,6 @@ class KeeperLink:
             self._outstanding.succeed("its keeper ended before it was committed")
         # The other hosts know this port, so a successor is asked to take it over.
         self._hello = {**self._hello, "port": self.port}
-        if self._starts:
-            self._record(KeeperStarted(pid=self.pid))
         for standing in self._standing.values():
             self._send(standing)
         for announcement in self._outstanding.announcements():

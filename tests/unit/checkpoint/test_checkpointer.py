@@ -233,7 +233,7 @@ def test_a_first_save_that_was_killed_is_no_lost_checkpoint() -> None:
     bench.store.before = lambda operation, key: None
     assert restored_step(bench) is None
     assert [event.checkpoint for event in rejects(bench)] == ["step-000000005"]
-    save(bench, 5)
+    bench.checkpointer("another").save(5, tensors=state_of(5), state={"step": 5}, reason="step")
     assert BEGUN_KEY not in bench.store.objects
     assert restored_step(bench) == 5
     del bench.store.objects[key_ending(bench, 5, "manifest.json")]

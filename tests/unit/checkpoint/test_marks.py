@@ -221,3 +221,17 @@ def test_ranks_wait_until_rank_0_has_told_and_deleted(monkeypatch: pytest.Monkey
     assert {(folder, waited) for folder, waited, _ in seen} == {("step-000000003", True)}
     assert not any(key.startswith(FOLDER.format(3)) for key in bench.store.objects)
     assert list(bench.store.list(ROOT))
+
+
+def test_files_that_a_keeper_of_the_same_incarnation_may_still_write_are_left_alone() -> None:
+    """It hangs, and training saves the same step by itself."""
+    bench = Bench()
+    left = FOLDER.format(1) + "inc1-r00000-000.safetensors"
+    bench.store.objects[left] = b"of its keeper"
+    result = bench.checkpointer("inc1").save(1, tensors=state_of(1), state={"step": 1}, reason="step")
+    assert result.checkpoint == "step-000000001-2"
+    # Those of an incarnation that is gone are cleared away.
+    other = FOLDER.format(2) + "inc0-r00000-000.safetensors"
+    bench.store.objects[other] = b"of a dead one"
+    assert bench.checkpointer("inc1").save(2, tensors=state_of(2), state={}, reason="step").checkpoint == "step-000000002"
+    assert other not in bench.store.objects
