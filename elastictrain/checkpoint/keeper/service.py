@@ -156,7 +156,7 @@ class Keeper:
                     raise MalformedError("slots were given up by a worker of no living incarnation")
                 self._drop_old(one.rank, count(message, "slots"))
             case "finish":
-                if one.incarnation == self._incarnation:
+                if one.rank >= 0 and one.incarnation == self._incarnation:
                     self._finished = True
             case "bye":
                 one.said_goodbye = True

@@ -377,6 +377,18 @@ def test_a_successor_does_not_write_again_what_a_later_save_has_made_needless(me
     assert checkpoints(run) == [20]
 
 
+def test_a_stranger_does_not_end_a_keeper(memory: Path, run: Path) -> None:
+    put(memory, facts_of(5))
+    with keeping(memory, run):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(str(memory / "keeper.sock"))
+        stranger.sendall(encode({"op": "finish"}))
+        stranger.close()
+        worker = Worker(memory)
+        worker.socket.close()
+    assert checkpoints(run) == [5]
+
+
 def test_words_of_the_past_do_not_count(memory: Path, run: Path) -> None:
     with keeping(memory, run):
         old = Worker(memory)
