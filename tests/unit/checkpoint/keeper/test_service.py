@@ -1,5 +1,6 @@
 import logging
 import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -14,6 +15,7 @@ from elastictrain.checkpoint.keeper import slow as slowness
 from elastictrain.checkpoint.keeper import workers as listening
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING
+from elastictrain.checkpoint.keeper.messages import encode
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import StorageError
 from elastictrain.storage.opening import open_store
