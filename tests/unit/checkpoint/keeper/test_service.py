@@ -386,6 +386,7 @@ def test_a_stranger_does_not_end_a_keeper(memory: Path, run: Path) -> None:
         stranger.connect(str(memory / "keeper.sock"))
         stranger.sendall(encode({"op": "finish"}))
         stranger.close()
+        time.sleep(0.2)
         worker = Worker(memory)
         worker.socket.close()
     assert checkpoints(run) == [5]
