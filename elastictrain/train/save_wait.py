@@ -53,7 +53,8 @@ class SaveWait:
 
     def _hear_all(self, step: int, *, deadline_s: float, in_a_row: int) -> list[Word]:
         sending, unsent = self._link.sending()
-        saved, error = False, ""
+        # A host without a keeper writes nothing, and the first host would wait for it until its limit.
+        saved, error = False, self._link.broken
         if self._parts.rank == 0:
             saved, error = self._ask_keeper(step, in_a_row=in_a_row)
             if not saved and not error and self._clock() >= deadline_s:
