@@ -100,6 +100,7 @@ class FakeLink:
     sent: list[int] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
+    broken: str = ""
     replications: list[tuple[bool, bool]] = field(default_factory=list)
     news: list[Callable[[], None]] = field(default_factory=list)
     """What happens while it is waited for, one after another."""
