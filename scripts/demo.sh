@@ -60,7 +60,7 @@ PYTHON
 cat <<TEXT
 
 Where to look next
-  curves       $bin/tensorboard --logdir $dir/tensorboard
+  curves       $bin/tensorboard --logdir $(dirname "$dir")
   events       tail -n 3 $dir/events/*-r00000.jsonl      (one JSON object a line)
   checkpoints  ls $dir/checkpoints
   every key    $bin/python -m elastictrain.run --help

@@ -13,19 +13,19 @@ HOST = HostFacts(
 
 def test_every_figure_has_its_tag() -> None:
     assert scalars_of(READING, host=HOST) == {
-        "train/loss": 1.0,
-        "train/lr": 2.0,
-        "train/grad_norm": 3.0,
-        "train/skipped": 6.0,
+        "loss/train": 1.0,
+        "optimizer/lr": 2.0,
+        "optimizer/grad_norm": 3.0,
+        "optimizer/skipped": 6.0,
         "speed/tokens_per_s": 4.0,
         "speed/step_s": 5.0,
         "speed/mfu": 0.5,
-        "device/memory_gb": 9.0,
-        "device/busy_percent": 95.0,
-        "host/cpu_percent": 7.0,
-        "host/memory_gb": 8.0,
+        "system/device_memory_gb": 9.0,
+        "system/device_busy_percent": 95.0,
+        "system/cpu_percent": 7.0,
+        "system/memory_gb": 8.0,
     }
-    assert scalars_of_eval(1.5) == {"eval/loss": 1.5}
+    assert scalars_of_eval(1.5) == {"loss/held_out": 1.5}
 
 
 def test_what_is_not_known_has_no_tag() -> None:
@@ -38,4 +38,4 @@ def test_what_is_not_known_has_no_tag() -> None:
     )
     tags = scalars_of(reading, host=host)
     assert "speed/mfu" not in tags
-    assert "device/memory_gb" not in tags
+    assert "system/device_memory_gb" not in tags

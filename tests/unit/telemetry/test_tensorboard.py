@@ -77,10 +77,10 @@ def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     writer = open_scalars(FakeStore(str(tmp_path)), purge_step=None, flush_s=10.0)
     for step in (10, 20):
-        writer.write(step, {"train/loss": 1.0 / step, "train/lr": 0.5})
+        writer.write(step, {"loss/train": 1.0 / step, "optimizer/lr": 0.5})
     writer.close(timeout_s=10.0)
-    assert read_scalar(tmp_path / "tensorboard", "train/loss") == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
-    assert read_scalar(tmp_path / "tensorboard", "train/lr") == [(10, 0.5), (20, 0.5)]
+    assert read_scalar(tmp_path / "tensorboard", "loss/train") == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
+    assert read_scalar(tmp_path / "tensorboard", "optimizer/lr") == [(10, 0.5), (20, 0.5)]
 
 
 def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Pa
         wall_time += 60.0
         writer = open_scalars(store, purge_step=purge_step, flush_s=10.0, clock=lambda now=wall_time: now)  # type: ignore[misc]
         for step in steps:
-            writer.write(step, {"train/loss": value})
+            writer.write(step, {"loss/train": value})
         writer.close(timeout_s=10.0)
-    assert read_scalar(tmp_path / "tensorboard", "train/loss") == [(1, 1.0), (2, 1.0), (3, 2.0)]
+    assert read_scalar(tmp_path / "tensorboard", "loss/train") == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_parts_on_an_object_store_are_bounded_and_read_as_one_curve(tmp_path: Path) -> None:
@@ -100,14 +100,14 @@ def test_parts_on_an_object_store_are_bounded_and_read_as_one_curve(tmp_path: Pa
     file = StoredEventFile(store, key="tensorboard/events.out.tfevents.0000000001.host.1", clock=lambda: 1.0, part_bytes=200)
     writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0)
     for step in range(1, 31):
-        writer.write(step, {"train/loss": float(step)})
+        writer.write(step, {"loss/train": float(step)})
     writer.close(timeout_s=10.0)
     assert len(store.objects) > 3
     assert max(map(len, store.objects.values())) < 300
     assert all(b"brain.Event:2" in content for content in store.objects.values())
     for key, content in store.objects.items():
         (tmp_path / Path(key).name).write_bytes(content)
-    assert read_scalar(tmp_path, "train/loss") == [(step, float(step)) for step in range(1, 31)]
+    assert read_scalar(tmp_path, "loss/train") == [(step, float(step)) for step in range(1, 31)]
 
 
 def test_an_unchanged_part_is_not_written_again() -> None:
@@ -140,10 +140,10 @@ def test_a_failure_is_logged_once_and_never_reaches_the_trainer(caplog: pytest.L
     file = FakeFile(error=AccessDeniedError("s3://bucket/run: denied"))
     with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
         writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=4)
-        writer.write(1, {"train/loss": 1.0})
+        writer.write(1, {"loss/train": 1.0})
         writer.close(timeout_s=10.0)
         for step in range(2, 20):
-            writer.write(step, {"train/loss": 1.0})
+            writer.write(step, {"loss/train": 1.0})
         writer.close(timeout_s=10.0)
     assert [record.getMessage() for record in caplog.records] == [
         "TensorBoard is off for the rest of this incarnation: AccessDeniedError: s3://bucket/run: denied"
@@ -156,7 +156,7 @@ def test_a_hanging_store_costs_points_and_a_bounded_wait_at_the_end(caplog: pyte
     with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
         writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=2)
         for step in range(5):
-            writer.write(step, {"train/loss": 1.0})
+            writer.write(step, {"loss/train": 1.0})
         writer.close(timeout_s=0.05)
     gate.set()
     messages = [record.getMessage() for record in caplog.records]
