@@ -107,6 +107,8 @@ class _FileLog:
         try:
             os.fsync(self._descriptor)
             folder = os.path.dirname(self._path)  # noqa: PTH120
+            # Fails where somebody has deleted the run: its folder must not be made again.
+            os.stat(folder)  # noqa: PTH116
             DurableFolders(self._root).make(folder)
             sync_folder(folder)
         except OSError as error:

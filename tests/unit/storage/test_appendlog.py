@@ -1,6 +1,7 @@
 import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -289,3 +290,11 @@ def test_flushing_a_local_log_tries_again_what_did_not_fit(tmp_path: Path, monke
     log.flush()
     assert (tmp_path / "a.jsonl").read_bytes() == b"1\n"
     log.close()
+
+
+def test_the_folder_of_a_run_that_was_deleted_is_not_made_again(tmp_path: Path) -> None:
+    log = open_append_log(open_store(str(tmp_path / "run")), "events/a.jsonl", flush_s=1.0, close_s=1.0)
+    log.append(b"x\n")
+    shutil.rmtree(tmp_path / "run")
+    log.close()
+    assert not (tmp_path / "run").exists()
