@@ -13,6 +13,8 @@ class Station:
     incarnation: str
     world_size: int
     ranks: tuple[int, ...]
+    heard: bool = True
+    """Whether one of its workers has spoken to this keeper; else only what lies in memory tells of it."""
 
     @property
     def leader(self) -> bool:

@@ -66,7 +66,7 @@ def last_station(held: Sequence[Held], *, run: str) -> Station | None:
     if last is None:
         return None
     ranks = {one.rank for one in facts if one.incarnation == last.incarnation}
-    return Station(last.incarnation, last.world_size, tuple(sorted(ranks)))
+    return Station(last.incarnation, last.world_size, tuple(sorted(ranks)), heard=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,6 @@ def _wanted(store: Store, station: Station, held: Sequence[Held]) -> list[tuple[
     _, off_line = Lineage(store).line_first(folders)
     newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
     # What a deleted run of the same name left in memory has no events here.
-    known = {station.incarnation, *list_incarnations(store)}
+    known = {*list_incarnations(store), *((station.incarnation,) if station.heard else ())}
     whole = whole_here(held, station)
     return [one for one in whole if one[0].facts.step > newest and one[0].facts.incarnation in known]

@@ -104,14 +104,15 @@ class Hosts:
         """Names the attempt that was begun; empty before that."""
         return self._attempt
 
-    def refuse(self, reason: str) -> None:
-        """This host has no part in a step that was begun; never raises."""
+    def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
+        """This host has no part in a step that was begun; never raises. What was said in an attempt that is `over` stands."""
         try:
             begun = None if self._attempt else self._begun()
         except (StorageError, InvalidCheckpointError) as error:
             logger.warning("the first host waits in vain for step %d: %s", self._step, error)
             return
-        self._attempt = begun.attempt if begun is not None else self._attempt
+        if begun is not None and begun.attempt not in over:
+            self._attempt = begun.attempt
         if self._attempt:
             self.say_failed(reason)
 

@@ -155,7 +155,7 @@ class Saver:
             self._take_part(job, hosts)
         except BaseException as error:
             # The leader deletes: it may have been told that these files are written, and commit them.
-            hosts.refuse(_reason(error))
+            hosts.refuse(_reason(error), over=self._over)
             raise
         finally:
             self._over.add(hosts.attempt)

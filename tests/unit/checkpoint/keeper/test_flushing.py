@@ -10,8 +10,11 @@ from elastictrain.checkpoint.keeper import flush as flushing
 from elastictrain.checkpoint.keeper import flushing as module
 from elastictrain.checkpoint.keeper import lifetime, patience
 from elastictrain.checkpoint.keeper import saver as saving
+from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.meeting import PENDING
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import ObjectNotFoundError, StorageError, StorageFullError, TransientStorageError
+from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, keeping, until
 from tests.unit.checkpoint.memory.madeslots import facts_of, flip, layout_of, put
@@ -246,3 +249,30 @@ def test_who_is_at_the_door_when_the_last_look_ends_is_let_in(memory: Path, run:
         assert (memory / "own-r00000-s0").exists()
         came[0].say(op="finish")
         came[0].bye()
+
+
+def test_what_a_host_has_said_is_not_taken_back_when_all_are_gone(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first host is still writing its own files."""
+    monkeypatch.setattr(patience, "HURRY_S", 0.3)
+    store = open_store(str(run))
+    Hosts(store, "000001-aa", 5, first_rank=0).begin(lambda: "step-000000005")
+    with keeping(memory, run):
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        put(memory, facts_of(5, rank=1, world_size=2, reason="interval"))
+        worker.say(op="snapshot", slot=0, step=5, durable=True)
+        until(lambda: any("host-00001-" in info.key for info in store.list(PENDING)))
+        worker.socket.close()
+    assert not any("failed-" in info.key for info in store.list(PENDING))
+
+
+def test_what_another_run_has_left_is_not_flushed_into_this_one(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That run was deleted; the worker that started this keeper was gone before it spoke."""
+    monkeypatch.setattr(lifetime, "ALONE_S", 0.0)
+    put(memory, facts_of(5, incarnation="000009-zz"))
+    with keeping(memory, run):
+        pass
+    assert checkpoints(run) == []
