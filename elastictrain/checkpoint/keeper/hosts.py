@@ -64,25 +64,38 @@ class Hosts:
         self._attempt = begun.attempt
         return begun.folder
 
-    def wait_for_begin(self, patience: Patience, *, over: Container[str] = ()) -> str:
-        """The folder that the leader chose, in an attempt that is not `over` for this host.
+    def wait_for_begin(
+        self, patience: Patience, *, over: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
+    ) -> str:
+        """The folder that the leader chose, in an attempt that is not `over` for this host. `meanwhile` is called at each look.
 
         Raises: CheckpointError if it says nothing; StorageError.
+        """
+
+        def look() -> str | None:
+            meanwhile()
+            return self.find_begin(over=over)
+
+        folder, waited_s = self._poll(look, patience)
+        if folder is None:
+            raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {waited_s:.0f} s")
+        return folder
+
+    def find_begin(self, *, over: Container[str] = ()) -> str | None:
+        """The folder that the leader chose, in an attempt that is not `over` for this host; None if it may still begin.
+
+        Raises: CheckpointError if it will not begin any more; StorageError.
         """
 
         def another() -> Begun | None:
             begun = self._begun()
             return begun if begun is not None and begun.attempt not in over else None
 
-        def look() -> Begun | None:
-            begun = another()
-            if begun is None and self._is_past() and (begun := another()) is None:
-                raise CheckpointError(f"the host of rank 0 is past step {self._step}")
-            return begun
-
-        begun, waited_s = self._poll(look, patience)
+        begun = another()
+        if begun is None and self._is_past() and (begun := another()) is None:
+            raise CheckpointError(f"the host of rank 0 is past step {self._step}")
         if begun is None:
-            raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {waited_s:.0f} s")
+            return None
         self._attempt = begun.attempt
         return begun.folder
 

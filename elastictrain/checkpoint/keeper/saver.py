@@ -16,6 +16,7 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.jobs import Refusal, SaveJob
 from elastictrain.checkpoint.keeper.meeting import RankPart
 from elastictrain.checkpoint.keeper.pins import Pinned
+from elastictrain.checkpoint.keeper.refusals import LOOK_S, Refusals
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
@@ -83,6 +84,7 @@ class Saver:
         self._lock = threading.Lock()
         self._unfinished: list[SaveJob | Refusal] = []
         """Guarded by the lock."""
+        self._refusals = Refusals(store, clock=clock)
         self._over: set[str] = set()
         """Attempts of several hosts that have failed, or that this host has done its part of."""
 
@@ -114,6 +116,7 @@ class Saver:
         with self._lock:
             for job in self._unfinished:
                 job.patience.hurry()
+        self._refusals.hurry()
 
     def close(self) -> None:
         """End when everything that was begun is done."""
@@ -121,10 +124,18 @@ class Saver:
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=LOOK_S if self._refusals else None)
+            except queue.Empty:
+                self._refusals.say(over=self._over)
+                continue
+            if job is None:
+                return
             try:
                 if isinstance(job, Refusal):
-                    self._refuse(job)
+                    self._refusals.add(job)
+                    self._refusals.say(over=self._over)
                 else:
                     self._current_since_s = self._clock()
                     self._current = job
@@ -140,17 +151,13 @@ class Saver:
                 with self._lock:
                     self._unfinished.remove(job)
 
-    def _refuse(self, refusal: Refusal) -> None:
-        hosts = Hosts(self._store, refusal.incarnation, refusal.step, first_rank=refusal.first_rank, clock=self._clock)
-        hosts.wait_for_begin(refusal.patience, over=self._over)
-        hosts.say_failed(refusal.reason)
-        self._over.add(hosts.attempt)
-
     def _carry_out(self, job: SaveJob) -> None:
         hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
         if job.leader:
             self._save(job, hosts)
             return
+        # All its ranks have the step now, maybe for another attempt.
+        self._refusals.drop(job.incarnation, job.step)
         try:
             self._take_part(job, hosts)
         except BaseException as error:
@@ -167,7 +174,8 @@ class Saver:
         if known is not None:
             self._reports.saved(job, known.name, known.manifest.size_bytes)
             return
-        folder = hosts.wait_for_begin(job.patience, over=self._over)
+        # The leader may wait in an older step for a part that does not come.
+        folder = hosts.wait_for_begin(job.patience, over=self._over, meanwhile=lambda: self._refusals.say(over=self._over))
         parts, _ = self._write(job, folder)
         self._reports.written(job)
         hosts.say_written(parts)

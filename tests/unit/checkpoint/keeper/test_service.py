@@ -483,3 +483,23 @@ def test_a_host_that_gives_a_step_up_says_so(memory: Path, run: Path) -> None:
         until(lambda: any("failed-00001-" in info.key for info in store.list(PENDING)))
         worker.say(op="finish")
         worker.bye()
+
+
+def test_what_the_first_host_never_begins_does_not_hold_up_the_end(memory: Path, run: Path) -> None:
+    """Two ranks lack a step: the first host is told of it once, and gives it up for good."""
+    store = open_store(str(run))
+    leader = Hosts(store, "000001-aa", 5, first_rank=0)
+    leader.begin(lambda: "step-000000005")
+    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
+        workers = [Worker(memory, rank=rank, ranks=(1, 2), world_size=3, agent=os.getpid()) for rank in (1, 2)]
+        for rank, worker in enumerate(workers, 1):
+            flip(memory, put(memory, facts_of(5, rank=rank, world_size=3, reason="interval")), at=60)
+            worker.say(op="snapshot", slot=0, step=5, durable=True)
+            worker.hear("failed")
+        until(lambda: any("failed-00001-" in info.key for info in store.list(PENDING)))
+        leader.clear()
+        workers[0].say(op="finish")
+        for worker in workers:
+            worker.bye()
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
