@@ -322,28 +322,38 @@ class Keeper:
 
     def _on_flush(self, chosen: Sequence[Held]) -> None:
         """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
-        pinned = [one for one in map(self._pin_soon, chosen) if one is not None]
+        pinned: list[Pinned] = []
+        readable = True
+        for held in chosen:
+            try:
+                one = self._pin_soon(held)
+            except (OSError, InvalidCheckpointError) as error:
+                logger.warning("%s cannot be read: %s", held.slot, error)
+                one, readable = None, False
+            if one is None:
+                break
+            pinned.append(one)
         if len(pinned) < len(chosen):
             for one in pinned:
                 self._pins.release(one)
-            self._flushing.failed(chosen[0].facts.incarnation, chosen[0].facts.step, passing=True)
+            # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
+            self._flushing.failed(chosen[0].facts.incarnation, chosen[0].facts.step, passing=readable)
             return
         logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
         snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned)
         self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
 
     def _pin_soon(self, held: Held) -> Pinned | None:
-        """A worker that is being killed hangs up a moment before it lets go of its slots."""
+        """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
+
+        Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
+        """
         deadline = self._clock() + _LETTING_GO_S
-        try:
-            while (pinned := self._pins.pin(held.slot)) is None and self._clock() < deadline:
-                time.sleep(0.01)
-        except (OSError, InvalidCheckpointError) as error:
-            logger.warning("%s cannot be read: %s", held.slot, error)
-            return None
+        while (pinned := self._pins.pin(held.slot)) is None and self._clock() < deadline:
+            time.sleep(0.01)
         if pinned is not None and pinned.facts != held.facts:
             self._pins.release(pinned)
-            return None
+            raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
         return pinned
 
     def _begin(self, snapshots: tuple[Pinned, ...], *, leader: bool, reason: str) -> None:

@@ -276,3 +276,13 @@ def test_what_another_run_has_left_is_not_flushed_into_this_one(
     with keeping(memory, run):
         pass
     assert checkpoints(run) == []
+
+
+def test_what_will_never_be_readable_does_not_hold_up_the_step_before_it(memory: Path, run: Path) -> None:
+    put(memory, facts_of(5))
+    put(memory, replace(facts_of(6), layout="f" * 64), index=1)
+    with keeping(memory, run, facts=replace(FACTS, save_timeout_s=600.0)):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        worker.socket.close()
+    assert checkpoints(run) == [5]
