@@ -31,8 +31,10 @@ status=5
 run() {
     local code=0
     printf '== pytest %s\n' "$*" >&2
+    rm -f .pytest_cache/v/cache/lastfailed
     "$python" -m pytest "$@" || code=$?
-    if ((code == 1)); then
+    # Where the first failure ends it, the rest has not run.
+    if ((code == 1)) && [[ " $* " != *" -x "* && " $* " != *" --exitfirst "* && " $* " != *" --maxfail"* ]]; then
         code=0
         tried_again "$@" || code=1
         ((code)) || printf '== the tests named above have passed the second time only\n' >&2

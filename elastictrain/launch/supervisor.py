@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 _TURN_S = 0.1
 _BRIEF_TURN_S = 0.02
-"""While nobody trains: each turn brings the next start forward."""
+_HURRIED_S = 10.0
+"""How long turns are brief after an end: each of them brings the next start forward."""
 
 _STOP_NAME = "stop.json"
 _ASK_EVERY_S = 1.0
@@ -94,6 +95,7 @@ class Supervisor:
         self._said = self._waits_for = ""
         self._waits_since_s = 0.0
         self._retry_s = float("inf")
+        self._hurried_until_s = self._began_s + _HURRIED_S
 
     def run(self) -> int:
         """Until there is nothing more to do here; returns the exit code."""
@@ -112,8 +114,7 @@ class Supervisor:
                 self._act(decision)
             if parts.watch.take_news():
                 parts.roster.wake()
-            at_work = self._attempt is not None and self._attempt.started and self._attempt.asked is None
-            parts.sleep(_TURN_S if at_work else _BRIEF_TURN_S)
+            parts.sleep(_BRIEF_TURN_S if parts.clock() < self._hurried_until_s else _TURN_S)
 
     def _view(self) -> View:
         known, parts = self._parts.roster.known, self._parts
@@ -211,6 +212,7 @@ class Supervisor:
                 self._tell_workers(attempt)
             return
         attempt.asked, attempt.asked_s = end, now_s
+        self._hurried_until_s = now_s + _HURRIED_S
         if end.host == parts.roster.entry.host:
             parts.roster.post(end)
             parts.watch.say_ended()
@@ -269,6 +271,7 @@ class Supervisor:
     def _over(self, attempt: Attempt, end: End) -> None:
         """Nothing of the generation runs here any more."""
         parts = self._parts
+        self._hurried_until_s = parts.clock() + _HURRIED_S
         self._attempt, self._done = None, end.kind is EndKind.DONE
         self._stop_cost_s = parts.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:

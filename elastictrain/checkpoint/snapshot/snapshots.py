@@ -283,9 +283,9 @@ class Snapshots:
             )
 
     def _forget(self, taking: _Taking) -> None:
-        if taking.reason and not taking.awaited:
+        with self._changed:
+            missed = self._taking.pop(taking.place, None) is taking
+            self._changed.notify_all()
+        if missed and taking.reason and not taking.awaited:
             # The keeper finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
             self._link.announce(self._index(taking.place), taking.step, durable=True)
-        with self._changed:
-            del self._taking[taking.place]
-            self._changed.notify_all()
