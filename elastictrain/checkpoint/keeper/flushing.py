@@ -4,18 +4,30 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, last_station, still_there
+from elastictrain.checkpoint.keeper.pins import Pinned, Pins
 from elastictrain.checkpoint.memory.inventory import Held
-from elastictrain.errors import ElasticTrainError
+from elastictrain.checkpoint.memory.records import load_digests
+from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
+_LETTING_GO_S = 2.0
 AGAIN_S = 1.0
 """Until a step is tried again that storage refused."""
+
+
+class Begin(Protocol):
+    """Has the snapshots of one step written."""
+
+    def __call__(self, snapshots: tuple[Pinned, ...], *, leader: bool, reason: str) -> None:
+        """`leader`: this host commits."""
 
 
 class Flushing:
@@ -25,15 +37,17 @@ class Flushing:
         self,
         store: Store,
         facts: RunFacts,
+        pins: Pins,
         *,
-        chosen: Callable[[Sequence[Held]], None],
+        begin: Begin,
         later: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chosen` is told the snapshots of the step to save, by a task that is handed to `later`."""
+        """`begin` is called in a task that is handed to `later`."""
         self._store = store
         self._facts = facts
-        self._chosen = chosen
+        self._pins = pins
+        self._begin = begin
         self._later = later
         self._clock = clock
         self._since_s: float | None = None
@@ -100,4 +114,40 @@ class Flushing:
             self.over = True
             return
         self._tried.add((found[0].facts.incarnation, found[0].facts.step))
-        self._chosen(found)
+        self._save(found)
+
+    def _save(self, chosen: Sequence[Held]) -> None:
+        """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
+        pinned: list[Pinned] = []
+        readable = True
+        for held in chosen:
+            try:
+                one = self._pin_soon(held)
+            except (OSError, InvalidCheckpointError) as error:
+                logger.warning("%s cannot be read: %s", held.slot, error)
+                one, readable = None, False
+            if one is None:
+                break
+            pinned.append(one)
+        if len(pinned) < len(chosen):
+            for one in pinned:
+                self._pins.release(one)
+            # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
+            self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, passing=readable)
+            return
+        logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
+        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned)
+        self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
+
+    def _pin_soon(self, held: Held) -> Pinned | None:
+        """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
+
+        Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
+        """
+        deadline = self._clock() + _LETTING_GO_S
+        while (pinned := self._pins.pin(held.slot)) is None and self._clock() < deadline:
+            time.sleep(0.01)
+        if pinned is not None and pinned.facts != held.facts:
+            self._pins.release(pinned)
+            raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
+        return pinned

@@ -4,8 +4,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from elastictrain.checkpoint.keeper.desk import Desk
 from elastictrain.checkpoint.keeper.digesting import Digesting
@@ -24,16 +23,14 @@ from elastictrain.checkpoint.keeper.replicas import Replicas
 from elastictrain.checkpoint.keeper.saver import Reports, Saver
 from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
-from elastictrain.checkpoint.memory.inventory import Held, look, slot_names
+from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.5
-_LETTING_GO_S = 2.0
 
 
 class Keeper:
@@ -59,7 +56,7 @@ class Keeper:
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
         self._outcomes = Outcomes()
         """Of the present incarnation."""
-        self._flushing = Flushing(store, facts, chosen=self._on_flush, later=self._later, clock=clock)
+        self._flushing = Flushing(store, facts, self._pins, begin=self._begin, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._missing: dict[int, Connection] = {}
         self._held: dict[tuple[str, int], tuple[Pinned, ...]] = {}
@@ -319,42 +316,6 @@ class Keeper:
             if name.kind == "own" and (unused or name.rank not in station.ranks):
                 remove_slot(self._folder, name)
         self._replicas.drop_others()
-
-    def _on_flush(self, chosen: Sequence[Held]) -> None:
-        """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
-        pinned: list[Pinned] = []
-        readable = True
-        for held in chosen:
-            try:
-                one = self._pin_soon(held)
-            except (OSError, InvalidCheckpointError) as error:
-                logger.warning("%s cannot be read: %s", held.slot, error)
-                one, readable = None, False
-            if one is None:
-                break
-            pinned.append(one)
-        if len(pinned) < len(chosen):
-            for one in pinned:
-                self._pins.release(one)
-            # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
-            self._flushing.failed(chosen[0].facts.incarnation, chosen[0].facts.step, passing=readable)
-            return
-        logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
-        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in pinned)
-        self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
-
-    def _pin_soon(self, held: Held) -> Pinned | None:
-        """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
-
-        Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
-        """
-        deadline = self._clock() + _LETTING_GO_S
-        while (pinned := self._pins.pin(held.slot)) is None and self._clock() < deadline:
-            time.sleep(0.01)
-        if pinned is not None and pinned.facts != held.facts:
-            self._pins.release(pinned)
-            raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
-        return pinned
 
     def _begin(self, snapshots: tuple[Pinned, ...], *, leader: bool, reason: str) -> None:
         patience = Patience(self._facts.save_timeout_s, clock=self._clock)
