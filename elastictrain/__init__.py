@@ -1,3 +1,3 @@
 """A PyTorch training run that keeps going on machines that keep going away."""
 
-__version__ = "0.1.0"
+from elastictrain.version import __version__ as __version__

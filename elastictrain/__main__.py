@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import NoReturn
 
-from elastictrain import __version__
 from elastictrain.errors import EXIT_OK, EXIT_USAGE
+from elastictrain.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

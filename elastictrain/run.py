@@ -68,4 +68,6 @@ def leave_process(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    # Until the worker listens there is nothing to save, and nothing to tell of Ctrl-C.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     leave_process(main())

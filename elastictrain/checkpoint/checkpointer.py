@@ -14,7 +14,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
-from elastictrain import __version__
 from elastictrain.checkpoint.choose import Reject, Standing
 from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
@@ -36,6 +35,7 @@ from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import ConfigError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
+from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import elastictrain
 from elastictrain.errors import ElasticTrainError, UsageError
 
 
@@ -27,7 +26,8 @@ class ConfFolders:
 
 def own_conf() -> Path:
     """conf/ beside the modules of an installed package, or beside the package in a checkout."""
-    package = Path(elastictrain.__file__).resolve().parent
+    # Not by `elastictrain.__file__`: in the folder above a checkout of that name the package has none.
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "conf", package.parent / "conf"):
         if (folder / "config.yaml").is_file():
             return folder

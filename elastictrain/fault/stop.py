@@ -78,6 +78,7 @@ class StopListener:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._reader, True)
         self._previous_wakeup = -1
+        self._mute = False
         self._previous_handlers: dict[int, object] = {}
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
 
@@ -100,6 +101,10 @@ class StopListener:
         self._thread.join(timeout=1.0)
         os.close(self._reader)
 
+    def mute(self) -> None:
+        """Say nothing of requests: another process of this host does."""
+        self._mute = True
+
     def ask(self, reason: str, *, deadline: float | None = None) -> None:
         """Request a stop, to be over by `deadline` (unix seconds); the first reason stays, and the earliest deadline."""
         now_s = self._clock()
@@ -115,8 +120,10 @@ class StopListener:
             self._adopt(after_signal(self.request, note, name=name, now_s=now_s, now=now, notice_s=self._notice_s))
 
     def _adopt(self, request: StopRequest) -> None:
-        if request != self.request:
-            self.request = request
+        before, self.request = self.request, request
+        # Asked again: then the deadline is told anew, which is not the same to the last digit.
+        sooner = before is None or (request.deadline_s or 0.0) < (before.deadline_s or float("inf")) - 1.0
+        if not self._mute and (before is None or before.reason != request.reason or sooner):
             left = "" if request.deadline_s is None else f"; {request.deadline_s - self._clock():.0f} s are left"
             logger.warning("asked to stop (%s)%s", request.reason, left)
 

@@ -106,7 +106,8 @@ def judge(
     waited_s = now_s - max(stop.since_s, mark.since_s)
     if waited_s > patience_s:
         reason = f"asked to stop ({stop.reason}), but {mark} did not end within {patience_s:g} s"
-        return Overdue(EXIT_TRANSPORT if mark.first_step_done else EXIT_STOPPED, reason)
+        # What is built before the first step takes long where the model is large: its stacks tell a person nothing.
+        return Overdue(EXIT_TRANSPORT if mark.first_step_done else EXIT_STOPPED, reason, show_stacks=mark.first_step_done)
     return None
 
 

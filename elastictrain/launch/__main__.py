@@ -13,17 +13,27 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
 from elastictrain.config.roster_address import read_roster_address
-from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, ElasticTrainError, HostUnfitError, StorageError
+from elastictrain.errors import (
+    EXIT_OK,
+    EXIT_STOPPED,
+    EXIT_UNFIT,
+    ElasticTrainError,
+    HostUnfitError,
+    StopRequestedError,
+    StorageError,
+)
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import Place, Probes
@@ -128,6 +138,32 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroun
         return Supervisor(parts).run()
 
 
+def _unless_stopped(ask: Callable[[], bytes], listener: StopListener) -> bytes:
+    """What storage answers. It may be tried for a minute; a person who has seen the wrong address does not wait for that.
+
+    Raises: StopRequestedError; what `ask` raises.
+    """
+    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(ask())
+        except Exception as error:  # noqa: BLE001  # the edge of the thread; raised again by who asked
+            answers.put(error)
+
+    threading.Thread(target=run, name="first answer", daemon=True).start()
+    while True:
+        try:
+            answer = answers.get(timeout=0.1)
+        except Empty:
+            if (request := listener.request) is not None:
+                raise StopRequestedError(f"asked to stop ({request.reason}) before storage has answered") from None
+            continue
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
 def _hold(config: RunConfig, ending: ExitStack) -> Held:
     """Raises: UsageError, HostUnfitError."""
     claim = claim_run(config.run.dir)
@@ -156,7 +192,7 @@ def _put_together(
     """Raises: StorageError if the run's folder or the roster cannot be used; ConfigError; StopRequestedError."""
     store = open_store(config.run.dir)
     try:
-        token = Registry(store).token()
+        token = _unless_stopped(Registry(store).token, held.listener)
     except StorageError as error:
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     name = socket.gethostname()

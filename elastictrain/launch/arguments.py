@@ -45,6 +45,8 @@ def plan_torchrun(generation: Generation, here: Here) -> Orders:
         # What follows an end is decided by the hosts together, not by each torchrun for itself.
         *("--max-restarts", "0"),
         *("--monitor-interval", str(_MONITOR_INTERVAL_S)),
+        # Else it leaves empty folders in the one for temporary files.
+        *("--log-dir", f"{here.folder}/torchrun"),
         *("-m", "elastictrain.run"),
         *here.run_arguments,
     )

@@ -1,6 +1,6 @@
 """What a launcher says to a person: what it waits for, and at its end what happened and what to type next. Pure."""
 
-from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, EXIT_USAGE
+from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.launch.membership.decisions import Wait
 
 
@@ -13,7 +13,8 @@ def say_waiting(wait: Wait, *, now_s: float) -> str:
 
 def last_words(code: int, reason: str, *, run_dir: str, committed_step: int) -> str:
     """One paragraph: what happened, what is saved, what to type next."""
-    saved = f"step {committed_step} is saved in {run_dir}" if committed_step else f"nothing is saved in {run_dir} yet"
+    reason = reason.removesuffix(".")
+    saved = f"step {committed_step} is saved in {run_dir}" if committed_step else f"{run_dir} holds no step to go on from"
     if code == EXIT_OK:
         return f"done: {reason}; {saved}."
     return f"stopped with exit code {code}: {reason}; {saved}. {_advice(code)}"
@@ -27,4 +28,6 @@ def _advice(code: int) -> str:
             return "Trying again cannot help: change what the message names, then give the same command."
         case _ if code == EXIT_UNFIT:
             return "Mend or replace this host; the same command on another one goes on from there."
+        case _ if code == EXIT_STORAGE:
+            return "Mend what the messages name, and give the same command again."
     return "The events of the run and the output above tell more; the same command tries again from there."

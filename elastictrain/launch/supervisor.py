@@ -163,7 +163,8 @@ class Supervisor:
         parts.watch.follow(generation)
         self._said = ""
         names = listed(member.name for member in generation.members)
-        because = f", because {generation.reason}" if generation.reason else ""
+        # The workers have said the rest.
+        because = f", because {generation.reason.splitlines()[0]}" if generation.reason else ""
         parts.say(f"generation {generation.number}: {generation.world_size} worker(s) on {names}{because}")
         parts.recorder.record(
             generation.number,
@@ -230,7 +231,9 @@ class Supervisor:
         deadline = time.time() + attempt.kill_s - self._parts.clock()
         try:
             note = self._make_folder(attempt.generation) / _STOP_NAME
-            write_stop_note(str(note), StopNote(attempt.asked.reason, deadline))
+            # Workers say by themselves that they are asked to stop.
+            reason = attempt.asked.reason.removeprefix("asked to stop (").removesuffix(")")
+            write_stop_note(str(note), StopNote(reason, deadline))
         except OSError as error:
             # The signal alone makes them save, too.
             logger.warning("the workers cannot be told why they are stopped: %s", error)
@@ -284,7 +287,7 @@ class Supervisor:
             ),
         )
         if end.kind is not EndKind.DONE:
-            parts.say(f"generation {attempt.generation.number} has ended here: {end.reason}")
+            parts.say(f"generation {attempt.generation.number} has ended here: {(end.reason.splitlines() or [''])[0]}")
         parts.roster.attentive = True
         if end.host == parts.roster.entry.host and end.exit_code == EXIT_UNFIT:
             self._rest(end.reason, ended=attempt.generation.number)

@@ -212,8 +212,9 @@ def agent_environment(present: Mapping[str, str]) -> dict[str, str]:
     """Of a torchrun, and so of its workers."""
     # torchrun takes its defaults from these, where an operator has set them for a torchrun of its own.
     kept = {name: value for name, value in present.items() if not name.startswith("PET_")}
-    # What torchrun sets for several workers, with a warning; `run.num_threads` is what counts. Read when torch is imported.
-    return {"OMP_NUM_THREADS": "1", **kept}
+    # The first is what torchrun sets for several workers, with a warning; `run.num_threads` is what counts. Without the second
+    # torch tells of a dead launcher by the frames of its C++ code. Both are read when torch is imported.
+    return {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **kept}
 
 
 def free_port() -> int:

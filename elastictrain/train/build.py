@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from elastictrain import __version__
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.keeper.link import KeeperLink
@@ -39,6 +38,7 @@ from elastictrain.train.saving import SavingParts
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
+from elastictrain.version import __version__
 
 
 @dataclass(frozen=True, slots=True)

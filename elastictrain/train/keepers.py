@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from elastictrain import __version__
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.link import KeeperLink
@@ -27,6 +26,7 @@ from elastictrain.preflight.transport.own import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts
+from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
 

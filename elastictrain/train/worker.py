@@ -76,6 +76,8 @@ class Worker:
             # cuBLAS picks among algorithms at run time unless its workspace has a fixed size; read when CUDA starts.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        if self._identity.local_rank > 0:
+            self._stop.mute()
         self._stop.start()
         if self._identity.launched and not follow_parent(self._parent):
             return EXIT_STOPPED
@@ -150,10 +152,10 @@ class Worker:
         if self._identity.speaks and code == EXIT_STOPPED:
             several = self._identity.local_world_size < self._identity.world_size
             where = describe(reached, step=step, run_dir=self._config.run.dir, several_hosts=several)
-            sys.stderr.write(
-                f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there\n"
+            # Through the observer: on a terminal there is a bar to keep whole.
+            built.loop.observer.say(
+                f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
             )
-            sys.stderr.flush()
         built.close(finished=code == EXIT_OK)
         if self._met is not None:
             self._met.board.close()
@@ -195,7 +197,7 @@ class Worker:
             if overdue.show_stacks:
                 self._report(what, stack=stack, heard=heard, accusation=accusation)
             else:
-                # Another rank is gone, and this one is waited for before all start again.
+                # Another rank is gone, or training had not begun: nothing is to be learnt here, and others wait for it.
                 self._report_briefly(what, heard=heard)
         finally:
             os._exit(overdue.exit_code)
@@ -217,7 +219,7 @@ class Worker:
                 sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n")
                 sys.stderr.flush()
             mark = self._whereabouts.mark
-            self._tell_launcher(what.exit_code, what.sentence, step=mark.step)
+            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
             if self._met is None:
                 return
             # Only what was read before: a device whose peer is being torn down may not answer any more.

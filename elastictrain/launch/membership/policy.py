@@ -147,7 +147,9 @@ def _after_failure(aftermath: Aftermath, failures: tuple[Failure, ...], names: M
         )
     if len(failures) >= options.max_failures:
         reason = words.give_up(failures)
-        return Next(outcome=Outcome.GIVE_UP, failures=failures, exit_code=EXIT_BUG, reason=reason)
+        only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
+        exit_code = EXIT_STORAGE if only_storage else EXIT_BUG
+        return Next(outcome=Outcome.GIVE_UP, failures=failures, exit_code=exit_code, reason=reason)
     # Storage that fails is given time even before the first try.
     times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
     return Next(

@@ -68,10 +68,10 @@ def judge_bandwidth(
         expected, status, remedy = before, Status.PASS, ""
         if best is not None and _is_slow(point, options.expected_ratio * best.bus_gbs, options):
             expected, status = best.bus_gbs, Status.WARN
-            remedy = f"{best.link} can do {best.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO"
+            remedy = f"{best.link} can do {best.bus_gbs:.4g} GB/s: {_look(num_hosts, nccl=nccl)}; start with NCCL_DEBUG=INFO"
         elif before is not None and _is_slow(point, ratio * before, options):
             status = Status.WARN
-            remedy = f"it was {before:.4g} before: look for other jobs on the same links, and {_look(num_hosts)}"
+            remedy = f"it was {before:.4g} before: look for other jobs on the same links, and {_look(num_hosts, nccl=nccl)}"
         elif best is not None:
             expected = best.bus_gbs
         verdict = _verdict(
@@ -230,9 +230,11 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
 
 
-def _look(num_hosts: int) -> str:
+def _look(num_hosts: int, *, nccl: bool) -> str:
     if num_hosts > 1:
         return "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
+    if not nccl:
+        return "for other work on this host (`top`)"
     return "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
 
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import elastictrain
 from elastictrain.preflight.host.disk import local_path
 from elastictrain.preflight.host.mounts import Mount, mount_of, read_mounts
 from elastictrain.preflight.host.speaking import Finding
@@ -70,7 +69,7 @@ def read_trip(
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings)) if path else None
     order = json.dumps({"url": url, "patience_s": limit_s, "parent": os.getpid()}).encode()
-    package = str(Path(elastictrain.__file__).parents[1])
+    package = str(Path(__file__).resolve().parents[3])
     paths = [package, *filter(None, [surroundings.environment.get("PYTHONPATH")])]
     process = subprocess.Popen(  # noqa: S603
         command,

@@ -188,6 +188,19 @@ def test_what_is_not_a_signal_can_ask_too(caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages == [f"{asked}; 100 s are left", f"{asked}; 30 s are left"]
 
 
+def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(caplog: pytest.LogCaptureFixture) -> None:
+    """The launcher asks again and again; on each host one process speaks."""
+    with listening(lambda: 42.0) as listener:
+        for deadline in (1142.0, 1141.99, 1141.5):
+            listener.ask("AWS takes it", deadline=deadline)
+        assert caplog.messages == ["asked to stop (AWS takes it); 100 s are left"]
+        listener.mute()
+        listener.ask("AWS takes it", deadline=1072.0)
+        assert len(caplog.messages) == 1
+        assert listener.request is not None
+        assert listener.request.deadline_s == 72.0
+
+
 def test_close_puts_everything_back() -> None:
     seen: list[int] = []
     mine = lambda number, frame: seen.append(number)  # noqa: E731

@@ -1,4 +1,5 @@
 import threading
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -241,3 +242,13 @@ def test_a_silence_in_vain_is_ended_at_the_learned_bound() -> None:
     lost = judge(mark, now_s=15.1, stop=None, options=OPTIONS, lost=LostPeer("rank 1", 0.0))
     assert lost is not None
     assert not lost.hangs
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_stacks_are_shown_of_what_trains_and_not_of_what_is_being_built(begun: bool) -> None:
+    mark = replace(mark_of(Phase.FORWARD if begun else Phase.BUILD), first_step_done=begun)
+    overdue = judge(
+        mark, now_s=1000.0, stop=StopRequest("SIGINT", 0.0), options=replace(OPTIONS, init_timeout_s=1e4, step_timeout_s=1e4)
+    )
+    assert overdue is not None
+    assert overdue.show_stacks is begun

@@ -32,6 +32,7 @@ def test_one_of_two_hosts() -> None:
         *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "5000", "--local-addr", "10.0.0.2"),
         *("--max-restarts", "0", "--monitor-interval", "0.1"),
+        *("--log-dir", "/tmp/x/generation-7/torchrun"),
         *("-m", "elastictrain.run", "recipe=llama_tiny", "--config-dir", "my conf"),
     )
     assert orders.environment == {

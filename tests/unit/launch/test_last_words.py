@@ -31,7 +31,7 @@ def test_the_end_of_a_run() -> None:
         (64, "Trying again cannot help: change what the message names, then give the same command."),
         (69, "Mend or replace this host; the same command on another one goes on from there."),
         (70, "The events of the run and the output above tell more; the same command tries again from there."),
-        (74, "The events of the run and the output above tell more; the same command tries again from there."),
+        (74, "Mend what the messages name, and give the same command again."),
     ],
 )
 def test_what_to_type_next(code: int, advice: str) -> None:
@@ -40,4 +40,4 @@ def test_what_to_type_next(code: int, advice: str) -> None:
 
 
 def test_nothing_is_saved_yet() -> None:
-    assert "; nothing is saved in runs/x yet. " in last_words(75, "why", run_dir="runs/x", committed_step=0)
+    assert "; runs/x holds no step to go on from. " in last_words(75, "why", run_dir="runs/x", committed_step=0)

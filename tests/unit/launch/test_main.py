@@ -2,10 +2,12 @@ import errno
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 
@@ -13,7 +15,8 @@ import elastictrain.launch.__main__ as launching
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import from_yaml
 from elastictrain.config.load import load
-from elastictrain.errors import TransientStorageError
+from elastictrain.errors import StopRequestedError, TransientStorageError
+from elastictrain.fault.stop import StopListener, StopRequest
 from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import Place
 from elastictrain.launch.membership.records import HostState
@@ -319,3 +322,33 @@ def test_the_launcher_of_a_slurm_job_holds_its_turn_and_others_need_none(
         main(RUN)
     assert launch.calls[0] == "take 17"
     assert [call for call in launch.calls if call.startswith("take")] == ["take 17"]
+
+
+def test_who_has_seen_the_wrong_address_does_not_wait_until_storage_is_given_up() -> None:
+    listener = SimpleNamespace(request=None)
+    asked, answer = threading.Event(), threading.Event()
+
+    def slow() -> bytes:
+        asked.set()
+        answer.wait(10)
+        return b"late"
+
+    def press() -> None:
+        asked.wait(10)
+        listener.request = StopRequest("SIGINT", 0.0)
+
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(StopRequestedError, match=r"asked to stop \(SIGINT\) before storage has answered"):
+        launching._unless_stopped(slow, cast(StopListener, listener))
+    answer.set()
+
+
+def test_what_storage_answers_is_handed_on() -> None:
+    listener = cast(StopListener, SimpleNamespace(request=None))
+    assert launching._unless_stopped(lambda: b"token", listener) == b"token"
+
+    def refuse() -> bytes:
+        raise TransientStorageError("503")
+
+    with pytest.raises(TransientStorageError, match="503"):
+        launching._unless_stopped(refuse, listener)

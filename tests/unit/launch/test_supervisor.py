@@ -135,7 +135,7 @@ class TestAskedToLeave:
         assert host.diary.elapsed_s == 1.0
         assert [what for _, what in host.diary.lines] == ["close torchrun", "say gone", "close roster", "close watch"]
         assert host.roster.entry.reason == "asked to stop (spot)"
-        assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); nothing is saved")
+        assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
         assert host.roster.posts == []
 
     @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ class TestAskedToLeave:
         host.ask(notice_s=notice_s, reason="spot")
         assert host.go(0.1) is None
         assert noted_deadline_in_s(host) == pytest.approx(limit_s, abs=1.0)
-        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "asked to stop (spot)"
+        assert json.loads((host.folder_of(1) / "stop.json").read_text())["reason"] == "spot", "workers say the rest"
         assert host.go(3.3) is None
         assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2, 3)))
         assert host.go(100.0) == 75

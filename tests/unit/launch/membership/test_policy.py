@@ -138,6 +138,16 @@ def test_a_host_that_was_only_not_heard_is_a_broken_link() -> None:
     assert remembered.hosts == ("a",)
 
 
+@pytest.mark.parametrize(("last", "code"), [(EXIT_STORAGE, EXIT_STORAGE), (EXIT_BUG, EXIT_BUG)])
+def test_a_run_that_only_storage_keeps_from_going_on_ends_with_its_code(last: int, code: int) -> None:
+    """No checkpoint is valid, say."""
+    failures: tuple[Failure, ...] = ()
+    for _ in range(2):
+        failures = after(failed(code=EXIT_STORAGE, step=0), failures=failures, hosts="a", ready="a").failures
+    following = after(failed(code=last, step=0), failures=failures, hosts="a", ready="a")
+    assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, code)
+
+
 def test_three_failures_without_progress_end_the_run() -> None:
     failures: tuple[Failure, ...] = ()
     pauses = []
