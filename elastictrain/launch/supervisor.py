@@ -21,7 +21,7 @@ from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 from elastictrain.launch.membership.view import View
-from elastictrain.launch.membership.words import listed
+from elastictrain.launch.membership.words import headline, listed
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.torchrun import Torchrun, free_port
@@ -163,8 +163,7 @@ class Supervisor:
         parts.watch.follow(generation)
         self._said = ""
         names = listed(member.name for member in generation.members)
-        # The workers have said the rest.
-        because = f", because {generation.reason.splitlines()[0]}" if generation.reason else ""
+        because = f", because {headline(generation.reason)}" if generation.reason else ""
         parts.say(f"generation {generation.number}: {generation.world_size} worker(s) on {names}{because}")
         parts.recorder.record(
             generation.number,
@@ -287,7 +286,7 @@ class Supervisor:
             ),
         )
         if end.kind is not EndKind.DONE:
-            parts.say(f"generation {attempt.generation.number} has ended here: {(end.reason.splitlines() or [''])[0]}")
+            parts.say(f"generation {attempt.generation.number} has ended here: {headline(end.reason)}")
         parts.roster.attentive = True
         if end.host == parts.roster.entry.host and end.exit_code == EXIT_UNFIT:
             self._rest(end.reason, ended=attempt.generation.number)

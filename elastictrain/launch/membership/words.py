@@ -15,6 +15,11 @@ def listed(names: Iterable[str]) -> str:
     return " and ".join([", ".join(all_names[:-1]), all_names[-1]] if len(all_names) > 1 else all_names)
 
 
+def headline(reason: str) -> str:
+    """The first line of a reason; whoever it happened to has printed all of it."""
+    return next(iter(reason.splitlines()), "").rstrip(":")
+
+
 def too_few(ready: Sequence[Entry], others: Sequence[Entry], *, min_hosts: int) -> str:
     """What a group below its minimum waits for. `others` are alive and cannot take part for now."""
     here = f"ready: {listed(entry.name for entry in ready)}" if ready else "none is ready"
@@ -27,7 +32,7 @@ def too_few(ready: Sequence[Entry], others: Sequence[Entry], *, min_hosts: int) 
 def give_up(failures: Sequence[Failure]) -> str:
     """Why no further start is tried: what happened, and what the failures have in common."""
     times = "once" if len(failures) == 1 else f"{len(failures)} times in a row"
-    lines = "".join(f"\n  generation {one.generation}: {one.reason} ({_where(one)})" for one in failures)
+    lines = "".join(f"\n  generation {one.generation}: {headline(one.reason)} ({_where(one)})" for one in failures)
     common = _in_common(failures)
     return f"failed {times} without a newly committed step:{lines}" + (f"\n{common}" if common else "")
 

@@ -15,6 +15,7 @@ from elastictrain.errors import (
     EXIT_UNFIT,
     EXIT_USAGE,
 )
+from elastictrain.launch.membership import words
 from elastictrain.launch.membership.policy import Aftermath, Next, judge, pause_s
 from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, Outcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
@@ -146,6 +147,11 @@ def test_a_run_that_only_storage_keeps_from_going_on_ends_with_its_code(last: in
         failures = after(failed(code=EXIT_STORAGE, step=0), failures=failures, hosts="a", ready="a").failures
     following = after(failed(code=last, step=0), failures=failures, hosts="a", ready="a")
     assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, code)
+
+
+def test_of_a_long_reason_its_first_line_is_told_again() -> None:
+    assert words.headline("none is valid:\n  - step 5: damaged\nNothing was deleted.") == "none is valid"
+    assert words.headline("") == ""
 
 
 def test_three_failures_without_progress_end_the_run() -> None:
