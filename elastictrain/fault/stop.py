@@ -51,6 +51,13 @@ def brought_forward(request: StopRequest, deadline_s: float | None) -> StopReque
     return replace(request, deadline_s=deadline_s)
 
 
+def is_news(request: StopRequest, *, before: StopRequest | None) -> bool:
+    """Whether a person has to be told of it. Pure. Who asks again tells a deadline anew, which differs in its last digits."""
+    if before is None or before.reason != request.reason:
+        return True
+    return request.deadline_s is not None and (before.deadline_s is None or request.deadline_s < before.deadline_s - 1.0)
+
+
 class StopListener:
     """Turns signals into a `StopRequest`.
 
@@ -121,9 +128,7 @@ class StopListener:
 
     def _adopt(self, request: StopRequest) -> None:
         before, self.request = self.request, request
-        # Asked again: then the deadline is told anew, which is not the same to the last digit.
-        sooner = before is None or (request.deadline_s or 0.0) < (before.deadline_s or float("inf")) - 1.0
-        if not self._mute and (before is None or before.reason != request.reason or sooner):
+        if not self._mute and is_news(request, before=before):
             left = "" if request.deadline_s is None else f"; {request.deadline_s - self._clock():.0f} s are left"
             logger.warning("asked to stop (%s)%s", request.reason, left)
 

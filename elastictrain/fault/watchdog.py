@@ -95,8 +95,8 @@ def judge(
     if silent_s > most_s:
         reason = f"no progress for {silent_s:.1f} s in {mark} (limit {most_s:g} s)"
         return Overdue(EXIT_TRANSPORT, reason, hangs=True)
-    patience_s = LOST_PATIENCE_S if lost is not None and lost.noticed else 0.0
-    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > patience_s:
+    left_to_others_s = LOST_PATIENCE_S if lost is not None and lost.noticed else 0.0
+    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > left_to_others_s:
         return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
     if stop is None or mark.phase in (Phase.SAVE, Phase.END):
         return None

@@ -58,8 +58,7 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.own import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
-from elastictrain.storage.local import LocalStore
-from elastictrain.storage.opening import open_store
+from elastictrain.storage.opening import open_store, without_sync
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
@@ -215,7 +214,7 @@ def _put_together(
         beat=0,
         ended=0,
     )
-    registry = Registry(objects, fleeting=objects.without_sync() if isinstance(objects, LocalStore) else objects)
+    registry = Registry(objects, fleeting=without_sync(objects))
     if held.claim.before:
         # It did not come to say so itself.
         registry.bury(held.claim.before)

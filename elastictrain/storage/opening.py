@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from typing import TypeVar, cast
 from urllib.parse import unquote
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError
@@ -13,6 +14,8 @@ from elastictrain.storage.store import Store
 
 _EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _S3 = ("s3", "s3a")
+
+T = TypeVar("T")
 
 
 def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
@@ -72,9 +75,9 @@ def _trimmed(url: str) -> str:
     return url.rstrip("/") or "/"
 
 
-def without_sync(store: Store) -> Store:
+def without_sync(store: T) -> T:
     """The same store for what need not outlast a loss of power: it does not wait for a disk."""
-    return store.without_sync() if isinstance(store, LocalStore) else store
+    return cast(T, store.without_sync()) if isinstance(store, LocalStore) else store
 
 
 def check_writable(store: Store) -> None:

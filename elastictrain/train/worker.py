@@ -215,11 +215,7 @@ class Worker:
     def _report_briefly(self, what: Meaning, *, heard: Mapping[str, str]) -> None:
         """What ended this rank is told elsewhere: nothing here waits for a disk, or for a device whose peer is torn down."""
         with self._ending:
-            if self._speaks(what):
-                sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n")
-                sys.stderr.flush()
-            mark = self._whereabouts.mark
-            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
+            mark = self._announce(what, stack="")
             if self._met is None:
                 return
             # Only what was read before: a device whose peer is being torn down may not answer any more.
@@ -231,12 +227,7 @@ class Worker:
 
     def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None) -> None:
         with self._ending:
-            if self._speaks(what):
-                sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
-                sys.stderr.flush()
-            mark = self._whereabouts.mark
-            # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
-            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
+            mark = self._announce(what, stack=stack)
             if self._met is None:
                 return
             if accusation is not None:
@@ -249,6 +240,16 @@ class Worker:
             within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
+
+    def _announce(self, what: Meaning, *, stack: str) -> Mark:
+        """Tell the person at the terminal, and the launcher; returns where this rank is."""
+        if self._speaks(what):
+            sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
+            sys.stderr.flush()
+        mark = self._whereabouts.mark
+        # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
+        self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
+        return mark
 
     def _tell_launcher(self, exit_code: int, sentence: str, *, step: int) -> None:
         launcher, mark = self._identity.launcher, self._whereabouts.mark

@@ -31,7 +31,7 @@ class Begin(Protocol):
 
 
 class Flushing:
-    """One look after another, as long as nobody comes back. All methods are called by the keeper's thread."""
+    """One look after another, as long as nobody comes back. All but the search itself happens in the keeper's thread."""
 
     def __init__(
         self,
@@ -76,7 +76,9 @@ class Flushing:
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
         self.busy = True
         done = {step for incarnation, step in self._tried if incarnation == station.incarnation}
-        threading.Thread(target=self._choose, args=(station, own, done, since_s), name="flush", daemon=True).start()
+        pause_s, self._pause_s = self._pause_s, 0.0
+        arguments = (station, own, done, since_s, pause_s)
+        threading.Thread(target=self._choose, args=arguments, name="flush", daemon=True).start()
 
     def failed(self, incarnation: str, step: int, *, passing: bool) -> None:
         """A step could not be saved. `passing`: the reason may go away by itself, so it is tried again after a moment."""
@@ -85,9 +87,9 @@ class Flushing:
             self._tried.discard((incarnation, step))
             self._pause_s = AGAIN_S
 
-    def _choose(self, station: Station, own: Sequence[Held], done: Collection[int], since_s: float) -> None:
+    def _choose(self, station: Station, own: Sequence[Held], done: Collection[int], since_s: float, pause_s: float) -> None:
+        """The thread."""
         found: tuple[Held, ...] = ()
-        pause_s, self._pause_s = self._pause_s, 0.0
         time.sleep(pause_s)
         try:
             if still_there(self._store):

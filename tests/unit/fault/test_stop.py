@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest, after_signal
+from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest, after_signal, is_news
 from elastictrain.fault.stop_file import StopNote, write_stop_note
 
 
@@ -186,6 +186,21 @@ def test_what_is_not_a_signal_can_ask_too(caplog: pytest.LogCaptureFixture) -> N
         assert listener.request == StopRequest("the time limit", 42.0, 72.0)
     asked = "asked to stop (the time limit)"
     assert caplog.messages == [f"{asked}; 100 s are left", f"{asked}; 30 s are left"]
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "before", "news"),
+    [
+        (None, None, True),
+        (None, StopRequest("it", 1.0), False),
+        (50.0, StopRequest("it", 1.0), True),
+        (50.0, StopRequest("it", 1.0, 50.5), False),
+        (50.0, StopRequest("it", 1.0, 52.0), True),
+        (None, StopRequest("another", 1.0), True),
+    ],
+)
+def test_a_person_is_told_of_what_is_new(deadline_s: float | None, before: StopRequest | None, news: bool) -> None:
+    assert is_news(StopRequest("it", 1.0, deadline_s), before=before) is news
 
 
 def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(caplog: pytest.LogCaptureFixture) -> None:

@@ -287,6 +287,21 @@ def test_memory_that_is_still_copied_to_is_not_given_back(ends: bool, tmp_path: 
     taken.arena.close()
 
 
+def test_a_record_that_fails_costs_the_record_and_not_the_snapshot(tmp_path: Path) -> None:
+    """The snapshot is whole and announced by then: it has not failed, and the next ones are completed, too."""
+
+    def refuse(_: Event) -> None:
+        raise RuntimeError("the log is gone")
+
+    with taking(tmp_path) as taken:
+        taken.snapshots._record = refuse
+        for place, step in ((0, 3), (1, 4)):
+            busy(taken)
+            taken.take(place, step, reason="interval")
+            taken.finish(step)
+        assert taken.link.announced == [(0, 3, True), (1, 4, True)]
+
+
 def test_a_state_that_is_too_large_is_a_snapshot_less(tmp_path: Path) -> None:
     with taking(tmp_path) as taken:
         busy(taken)
