@@ -4,7 +4,8 @@ file access, and the time from SIGKILL of a worker to the next new step, under t
     python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
 
 TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints,
-HOW what restarts the killed workers: `launch`, `torchrun`, or both by default.
+HOW what restarts the killed workers: `launch`, `torchrun`, or both by default; KILLS how many are killed in each run, AFTER how
+many steps after a snapshot.
 """
 
 import itertools
@@ -18,6 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "process"))
@@ -41,6 +43,8 @@ BASE = (
 STREAMS = 3
 FIRST_STEP, LAST_STEP = 61, 110
 SAVES, SAVE_EVERY = 3, 100
+AFTER = int(os.environ.get("AFTER", "5"))
+KILLS = int(os.environ.get("KILLS", "3"))
 
 
 def say(**figures: object) -> None:
@@ -222,39 +226,60 @@ def launched(arguments: list[str], folder: Path) -> AbstractContextManager[Run]:
 
 
 def kills(folder: Path) -> None:
-    """SIGKILL of the last rank 5 steps after a snapshot, twice a run: the state is in host memory, an older one on disk."""
+    """SIGKILL of the last rank, five steps after a snapshot: the state is in host memory, an older one on disk."""
     for turn in range(int(os.environ.get("TURNS", "1"))):
         for how in os.environ.get("HOW", "launch torchrun").split():
             run_dir = folder / f"killed-{how}-{turn}"
-            arguments = [*BASE, "train.steps=1000", "train.compile=false", "checkpoint.every_steps=40", f"run.dir={run_dir}"]
+            arguments = [*BASE, "train.steps=1000", "train.compile=false", f"checkpoint.every_steps={SAVE_EVERY}"]
+            arguments.append(f"run.dir={run_dir}")
             log = folder / f"kill-log-{how}-{turn}"
             manager = (
                 launched(arguments, log)
                 if how == "launch"
-                else torchrun(arguments, world_size=WORLD, folder=log, max_restarts=3)
+                else torchrun(arguments, world_size=WORLD, folder=log, max_restarts=KILLS)
             )
             with manager as run:
-                for wanted in (75, 115):
-                    kill_one(run, run_dir, how=how, wanted=wanted)
-            print(run.output()[-3000:], flush=True)
+                try:
+                    for _ in range(KILLS):
+                        kill_one(run, run_dir, how=how)
+                finally:
+                    print(run.output()[-30000:], flush=True)
 
 
-def kill_one(run: Run, run_dir: Path, *, how: str, wanted: int) -> None:
-    """Kill at step `wanted`, and what became of it."""
-    wait_until(lambda: last_step(run_dir) >= wanted, timeout_s=150, what=f"step {wanted}")
-    highest = last_step(run_dir)
+def may_kill(run_dir: Path) -> bool:
+    """Whether all slots of this life have been made, and a snapshot is `AFTER` steps old."""
+    taken = events(run_dir, "snapshot")
+    mine = [row for row in taken if row["incarnation"] == taken[-1]["incarnation"]] if taken else []
+    return len({row["slot"] for row in mine}) > 1 and 0 <= last_step(run_dir) - mine[-1]["step"] - AFTER <= 1
+
+
+def new_steps(run_dir: Path, before: str) -> list[dict[str, Any]]:
+    """The steps of the newest life that the one before had not done."""
+    rows = events(run_dir, "step")
+    newest = events(run_dir, "start")[-1]["incarnation"]
+    highest = max(row["step"] for row in rows if row["incarnation"] == before)
+    return [row for row in rows if newest != before and row["incarnation"] == newest and row["step"] > highest]
+
+
+def kill_one(run: Run, run_dir: Path, *, how: str) -> None:
+    """Kill, and what became of it."""
+    wait_until(lambda: may_kill(run_dir), timeout_s=150, what="a snapshot in each slot")
+    before = events(run_dir, "start")[-1]["incarnation"]
     killed = time.time()
     kill(run.workers()[-1])
-    wait_until(lambda: last_step(run_dir) > highest + 3, timeout_s=120, what="the next steps")
+    wait_until(lambda: len(new_steps(run_dir, before)) > 1, timeout_s=120, what="new steps")
+    # The last steps before the kill may have come to the log after it.
+    highest = max(row["step"] for row in events(run_dir, "step") if row["incarnation"] == before)
     after = [row for row in events(run_dir) if row["time"] > killed]
     resume = next(row for row in after if row["event"] == "resume")
     start = next(row for row in after if row["event"] == "start")
     steps = [row for row in after if row["event"] == "step" and row["incarnation"] == start["incarnation"]]
-    new = next(row for row in steps if row["step"] > highest)
+    new = new_steps(run_dir, before)[0]
     say(
         what="kill",
         how=how,
         step_at_kill=highest,
+        killed_at=killed,
         failure_s=[round(row["time"] - killed, 2) for row in after if row["event"] == "failure"][:1],
         start_s=start["time"] - killed,
         phases=start["seconds"],
@@ -272,7 +297,7 @@ def kill_one(run: Run, run_dir: Path, *, how: str, wanted: int) -> None:
 
 def main() -> None:
     wanted = sys.argv[1:] or ["snapshots", "persist", "kill"]
-    with tempfile.TemporaryDirectory(dir=os.environ.get("DISK", "/tmp")) as name:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("DISK", "/tmp"), ignore_cleanup_errors=True) as name:
         folder = Path(name)
         for section, run in (("kill", kills), ("snapshots", snapshots), ("persist", persist)):
             if section in wanted:

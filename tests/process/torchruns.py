@@ -279,7 +279,8 @@ def events(run_dir: Path, name: str | None = None) -> list[dict[str, Any]]:
     """Events of a run in reading order."""
     rows = []
     for file in sorted((run_dir / "events").glob("*.jsonl")):
-        rows += [json.loads(line) for line in file.read_text().splitlines()]
+        # The line that is being written is seen when it is whole.
+        rows += [json.loads(line) for line in file.read_text().split("\n")[:-1]]
     return [row for row in rows if name is None or row["event"] == name]
 
 
