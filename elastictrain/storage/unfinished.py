@@ -53,9 +53,10 @@ class UnfinishedFile:
         self._flush()
         if self._sync:
             os.fsync(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        # A network file system sends what is left when a file is closed, and tells only then that there is no room for it.
+        os.close(descriptor)
         publish(self._temporary, self._path)
-        os.close(self._descriptor)
-        self._descriptor = -1
         with suppress(FileNotFoundError):
             os.unlink(self._temporary)  # noqa: PTH108
         if self._sync:

@@ -85,7 +85,8 @@ class Registry:
         """Whether this became the generation of its number; False if another was there before."""
         data = encode(generation)
         try:
-            self._store.create(_generation_key(generation.number), data)
+            # The hosts wait for it, each time; who loses it with the power of all hosts has lost the generation, too.
+            self._fleeting.create(_generation_key(generation.number), data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
             return self._store.read(_generation_key(generation.number)) == data

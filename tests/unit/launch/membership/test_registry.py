@@ -56,7 +56,7 @@ def test_all_hosts_have_the_same_secret(store: Objects) -> None:
     assert Registry(FakeStore()).token() != token
 
 
-def test_generations_outlast_a_loss_of_power_and_nothing_else_waits_for_a_disk(
+def test_the_secret_outlasts_a_loss_of_power_and_nothing_else_waits_for_a_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=1)))
@@ -68,8 +68,11 @@ def test_generations_outlast_a_loss_of_power_and_nothing_else_waits_for_a_disk(
     monkeypatch.setattr(os, "fsync", refuse)
     registry.write_entry(entry("a"))
     registry.write_end(end("a", EndKind.DONE))
+    assert registry.create(generation(1, "a"))
+    assert not registry.create(generation(1, "b"))
     with pytest.raises(AssertionError, match="fsync"):
-        registry.create(generation(1, "a"))
+        registry.token()
+    assert registry.newest() == generation(1, "a")
     assert registry.entries() == [entry("a")]
     assert set(registry.ends(end("a", EndKind.DONE).generation)) == {"a"}
 
