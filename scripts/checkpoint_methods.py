@@ -158,7 +158,8 @@ class Ours:
 
     def _restore(self, recall: Recall | None, *, tier: str) -> None:
         bench = self._bench
-        result = bench.checkpointer(bench.folder / "run").restore(tensors=bench.built.loop.state.tensors(), recall=recall)
+        tensors = bench.built.loop.state.tensors()
+        result = bench.checkpointer(bench.folder / "run").restore(tensors=tensors, reset=lambda: None, recall=recall)
         if result is None or result.tier != tier:
             raise FailedError(f"nothing was loaded from {tier}: {result}")
 

@@ -29,7 +29,7 @@ from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
 from elastictrain.checkpoint.verified_read import Folder
-from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge
+from elastictrain.checkpoint.votes import Accepted, Failed, judge
 from elastictrain.checkpoint.walk import Offer, Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import ConfigError
@@ -148,9 +148,17 @@ class Checkpointer:
         return self._saved
 
     def restore(
-        self, *, tensors: Mapping[str, Tensor], optional: Collection[str] = (), recall: Recall | None = None
+        self,
+        *,
+        tensors: Mapping[str, Tensor],
+        reset: Callable[[], None],
+        optional: Collection[str] = (),
+        recall: Recall | None = None,
     ) -> RestoreResult | None:
-        """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start, with nothing changed.
+        """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start.
+
+        Every byte is verified as it is read, and goes to its tensor at once. Where a fresh start follows one that turned out to
+        be damaged on the way, `reset` is called to give the tensors their first values again.
 
         It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
         What is off the line that the run went on with (see `lineage`) counts only where nothing on it is left, in either.
@@ -179,10 +187,12 @@ class Checkpointer:
             if offer.in_memory:
                 assert recall is not None  # noqa: S101
                 assert best is not None  # noqa: S101
-                restored = self._try_memory(recall, best, loader, verify_first=offer.verify_first)
+                restored = self._try_memory(recall, best, loader)
             elif offer.folder:
                 restored = self._try_folder(walk, offer, loader)
             else:
+                if loader.touched:
+                    reset()
                 self._note_origin(step=0, parent="")
                 return None
             if restored is not None:
@@ -216,7 +226,7 @@ class Checkpointer:
         """Load from storage; None if it is damaged. Collective: yes."""
         folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
         manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"))
-        verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder, verify_first=offer.verify_first)
+        verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder)
         if isinstance(verdict, Failed):
             raise revive({"type": verdict.error, "message": verdict.message})
         if isinstance(verdict, Reject):
@@ -248,7 +258,7 @@ class Checkpointer:
 
         from_first(write, group=self._group)
 
-    def _try_memory(self, recall: Recall, chosen: SnapshotSet, loader: Loader, *, verify_first: bool) -> RestoreResult | None:
+    def _try_memory(self, recall: Recall, chosen: SnapshotSet, loader: Loader) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
         opened = recall.open(chosen)
         if not isinstance(opened, Recalled):
@@ -257,7 +267,7 @@ class Checkpointer:
         name = f"snapshot of step {chosen.step}"
         try:
             folder = Folder(opened.source, "")
-            verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name, verify_first=verify_first)
+            verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name)
         finally:
             opened.source.close()
         if isinstance(verdict, Accepted):
@@ -288,18 +298,9 @@ class Checkpointer:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
 
-    def _load(
-        self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str, verify_first: bool
-    ) -> Accepted | Reject | Failed:
-        def verdict_of(votes: list[Vote]) -> Accepted | Reject | Failed:
-            return judge(votes, folder=name)
-
-        verdict = verdict_of(loader.fit_votes(folder, manifest))
-        if isinstance(verdict, Accepted) and verify_first:
-            verdict = verdict_of(loader.verify_votes(folder, manifest))
-        if isinstance(verdict, Accepted):
-            verdict = verdict_of(loader.load_votes(folder, manifest))
-        return verdict
+    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> Accepted | Reject | Failed:
+        verdict = judge(loader.fit_votes(folder, manifest), folder=name)
+        return judge(loader.load_votes(folder, manifest), folder=name) if isinstance(verdict, Accepted) else verdict
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,9 +23,10 @@ from elastictrain.checkpoint.memory.layout import (
     layout_from_bytes,
     written_items,
 )
-from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
+from elastictrain.checkpoint.memory.records import compute_chunk_digests, load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 
@@ -160,10 +160,8 @@ class Recall:
             try:
                 digests = load_digests(path, held.facts)
                 if digests is None:
-                    # Its keeper was killed, or has not come to this one yet: it need not, then.
-                    digests = compute_digests(slot, layout)
-                    with suppress(OSError):
-                        store_digests(path, held.facts, digests)
+                    # Its keeper was killed, or has not come to this one yet.
+                    digests = compute_chunk_digests(slot, layout, threads=READ_THREADS)
             finally:
                 slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:

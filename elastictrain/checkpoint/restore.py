@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,7 +14,7 @@ from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.match import TensorFacts, describe_mismatch
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks, verify_headers
+from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_headers
 from elastictrain.checkpoint.votes import Vote, vote_from_json
 from elastictrain.errors import ConfigError, ElasticTrainError, StorageError
 
@@ -28,7 +29,9 @@ def load_tensors(folder: Folder, manifest: Manifest, *, tensors: Mapping[str, Te
     reader = ManifestReader(folder, manifest=manifest)
     # The load planner of DCP needs no word from other ranks: we drive it ourselves, so errors keep their type.
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata_of(manifest), is_coordinator=False)
+    # Parts are filled from several threads, for each of which autograd would be on: it forbids some writes to what it follows.
+    targets: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    planner.set_up_planner(targets, metadata_of(manifest), is_coordinator=False)
     reader.read_data(planner.finish_plan(planner.create_local_plan()), planner).wait()
     return reader.bytes_read
 
@@ -53,17 +56,16 @@ class Loader:
         self._group = group
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world_size = 1 if group is None else dist.get_world_size(group)
+        self.touched = False
+        """Whether tensors may hold parts of a candidate; the same on all ranks."""
 
     def fit_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
         """Whether it fits the state, before anything is overwritten. Collective: yes."""
         return self._vote(lambda: self._check_fit(folder, manifest))
 
-    def verify_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
-        """Reads and digests all files, shared out over the ranks; changes no tensor. Collective: yes."""
-        return self._vote(lambda: self._verify(folder, manifest))
-
     def load_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
         """Loads; ranks share the check of file headers. Collective: yes."""
+        self.touched = True
         return self._vote(lambda: self._load(folder, manifest))
 
     def _vote(self, act: Callable[[], int]) -> list[Vote]:
@@ -82,15 +84,6 @@ class Loader:
 
     def _check_fit(self, folder: Folder, manifest: Manifest) -> int:
         check_fit(manifest, tensors=self._tensors, optional=self._optional, where=folder.url("").rstrip("/"))
-        return 0
-
-    def _verify(self, folder: Folder, manifest: Manifest) -> int:
-        files = manifest.files[self._rank :: self._world_size]
-        verify_headers(folder, files)
-        # Headers and chunks are all that a file consists of, and chunks are read side by side.
-        names = {file.name for file in files}
-        chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks if chunk.file in names]
-        read_chunks(folder, chunks, take=lambda chunk, data: None)
         return 0
 
     def _load(self, folder: Folder, manifest: Manifest) -> int:

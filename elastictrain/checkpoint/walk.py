@@ -37,19 +37,17 @@ class Offer:
     folder: str = ""
     manifest: bytes = b""
     in_memory: bool = False
-    verify_first: bool = False
-    """A fresh start may follow, and needs tensors that no half-read state has touched."""
 
     def to_bytes(self) -> bytes:
         """For `exchange.from_first`."""
-        return json.dumps([self.folder, self.in_memory, self.verify_first]).encode() + b"\n" + self.manifest
+        return json.dumps([self.folder, self.in_memory]).encode() + b"\n" + self.manifest
 
 
 def offer_from_bytes(data: bytes) -> Offer:
     """The inverse of `Offer.to_bytes`."""
     head, _, manifest = data.partition(b"\n")
-    folder, in_memory, verify_first = json.loads(head)
-    return Offer(folder, manifest, in_memory=in_memory, verify_first=verify_first)
+    folder, in_memory = json.loads(head)
+    return Offer(folder, manifest, in_memory=in_memory)
 
 
 class Walk:
@@ -90,9 +88,8 @@ class Walk:
         self._list()
         while True:
             decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
-            verify_first = self._on_invalid == "fresh" or isinstance(decision, FreshStart)
             if prefers_memory(memory, self._standing(decision)):
-                return Offer(in_memory=True, verify_first=verify_first)
+                return Offer(in_memory=True)
             if isinstance(decision, Refuse):
                 raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
@@ -100,7 +97,7 @@ class Walk:
                 return Offer()
             found = self._examine(decision)
             if isinstance(found, bytes):
-                return Offer(decision.folder.name, found, verify_first=verify_first)
+                return Offer(decision.folder.name, found)
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:

@@ -30,8 +30,8 @@ from elastictrain.train.leaving import left_s
 from elastictrain.train.loop import LoopParts
 from elastictrain.train.memory import make_saving
 from elastictrain.train.observing import make_observer
-from elastictrain.train.optimizer import make_optimizer
-from elastictrain.train.parameters import build_model, fill
+from elastictrain.train.optimizer import forget_steps, make_optimizer
+from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.saving import SavingParts
@@ -97,7 +97,9 @@ def build(
     checkpointer = make_checkpointer(config, identity, started)
     whereabouts.enter(Phase.RESTORE)
     recall = memory.recall if memory is not None else None
-    resume = restore(checkpointer, state, on_change=config.run.on_change, recall=recall)
+    resume = restore(
+        checkpointer, state, on_change=config.run.on_change, recall=recall, reset=lambda: _begin_again(setting, state)
+    )
     if identity.speaks:
         record(resume)
     loader = _make_loader(setting, first_step=state.step)
@@ -215,6 +217,13 @@ def _build_state(setting: _Setting) -> tuple[Wrapped, TrainState]:
     )
     limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.init_timeout_s)
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
+
+
+def _begin_again(setting: _Setting, state: TrainState) -> None:
+    """Every tensor gets its first value again."""
+    started = setting.started
+    fill_again(state.model, started.task, seed=setting.config.run.seed, device=started.group.device)
+    forget_steps(state.optimizer)
 
 
 def _make_stepper(setting: _Setting, state: TrainState, *, wrapped: Wrapped, before_update: Callable[[], None]) -> Stepper:

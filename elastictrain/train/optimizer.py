@@ -37,6 +37,14 @@ def make_optimizer(model: nn.Module, options: OptimGroup) -> AdamW:
     return optimizer
 
 
+def forget_steps(optimizer: AdamW) -> None:
+    """Back to zero moments and zero steps."""
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                tensor.zero_()
+
+
 def set_learning_rate(optimizer: AdamW, rate: float) -> None:
     """For the next update."""
     for group in optimizer.param_groups:

@@ -34,11 +34,29 @@ def fill(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> No
         for other in others:
             owner, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _fill_parameter(parameter, name, task, torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name)))
-        for name, buffer in model.named_buffers():
-            task.init_buffer(name, buffer)
+    _initialize(model, task, seed=seed, device=device)
+
+
+@torch.no_grad()
+def fill_again(model: nn.Module, task: Task, *, seed: int, device: torch.device) -> None:
+    """Give a model, wrapped or not, the values that it had at first."""
+    if isinstance(task, InitializesParameters):
+        _initialize(model, task, seed=seed, device=device)
+        return
+    first = build_model(task, seed=seed, device=device)
+    # Wrapping may rename parts, but leaves them in their order.
+    for parameter, first_value in zip(model.parameters(), first.parameters(), strict=True):
+        _keep_shard(parameter, first_value)
+    for buffer, first_buffer in zip(model.buffers(), first.buffers(), strict=True):
+        buffer.copy_(first_buffer)
+
+
+@torch.no_grad()
+def _initialize(model: nn.Module, task: InitializesParameters, *, seed: int, device: torch.device) -> None:
+    for name, parameter in model.named_parameters():
+        _fill_parameter(parameter, name, task, torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name)))
+    for name, buffer in model.named_buffers():
+        task.init_buffer(name, buffer)
 
 
 def _fill_parameter(parameter: Tensor, name: str, task: InitializesParameters, generator: torch.Generator) -> None:
@@ -47,9 +65,14 @@ def _fill_parameter(parameter: Tensor, name: str, task: InitializesParameters, g
         return
     whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
     task.init_parameter(name, whole, generator)
-    # Every rank has made the same values, so nothing needs to be sent.
-    shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    local(parameter).copy_(local(shard))
+    _keep_shard(parameter, whole)
+
+
+def _keep_shard(parameter: Tensor, whole: Tensor) -> None:
+    """Every rank has made the same values, so nothing needs to be sent."""
+    if isinstance(parameter, DTensor):
+        whole = distribute_tensor(whole.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    local(parameter).copy_(local(whole))
 
 
 def local(tensor: Tensor) -> Tensor:

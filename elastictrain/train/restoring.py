@@ -1,6 +1,7 @@
 """What a run goes on from: its checkpointer, and its state as it was saved."""
 
 import time
+from collections.abc import Callable
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.recall import Recall
@@ -28,13 +29,16 @@ def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -
     )
 
 
-def restore(checkpointer: Checkpointer, state: TrainState, *, on_change: str, recall: Recall | None) -> Resume:
+def restore(
+    checkpointer: Checkpointer, state: TrainState, *, on_change: str, recall: Recall | None, reset: Callable[[], None]
+) -> Resume:
     """Load the newest state in any tier into `state`; with `on_change` stop it must have been trained on the same data.
 
+    `reset` gives the tensors their first values again, where a fresh start follows a state that was damaged.
     Collective: yes. Raises: CheckpointError, ConfigError, StorageError; DataError if the data is not the same.
     """
     began = time.monotonic()
-    result = checkpointer.restore(tensors=state.tensors(), recall=recall)
+    result = checkpointer.restore(tensors=state.tensors(), reset=reset, recall=recall)
     if result is None:
         seconds = {"total": round(time.monotonic() - began, 4)}
         return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)

@@ -5,6 +5,7 @@ import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import local
 
 import xxhash
 
@@ -125,3 +126,30 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
         tuple(header for _, header, _ in results),
         tuple(chunk for _, _, chunks in results for chunk in chunks),
     )
+
+
+def compute_chunk_digests(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
+    """The same but for those of whole files, which take a file's length to compute, and are left empty: enough to read by.
+
+    Raises: OSError.
+    """
+    headers = [(start, len(file.header)) for file, start in zip(layout.template, layout.starts, strict=True)]
+    chunks = [
+        (start + placed.start + chunk.begin, chunk.size_bytes)
+        for file, start in zip(layout.template, layout.starts, strict=True)
+        for placed in file.items
+        for chunk in placed.chunks
+    ]
+    longest = max((size_bytes for _, size_bytes in (*headers, *chunks)), default=0)
+    buffers = local()
+
+    def of_range(begin_and_size: tuple[int, int]) -> str:
+        begin, size_bytes = begin_and_size
+        if not hasattr(buffers, "buffer"):
+            buffers.buffer = memoryview(bytearray(longest))
+        piece: memoryview = buffers.buffer[:size_bytes]
+        slot.read_into(piece, start=begin)
+        return digest_of(piece)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
+        return RankDigests(("",) * len(headers), tuple(pool.map(of_range, headers)), tuple(pool.map(of_range, chunks)))

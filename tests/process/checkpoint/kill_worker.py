@@ -51,7 +51,7 @@ def save(run_dir: Path, incarnation: str, step: int, *, keep_last: int = 2) -> N
 
 def restored_step(run_dir: Path) -> int:
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()}
-    result = checkpointer(run_dir, "later").restore(tensors=loaded)
+    result = checkpointer(run_dir, "later").restore(tensors=loaded, reset=lambda: None)
     assert result is not None
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors_of(result.step).items())
     return result.step

@@ -74,7 +74,7 @@ def main(kind: str, run_dir: str, step: int) -> None:
         config_digest="c",
         record=events.append,
     )
-    result = checkpointer.restore(tensors={**tensors, f"rng.{rank}": own}, optional={f"rng.{rank}"})
+    result = checkpointer.restore(tensors={**tensors, f"rng.{rank}": own}, reset=lambda: None, optional={f"rng.{rank}"})
     if result is None:
         assert step == 1
         train(called, optimizer, steps=1, rank=rank)

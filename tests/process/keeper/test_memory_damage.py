@@ -101,6 +101,24 @@ def test_all_of_memory_is_damaged(tmp_path: Path) -> None:
     check_nothing_left(tmp_path)
 
 
+def test_all_of_memory_is_damaged_and_storage_has_nothing(tmp_path: Path) -> None:
+    """What was read before the damage was found must leave no trace in the model that begins again."""
+    run_dir = tmp_path / "job/run"
+    more = ("checkpoint.every_steps=0", "parallel=fsdp")
+    run_until_killed(run_dir, *more, world_size=2)
+    there = slots(tmp_path)
+    for path in there.values():
+        flip(path, HEADER_BYTES + 5000)
+    with torchrun(arguments(run_dir, *more), world_size=2, folder=tmp_path / "again") as run:
+        assert run.wait(120) == 0, run.output()
+    resumed = events(run_dir, "resume")[-1]
+    assert (resumed["step"], resumed["tier"]) == (0, "none")
+    assert sorted(name for name, _ in rejected(run_dir)) == sorted(f"snapshot of step {step}" for step in there)
+    # They are the same as those before the kill, from the first one on.
+    assert sorted(losses(run_dir)) == list(range(1, STEPS + 1))
+    check_nothing_left(tmp_path)
+
+
 def test_a_flipped_bit_is_not_flushed(tmp_path: Path) -> None:
     """The keeper finds it when it writes, and saves the step before it."""
     run_dir = tmp_path / "job/run"

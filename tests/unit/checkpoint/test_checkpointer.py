@@ -41,13 +41,22 @@ def save(bench: Bench, step: int, **options: object) -> None:
 def restored_step(bench: Bench, **options: object) -> int | None:
     """The step that a start restores, checked against every tensor."""
     tensors = state_of(0)
-    result = bench.checkpointer("inc2", **options).restore(tensors=tensors)
+
+    def reset() -> None:
+        for name, value in state_of(0).items():
+            tensors[name].copy_(value)
+
+    result = bench.checkpointer("inc2", **options).restore(tensors=tensors, reset=reset)
     expected = state_of(0 if result is None else result.step)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     if result is not None:
         assert result.state == {"step": result.step}
         assert result.bytes >= sum(tensor.nbytes for tensor in tensors.values())
     return None if result is None else result.step
+
+
+def never() -> None:
+    raise AssertionError("nothing was to be undone")
 
 
 def rejects(bench: Bench) -> list[CheckpointRejected]:
@@ -71,7 +80,7 @@ def test_every_dtype_and_layout_comes_back() -> None:
     tensors |= {"conj": torch.randn(4, dtype=torch.complex64).conj(), "grad": torch.randn(3, requires_grad=True)}
     bench.checkpointer().save(1, tensors=tensors, state={}, reason="step")
     loaded = {name: torch.empty_like(tensor).copy_(torch.zeros(tensor.shape)) for name, tensor in tensors.items()}
-    bench.checkpointer().restore(tensors=loaded)
+    bench.checkpointer().restore(tensors=loaded, reset=never)
     for name, tensor in tensors.items():
         want, have = tensor.detach().resolve_conj().contiguous(), loaded[name].detach().resolve_conj().contiguous()
         assert torch.equal(want.reshape(-1).view(torch.uint8), have.reshape(-1).view(torch.uint8)), name
@@ -210,7 +219,7 @@ def test_all_invalid_and_told_to_start_over() -> None:
     assert "step-000000001-2" in bench.folders()
 
 
-def test_starting_over_leaves_tensors_untouched_even_when_damage_is_found_late() -> None:
+def test_starting_over_begins_with_first_values_even_when_damage_is_found_late() -> None:
     bench = Bench()
     save(bench, 1)
     key = key_ending(bench, 1, "002.safetensors")
@@ -288,7 +297,7 @@ def test_another_model_is_named_and_nothing_is_quarantined() -> None:
     other = {**state_of(0), "model.weight": torch.zeros(3), "model.extra": torch.zeros(1)}
     before = bench.files()
     with pytest.raises(ConfigError) as caught:
-        bench.checkpointer().restore(tensors=other)
+        bench.checkpointer().restore(tensors=other, reset=never)
     assert "model.weight is stored with shape [60, 64], but the run's has [3]" in str(caught.value)
     assert "model.extra is not stored" in str(caught.value)
     assert bench.files() == before
@@ -301,7 +310,7 @@ def test_optional_tensors_keep_their_value_where_they_were_not_saved() -> None:
     save(bench, 4)
     tensors = {**state_of(0), "rng.cpu.1": torch.full((7,), 9, dtype=torch.uint8)}
     del tensors["rng.cpu.0"]
-    result = bench.checkpointer().restore(tensors=tensors, optional={"rng.cpu.1"})
+    result = bench.checkpointer().restore(tensors=tensors, reset=never, optional={"rng.cpu.1"})
     assert result is not None
     assert tensors["rng.cpu.1"].tolist() == [9] * 7
     assert tensors["optim.step"].item() == 4

@@ -17,7 +17,7 @@ from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
 from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.records import compute_chunk_digests, compute_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes
 from elastictrain.checkpoint.recall import Recall, RemoteFiles, teller
@@ -97,7 +97,12 @@ def recall_of(folder: Path, *, remote: RemoteFiles | None = None) -> Recall:
 def restored(bench: Bench, memory: Recall, **options: object) -> tuple[int, str]:
     """Step and tier of what a start restores, checked against every tensor; step 0 is a fresh start."""
     tensors = tensors_of(0)
-    result = bench.checkpointer(THIRD, **options).restore(tensors=tensors, recall=memory)
+
+    def reset() -> None:
+        for name, value in tensors_of(0).items():
+            tensors[name].copy_(value)
+
+    result = bench.checkpointer(THIRD, **options).restore(tensors=tensors, reset=reset, recall=memory)
     step, tier = (0, "none") if result is None else (result.step, result.tier)
     assert torch.equal(tensors["model.w"], tensors_of(step)["model.w"])
     return step, tier
@@ -155,7 +160,7 @@ def test_memory_is_what_is_left_when_nothing_in_storage_is_valid(bench: Bench, t
 
 
 @pytest.mark.parametrize("on_invalid", ["stop", "fresh"])
-def test_damage_in_memory_alone_leaves_a_fresh_start_untouched(bench: Bench, tmp_path: Path, on_invalid: str) -> None:
+def test_damage_in_memory_alone_leaves_a_fresh_start_its_first_values(bench: Bench, tmp_path: Path, on_invalid: str) -> None:
     for rank in range(2):
         keep(tmp_path, 40, rank=rank, world_size=2)
     flip(tmp_path, "own-r00001-s0", at=HEADER_BYTES + 1000)
@@ -292,13 +297,13 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
     keep(tmp_path, 300, digests=False)
     asked = []
 
-    def digest(slot: Slot, layout: RankLayout) -> RankDigests:
+    def digest(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
         writer = Slot.open(slot.path)
         asked.append(writer.lock(shared=False))
         writer.close()
-        return compute_digests(slot, layout, threads=1)
+        return compute_chunk_digests(slot, layout, threads=threads)
 
-    monkeypatch.setattr(recall, "compute_digests", digest)
+    monkeypatch.setattr(recall, "compute_chunk_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
     assert asked == [False]
 
@@ -312,10 +317,3 @@ def test_each_rank_tells_of_its_own_snapshot_and_the_first_of_a_host_of_the_rest
     assert tellers(0, 0, 0, 3, 3, 3, held=[0, 0, 0, 3, 3, 3]) == [0, 1, 2, 3, 4, 5]
     # The second host has come back as the first one; the third is gone, and its snapshots are replicas.
     assert tellers(0, 0, 2, 2, held=[2, 2, 0, 0, 0, 0]) == [2, 2, 0, 0, 0, 0]
-
-
-def test_digests_that_a_start_has_computed_are_kept_for_the_keeper(bench: Bench, tmp_path: Path) -> None:
-    facts = [keep(tmp_path, 300, rank=rank, world_size=2, digests=False) for rank in range(2)]
-    assert restored(bench, recall_of(tmp_path)) == (300, "memory")
-    for rank, one in enumerate(facts):
-        assert load_digests(f"{tmp_path}/own-r{rank:05d}-s0", one) is not None

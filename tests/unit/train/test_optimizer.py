@@ -2,7 +2,7 @@ import torch
 from torch import nn
 
 from elastictrain.config.optim import OptimGroup
-from elastictrain.train.optimizer import make_optimizer, optimizer_tensors, set_learning_rate
+from elastictrain.train.optimizer import forget_steps, make_optimizer, optimizer_tensors, set_learning_rate
 
 OPTIONS = OptimGroup(lr=0.3, weight_decay=0.7, beta1=0.8, beta2=0.85, eps=1e-6)
 
@@ -53,3 +53,5 @@ def test_state_is_there_before_the_first_step_and_is_what_the_step_uses() -> Non
     after = dict(optimizer_tensors(optimizer, net.named_parameters()))
     assert all(after[name] is tensor for name, tensor in before.items())
     assert all(tensor.all() for tensor in after.values())
+    forget_steps(optimizer)
+    assert all(not tensor.any() for tensor in before.values())

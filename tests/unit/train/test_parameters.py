@@ -1,8 +1,9 @@
+import pytest
 import torch
 from torch import Tensor, nn
 
 from elastictrain.data.dataset import Batch
-from elastictrain.train.parameters import build_model, fill, local
+from elastictrain.train.parameters import build_model, fill, fill_again, local
 from elastictrain.train.task import LossOutput
 
 CPU = torch.device("cpu")
@@ -94,6 +95,23 @@ def test_parameters_that_are_tied_stay_tied() -> None:
     fill(model, Tied(), seed=0, device=CPU)
     assert [name for name, _ in model.named_parameters()] == ["a"]
     assert model.a is model.b
+
+
+@pytest.mark.parametrize("task", [Plain(), Filling(), Tied()], ids=["plain", "filling", "tied"])
+def test_a_model_gets_its_first_values_again(task: Plain) -> None:
+    model = build_model(task, seed=3, device=CPU)
+    fill(model, task, seed=3, device=CPU)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    first = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.fill_(7)
+    torch.rand(3)
+    fill_again(model, task, seed=3, device=CPU)
+    # The same tensors, which an optimizer knows.
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor is tensors[name]
+        assert torch.equal(tensor, first[name]), name
 
 
 def test_what_is_no_shard_is_its_own_local_part() -> None:
