@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER = (
-    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER")
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS = (
+    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREDECESSORS")
 )
 """Variables that our launcher sets for its workers."""
 
@@ -23,6 +23,9 @@ class Launcher:
 
     folder: str
     """Where workers leave word for it."""
+
+    predecessors: str = ""
+    """Processes of the generation before that still held devices and memory, as `fault.exits` writes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,4 +100,6 @@ def _read_launcher(environment: Mapping[str, str]) -> Launcher | None:
     pid, generation, folder = (environment.get(name, "") for name in (LAUNCHER, GENERATION, FOLDER))
     if not (pid.isdecimal() and generation.isdecimal() and folder):
         return None
-    return Launcher(int(pid), int(generation), environment.get(RESTARTED) == "1", folder)
+    return Launcher(
+        int(pid), int(generation), environment.get(RESTARTED) == "1", folder, predecessors=environment.get(PREDECESSORS, "")
+    )

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, ElasticTrainError
@@ -37,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
+    from elastictrain.fault.predecessors import wait_for_predecessors
 
-    start_device(config.parallel.backend, local_rank=identity.local_rank)
+    start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_predecessors, identity))
     from elastictrain.train.worker import Worker
 
     return Worker(config, identity, parent=parent).run()

@@ -3,7 +3,6 @@
 Importing takes seconds, which a restart then does not wait for.
 """
 
-import json
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import FOLDER, LAUNCHER
 from elastictrain.launch.forks import Forks, hand_out, import_ahead
-from elastictrain.launch.orders import Orders, decode
+from elastictrain.launch.orders import Answer, Orders, decode, write_answer
 from elastictrain.launch.records import NO_RANK
 
 _EXIT_FAILED = 1
@@ -80,9 +79,11 @@ def _run(orders: Orders) -> int:
     try:
         torchrun.run(torchrun.parse_args(list(orders.arguments)))  # type: ignore[no-untyped-call]  # torch annotates neither
     except ChildFailedError as error:
-        _tell(orders, {failure.local_rank: failure.exitcode for failure in error.failures.values()})
+        codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
+        _tell(orders, Answer(codes, forks.leaving()))
         return _EXIT_FAILED
     except Exception as error:  # noqa: BLE001  # the edge of the process: what ends it is told to the launcher
+        _tell(orders, Answer(leaving=forks.leaving()))
         reason = explain(error)
         if reason.exit_code != EXIT_TRANSPORT:
             traceback.print_exc()
@@ -113,9 +114,9 @@ def _complain(orders: Orders, reason: Reason) -> int:
     return _EXIT_FAILED
 
 
-def _tell(orders: Orders, codes: dict[int, int]) -> None:
+def _tell(orders: Orders, answer: Answer) -> None:
     with suppress(OSError):
-        Path(orders.codes_file).write_text(json.dumps(codes))
+        write_answer(Path(orders.answer_file), answer)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
 from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED
 from elastictrain.launch.membership.records import Generation
-from elastictrain.launch.orders import CODES_NAME, Orders
+from elastictrain.launch.orders import ANSWER_NAME, Orders
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_INTERVAL_S = 0.1
@@ -57,4 +57,4 @@ def plan_torchrun(generation: Generation, here: Here) -> Orders:
         FOLDER: here.folder,
         STOP_FILE_VARIABLE: here.stop_file,
     }
-    return Orders(tuple(arguments), environment, f"{here.folder}/{CODES_NAME}", members[index].processes)
+    return Orders(tuple(arguments), environment, f"{here.folder}/{ANSWER_NAME}", members[index].processes)

@@ -1,15 +1,13 @@
 """One host's part in a generation: how far it is, and what its workers left behind."""
 
 import itertools
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.fault.reasons import read_reasons
 from elastictrain.launch.ending import Remains
 from elastictrain.launch.membership.records import End, Generation
-from elastictrain.launch.orders import CODES_NAME
+from elastictrain.launch.orders import ANSWER_NAME, read_answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,12 +38,4 @@ def read_remains(attempt: Attempt, folder: Path, *, host: str, code: int, commit
     """What is left of it on this host; `code` is torchrun's."""
     before = itertools.takewhile(lambda member: member.host != host, attempt.generation.members)
     first_rank = sum(member.processes for member in before)
-    return Remains(code, _codes(folder / CODES_NAME), read_reasons(str(folder)), committed_step, first_rank)
-
-
-def _codes(path: Path) -> Mapping[int, int]:
-    """What torchrun saw of its workers' ends, by local rank."""
-    try:
-        return {int(rank): int(code) for rank, code in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError):
-        return {}
+    return Remains(code, read_answer(folder / ANSWER_NAME).codes, read_reasons(str(folder)), committed_step, first_rank)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK
+from elastictrain.fault.exits import Process, early_exit_code, identify, is_there
 from elastictrain.fault.parent import follow_parent
 
 _AHEAD = (
@@ -58,6 +59,7 @@ class Fork:
 
     def __init__(self, pid: int, orders: socket.socket) -> None:
         self.pid = pid
+        self.process = identify(pid)
         self.returncode: int | None = None
         self._orders = orders
 
@@ -75,7 +77,10 @@ class Fork:
         self._orders.close()
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """The exit code, negative for a signal; None while it runs.
+
+        One that fails is told of as soon as nothing of it runs any more: what it holds it may hold for seconds.
+        """
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -83,7 +88,7 @@ class Fork:
                 # It has ended, and somebody else was told how; that it ended well nobody can say.
                 self.returncode = EXIT_BUG
             else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else early_exit_code(self.pid)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -101,6 +106,7 @@ class Forks:
 
     def __init__(self) -> None:
         self._waiting: list[Fork] = []
+        self._taken: list[Fork] = []
 
     def prepare(self, count: int) -> None:
         """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork."""
@@ -146,8 +152,13 @@ class Forks:
         while self._waiting:
             fork = self._waiting.pop()
             if fork.begin(command[len(_COMMAND) :], environment):
+                self._taken.append(fork)
                 return fork
         return None
+
+    def leaving(self) -> tuple[Process, ...]:
+        """Those that have been workers, and still hold something."""
+        return tuple(fork.process for fork in self._taken if fork.process is not None and is_there(fork.process))
 
 
 def may_fork(process: Path = Path("/proc/self")) -> bool:

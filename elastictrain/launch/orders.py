@@ -2,9 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-CODES_NAME = "torchrun.json"
+from elastictrain.fault.exits import Process
+
+ANSWER_NAME = "torchrun.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +20,8 @@ class Orders:
     environment: Mapping[str, str]
     """What is set in addition to what it was started with."""
 
-    codes_file: str
-    """Where it writes how each worker ended."""
+    answer_file: str
+    """Where it writes what it has seen of its workers' ends."""
 
     processes: int
     """Workers on this host."""
@@ -26,10 +29,38 @@ class Orders:
 
 def encode(orders: Orders) -> bytes:
     """One line."""
-    return json.dumps([list(orders.arguments), dict(orders.environment), orders.codes_file, orders.processes]).encode() + b"\n"
+    return json.dumps([list(orders.arguments), dict(orders.environment), orders.answer_file, orders.processes]).encode() + b"\n"
 
 
 def decode(line: bytes) -> Orders:
     """The orders in a line."""
-    arguments, environment, codes_file, processes = json.loads(line)
-    return Orders(tuple(arguments), environment, codes_file, processes)
+    arguments, environment, answer_file, processes = json.loads(line)
+    return Orders(tuple(arguments), environment, answer_file, processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a torchrun has seen of its workers' ends."""
+
+    codes: Mapping[int, int] = field(default_factory=dict)
+    """Exit codes by local rank, negative for a signal."""
+
+    leaving: tuple[Process, ...] = ()
+    """Workers that do nothing any more, but still hold devices and memory."""
+
+
+def write_answer(path: Path, answer: Answer) -> None:
+    """Raises: OSError."""
+    path.write_text(json.dumps([dict(answer.codes), [[one.pid, one.started] for one in answer.leaving]]))
+
+
+def read_answer(path: Path) -> Answer:
+    """An empty one if there is none that can be read."""
+    try:
+        codes, leaving = json.loads(path.read_text())
+        return Answer(
+            {int(rank): int(code) for rank, code in codes.items()},
+            tuple(Process(int(pid), int(started)) for pid, started in leaving),
+        )
+    except (OSError, ValueError, TypeError, AttributeError):
+        return Answer()

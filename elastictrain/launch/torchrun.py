@@ -9,10 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 
-from elastictrain.launch.orders import Orders, encode
+from elastictrain.fault.exits import Process, identify, is_there, runs, wait_until_gone
+from elastictrain.fault.exits import encode as encode_processes
+from elastictrain.fault.predecessors import GONE_WITHIN_S
+from elastictrain.identity import PREDECESSORS
+from elastictrain.launch.orders import Orders, encode, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +28,17 @@ _AGENT = (sys.executable, "-u", "-m", "elastictrain.launch.agent")
 _OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.fault.hang"))
 """Modules of processes that workers start, and that end by themselves with nothing left behind."""
 
-_LOOK_EVERY_S = 1.0
-_GONE_WITHIN_S = 30.0
-"""How long the killed may hold up the next start: the kernel lets go of some only when a device has answered."""
+_SET_FOR_TORCHRUN = {
+    # What it sets for several workers, with a warning; `run.num_threads` is what counts.
+    "OMP_NUM_THREADS": "1",
+    # Otherwise it tells of a dead launcher by the frames of torch's C++ code.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # It counts the GPUs at each start. To ask the driver itself, and not its tools, takes up to half a second.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""Read when torch is imported, or later."""
 
+_LOOK_EVERY_S = 1.0
 _CLOSE_WITHIN_S = 5.0
 _PAUSE_S = 0.02
 
@@ -38,8 +51,12 @@ class Torchrun:
         self._clock = clock
         self._waiting: subprocess.Popen[bytes] | None = None
         self._running: subprocess.Popen[bytes] | None = None
+        self._answer = Path()
         self._family: dict[psutil.Process, bool] = {}
         """What ends with the running one, as last seen, and whether it is a worker."""
+
+        self._leaving: tuple[Process, ...] = ()
+        """Of the one before: what does nothing any more, but still holds devices and memory."""
 
         self._looked_s = self._killed_s = float("-inf")
         self._killed = False
@@ -58,20 +75,21 @@ class Torchrun:
             )
 
     def start(self, orders: Orders) -> None:
-        """Run workers; the one before must have ended."""
+        """Run workers; the one before must have ended. They wait for what is left of it, as soon as they have to."""
         self.prepare()
         agent, self._waiting = self._waiting, None
         assert agent is not None  # noqa: S101
         assert agent.stdin is not None  # noqa: S101
         assert self._running is None  # noqa: S101
+        environment = {**orders.environment, PREDECESSORS: encode_processes(self._leaving)}
         with suppress(BrokenPipeError), agent.stdin:
             # If it has died meanwhile, `poll` says so.
-            agent.stdin.write(encode(orders))
-        self._running = agent
+            agent.stdin.write(encode(replace(orders, environment=environment)))
+        self._running, self._answer = agent, Path(orders.answer_file)
         self._family, self._looked_s, self._killed = {}, float("-inf"), False
 
     def poll(self) -> int | None:
-        """How the running one ended; None while it runs, or something is left of it that holds devices.
+        """How the running one ended; None while it, or anything that it has started, may still do something.
 
         After an answer there is none any more.
         """
@@ -86,8 +104,9 @@ class Torchrun:
                 # Killed from outside it leaves all that it had started; otherwise at most workers that it could not end.
                 self._kill([one for one, is_worker in self._family.items() if is_worker or code < 0])
         left = self._left()
-        if left and self._clock() < self._killed_s + _GONE_WITHIN_S:
+        if left and self._clock() < self._killed_s + GONE_WITHIN_S:
             return None
+        self._leaving = self._find_leaving()
         self._give_up(left)
         return -signal.SIGKILL if code is None else code
 
@@ -118,6 +137,8 @@ class Torchrun:
                 self._give_up(self._left())
                 break
             time.sleep(_PAUSE_S)
+        # Who comes next on this host is no worker of ours that knows of them.
+        wait_until_gone(self._leaving, limit_s=GONE_WITHIN_S, clock=self._clock)
         self._drop_waiting()
 
     def _drop_waiting(self) -> None:
@@ -147,11 +168,17 @@ class Torchrun:
                 one.kill()
 
     def _left(self) -> list[int]:
-        """Processes that were killed, and hold what they held."""
+        """Processes that were killed, and may still do something: what waits for a device dies only when that has answered."""
         if not self._killed or self._running is None:
             return []
         agent = [self._running.pid] if self._running.poll() is None else []
-        return agent + [one.pid for one in self._family if _lives(one)]
+        return agent + [one.pid for one in self._family if one.is_running() and runs(one.pid)]
+
+    def _find_leaving(self) -> tuple[Process, ...]:
+        family = [identify(one.pid) for one in self._family if self._killed and one.is_running()]
+        seen = {one for one in (*family, *read_answer(self._answer).leaving) if one is not None}
+        # Who still runs was waited for, and is named.
+        return tuple(one for one in seen if is_there(one) and not runs(one.pid))
 
     def _give_up(self, left: Sequence[int]) -> None:
         if left:
@@ -199,22 +226,11 @@ def _outlives(process: psutil.Process) -> bool:
         return False
 
 
-def _lives(process: psutil.Process) -> bool:
-    """Whether it holds anything: one that has ended may wait for a parent that never asks for it, as in many containers."""
-    try:
-        # Its first thread may have ended while another one still waits for a device, and with it all that they share.
-        return process.is_running() and bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
-    except psutil.Error:
-        return False
-
-
 def agent_environment(present: Mapping[str, str]) -> dict[str, str]:
     """Of a torchrun, and so of its workers."""
     # torchrun takes its defaults from these, where an operator has set them for a torchrun of its own.
     kept = {name: value for name, value in present.items() if not name.startswith("PET_")}
-    # The first is what torchrun sets for several workers, with a warning; `run.num_threads` is what counts. Without the second
-    # torch tells of a dead launcher by the frames of its C++ code. Both are read when torch is imported.
-    return {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **kept}
+    return {**_SET_FOR_TORCHRUN, **kept}
 
 
 def free_port() -> int:

@@ -27,6 +27,7 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction, agre
 from elastictrain.errors import ConfigError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.hang.standing import to_beat
+from elastictrain.fault.predecessors import wait_for_predecessors
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.watchdog import bound_s
 from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
@@ -99,12 +100,18 @@ def bring_up(
     with timings.phase("checks"):
         own = _check_alone(config, identity)
     whereabouts.enter(Phase.RENDEZVOUS)
+    leave_if_asked = partial(_leave_if_asked, stop_request)
+    with timings.phase("predecessors"):
+        # Before the ranks meet: from then on, others wait for this one.
+        if (left := wait_for_predecessors(identity, poll=leave_if_asked)) and identity.local_rank == 0:
+            numbers = ", ".join(map(str, left))
+            logger.warning(
+                "process(es) %s of the generation before are not gone; they may hold devices that this one needs", numbers
+            )
     with timings.phase("rendezvous"):
         met = _meet(config, identity, own, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
     check_alike(met.incarnation)
-
-    leave_if_asked = partial(_leave_if_asked, stop_request)
 
     def begin_part(_: str) -> None:
         # Marked anew with each part, so that a report tells how long the one that hangs has taken.

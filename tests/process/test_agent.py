@@ -1,15 +1,16 @@
 """torchruns that die, do not die, or fail by themselves: what the launcher learns, and what is left running."""
 
 import ctypes
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -17,13 +18,16 @@ import pytest
 from torchruns import environment, wait_until
 
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
+from elastictrain.fault.exits import encode as encode_processes
+from elastictrain.fault.exits import identify
 from elastictrain.fault.reasons import Reason, read_reasons
-from elastictrain.identity import FOLDER, LAUNCHER
-from elastictrain.launch.orders import Orders, encode
+from elastictrain.identity import FOLDER, LAUNCHER, PREDECESSORS
+from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answer
 from elastictrain.launch.torchrun import Torchrun
 
 NO_ORDERS = Orders((), {}, "", 0)
 PR_SET_CHILD_SUBREAPER = 36
+PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 
 SLEEPS = "import time; time.sleep(600)"
 SAVES = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPS
@@ -34,6 +38,43 @@ signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 threading.Thread(target=time.sleep, args=(600,)).start()
 ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
 """
+
+
+# The first process of a namespace, when killed, is there as long as any other of it is.
+LEAVES_SLOWLY = """
+import ctypes, os, time
+assert ctypes.CDLL(None).unshare(0x20000000) == 0
+for _ in range(2):
+    if os.fork() > 0:
+        break
+time.sleep(600)
+"""
+
+
+HOLDS = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+assert libc.unshare(0x20000000) == 0
+read, write = os.pipe()
+first = os.fork()
+if first == 0:
+    # In its own count it is the first.
+    if os.fork() == 0:
+        os.write(write, b"x")
+    import time
+    time.sleep(600)
+os.read(read, 1)
+(child,) = map(int, open(f"/proc/{first}/task/{first}/children").read().split())
+assert libc.ptrace(0x4206, child, 0, 0) == 0
+release = lambda: os.waitpid(child, 0x40000000)
+"""
+
+
+def hold(pid: int) -> Callable[[], None]:
+    """Have a process be there after its end until what is returned is called, by this thread."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(PTRACE_SEIZE, pid, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    return lambda: (os.waitpid(pid, WALL), None)[1]
 
 
 def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> list[str]:
@@ -126,6 +167,79 @@ def test_workers_whose_torchrun_was_killed_are_gone_before_the_next_one_starts(h
     host.kill_agent()
     assert host.end() == -signal.SIGKILL
     assert not any(lives(one) for one in family)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="makes a namespace of processes, which needs root")
+
+
+@dataclass(frozen=True, slots=True)
+class Leaver:
+    """A process that was killed, and still holds what it held."""
+
+    process: psutil.Process
+    release: Callable[[], None]
+
+
+def leave_one_behind(host: Host) -> Leaver:
+    """The end of a torchrun, one of whose workers takes its time."""
+    worker, slow, child = host.see(3)
+    release = hold(child.pid)
+    host.kill_agent()
+    assert host.end(timeout_s=5) == -signal.SIGKILL
+    assert not lives(worker)
+    assert lives(slow)
+    return Leaver(slow, release)
+
+
+@needs_root
+def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: list[Host], tmp_path: Path) -> None:
+    hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
+    leaver = leave_one_behind(host)
+    told = tmp_path / "told"
+    host.torchrun._program = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'w').write(sys.stdin.readline())"]
+    host.torchrun.start(replace(NO_ORDERS, environment={"A": "b"}))
+    assert host.end() == 0
+    leaving = identify(leaver.process.pid)
+    assert leaving is not None
+    assert decode(told.read_bytes()).environment == {"A": "b", PREDECESSORS: encode_processes([leaving])}
+    leaver.release()
+
+
+@needs_root
+def test_who_still_gives_back_what_it_holds_is_gone_when_the_launcher_is(hosts: list[Host]) -> None:
+    """Who comes next on this host knows nothing of it."""
+    hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
+    leaver = leave_one_behind(host)
+    timer = threading.Timer(0.5, leaver.release)
+    timer.start()
+    host.torchrun.close()
+    assert not lives(leaver.process)
+    timer.join()
+
+
+@needs_root
+def test_a_worker_that_was_killed_has_ended_before_it_is_gone() -> None:
+    program = f"""
+import os, signal, socket, time
+from pathlib import Path
+{HOLDS}
+from elastictrain.launch.forks import Fork, Forks
+fork = Fork(first, socket.socket())
+assert fork.poll() is None
+os.kill(first, signal.SIGKILL)
+print(fork.wait(10))
+forks = Forks()
+forks._taken.append(fork)
+print(forks.leaving() == (fork.process,))
+release()
+while forks.leaving():
+    time.sleep(0.01)
+print(fork.poll())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
+    )
+    assert done.stdout.split() == ["-9", "True", "-9"], done.stderr
 
 
 def test_who_has_ended_and_is_asked_for_by_nobody_is_gone(hosts: list[Host]) -> None:
@@ -317,7 +431,7 @@ sys.exit(agent.main())
 def told(arguments: Sequence[str], folder: Path, *, launcher: int | None = None) -> bytes:
     """Orders for one worker."""
     variables = {LAUNCHER: str(os.getpid() if launcher is None else launcher), FOLDER: str(folder)}
-    return encode(Orders(tuple(arguments), variables, str(folder / "codes.json"), 1))
+    return encode(Orders(tuple(arguments), variables, str(folder / "answer.json"), 1))
 
 
 def agent(
@@ -435,4 +549,4 @@ agent.Forks.prepare = None
 def test_ends_are_told_where_whoever_started_the_launcher_ignores_them(tmp_path: Path) -> None:
     done = agent(told([*one_worker(free_port()), "-m", "elastictrain.run", "recipe=none"], tmp_path), ignored=True)
     assert done.returncode == 1, done.stderr
-    assert json.loads((tmp_path / "codes.json").read_text()) == {"0": 78}
+    assert read_answer(tmp_path / "answer.json") == Answer({0: 78})

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PF_EXITING = 0x4
+from elastictrain.fault.exits import read_stat
 
 _STATES = {
     "R": "runs",
@@ -40,14 +40,9 @@ class Task:
 
 
 def look_at(pid: int, *, proc: Path = Path("/proc")) -> Task | None:
-    """A process or thread; None if it is gone. Source: proc(5), `stat`, and PF_EXITING of linux/sched.h."""
-    try:
-        head, _, tail = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")
-        fields = tail.split()
-        exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
-        return Task(pid, head.partition("(")[2], fields[0], int(fields[1]), exiting, _where(proc / str(pid)))
-    except (OSError, ValueError, IndexError):
-        return None
+    """A process or thread; None if it is gone."""
+    stat = read_stat(proc / str(pid))
+    return Task(pid, stat.name, stat.state, stat.parent, stat.exiting, _where(proc / str(pid))) if stat is not None else None
 
 
 def describe_process(pid: int, *, proc: Path = Path("/proc")) -> str:

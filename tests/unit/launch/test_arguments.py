@@ -42,7 +42,7 @@ def test_one_of_two_hosts() -> None:
         "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
     }
-    assert orders.codes_file == "/tmp/x/generation-7/torchrun.json"
+    assert orders.answer_file == "/tmp/x/generation-7/torchrun.json"
     assert orders.processes == 4
 
 

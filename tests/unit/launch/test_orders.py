@@ -1,7 +1,11 @@
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.launch.orders import Orders, decode, encode
+from elastictrain.fault.exits import Process
+from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answer, write_answer
 
 text = st.text(max_size=20)
 orders = st.builds(
@@ -22,3 +26,18 @@ def test_arguments_that_are_no_text_come_back_as_they_are() -> None:
     """Python shows bytes of a command line that are not UTF-8 as lone surrogates, and torchrun has to get the same bytes."""
     orders = Orders(("run.dir=\udcff", "a\nb", "c=é"), {"X": "\udcfe"}, "/tmp/x.json", 8)
     assert decode(encode(orders)) == orders
+
+
+@pytest.mark.parametrize("answer", [Answer(), Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101)))])
+def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> None:
+    write_answer(tmp_path / "answer", answer)
+    assert read_answer(tmp_path / "answer") == answer
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "{}", "[{}]", "[[], []]", '[{"a": 1}, []]', '[{"0": 1}, [[1]]]', "[{}, 3]"]
+)
+def test_an_answer_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "answer").write_text(text)
+    assert read_answer(tmp_path / "answer") == Answer()

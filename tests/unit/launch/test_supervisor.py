@@ -13,6 +13,7 @@ from elastictrain.config.launch import LaunchGroup
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.orders import ANSWER_NAME, Answer, write_answer
 from elastictrain.launch.records import GenerationEnded
 from elastictrain.launch.roster import Known
 from tests.unit.launch.membership.made import end, entry, generation, seen
@@ -542,7 +543,7 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
     host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"))
-    (host.folder_of(1) / "torchrun.json").write_text(json.dumps({"0": -9}))
+    write_answer(host.folder_of(1) / ANSWER_NAME, Answer({0: -9}))
     assert host.go(0.5) is None
     (post,) = host.roster.posts
     assert isinstance(post, End)

@@ -14,9 +14,10 @@ from elastictrain.config.task import TaskGroup
 from elastictrain.distributed.group import leave
 from elastictrain.errors import ConfigError, DataError, StopRequestedError, StorageError
 from elastictrain.events import Stop
+from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Phase, Whereabouts
-from elastictrain.identity import Identity
+from elastictrain.identity import Identity, Launcher
 from elastictrain.train.bringup import Met, Started, Timings, bring_up
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
@@ -56,8 +57,9 @@ def of(folder: Path, **options: object) -> RunConfig:
 class Life:
     """One incarnation of a world of one, with what was noted about its start."""
 
-    def __init__(self, config: RunConfig, *, stop: StopRequest | None = None) -> None:
+    def __init__(self, config: RunConfig, *, stop: StopRequest | None = None, identity: Identity = ALONE) -> None:
         self._config = config
+        self._identity = identity
         self._stop = stop
         self.whereabouts = Whereabouts()
         self.met: list[Met] = []
@@ -65,7 +67,7 @@ class Life:
 
     def begin(self) -> Started:
         return bring_up(
-            self._config, ALONE, whereabouts=self.whereabouts, stop_request=lambda: self._stop, on_meeting=self._note
+            self._config, self._identity, whereabouts=self.whereabouts, stop_request=lambda: self._stop, on_meeting=self._note
         )
 
     def _note(self, met: Met) -> None:
@@ -86,7 +88,9 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         assert life.met == [started.met]
         assert life.where_met == [(Phase.RENDEZVOUS, False)]
         assert life.whereabouts.mark.phase == Phase.PREFLIGHT
-        assert set(started.timings.seconds) == {"checks", "rendezvous", "preflight", "group", "preflight_group"}
+        assert [*started.timings.seconds] == [
+            "checks", "predecessors", "rendezvous", "preflight", "group", "preflight_group",
+        ]  # fmt: skip
         assert len(started.samples.train) == 64
         (introduction,) = started.met.incarnation.ranks
         assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")
@@ -119,6 +123,31 @@ def test_a_stop_before_training_is_obeyed_where_ranks_wait_for_each_other(
     monkeypatch.setattr(dist.HashStore, "set", lambda self, key, value: None if "/go/" in key else real(self, key, value))
     life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()))
     with pytest.raises(StopRequestedError, match=r"asked to stop \(SIGUSR1\) before training began"):
+        life.begin()
+    assert life.met == []
+
+
+def after_this_process() -> Identity:
+    own = identify(os.getpid())
+    assert own is not None
+    return dataclasses.replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", predecessors=encode([own])))
+
+
+def test_who_does_not_let_go_of_what_this_start_needs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastictrain.fault.predecessors.GONE_WITHIN_S", 0.3)
+    life = Life(of(tmp_path / "run"), identity=after_this_process())
+    started = life.begin()
+    assert started.timings.seconds["predecessors"] >= 0.3
+    assert f"process(es) {os.getpid()} of the generation before are not gone" in caplog.text
+    leave(started.group)
+    life.close()
+
+
+def test_a_stop_is_obeyed_where_others_do_not_let_go(tmp_path: Path) -> None:
+    life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()), identity=after_this_process())
+    with pytest.raises(StopRequestedError):
         life.begin()
     assert life.met == []
 

@@ -2,19 +2,11 @@ import os
 from pathlib import Path
 
 from elastictrain.fault.hang.proc import describe_process, look_at
-
-EXITING = "4228364"
-
-
-def process(proc: Path, pid: int, *, name: str = "python", state: str = "S", parent: int = 1, flags: str = "4194304") -> None:
-    for folder in (proc / str(pid), proc / str(pid) / "task" / str(pid)):
-        folder.mkdir(parents=True)
-        (folder / "stat").write_text(f"{pid} ({name}) {state} {parent} 1 1 0 -1 {flags} 5 6\n")
-        (folder / "wchan").write_text("0" if state == "R" else "do_nanosleep")
+from tests.unit.fault.fake_proc import EXITING, make_process
 
 
 def test_a_process_is_read_whatever_its_name(tmp_path: Path) -> None:
-    process(tmp_path, 7, name="a) R 1 (b", parent=3)
+    make_process(tmp_path, 7, name="a) R 1 (b", parent=3)
     found = look_at(7, proc=tmp_path)
     assert found is not None
     assert (found.pid, found.name, found.state, found.parent, found.exiting, found.where) == (
@@ -24,8 +16,8 @@ def test_a_process_is_read_whatever_its_name(tmp_path: Path) -> None:
 
 
 def test_who_cannot_but_go_is_as_good_as_gone(tmp_path: Path) -> None:
-    process(tmp_path, 7, state="Z")
-    process(tmp_path, 8, state="D", flags=EXITING)
+    make_process(tmp_path, 7, state="Z")
+    make_process(tmp_path, 8, state="D", flags=EXITING)
     assert [found.exiting for pid in (7, 8) if (found := look_at(pid, proc=tmp_path))] == [True, True]
     itself = look_at(os.getpid())
     assert itself is not None
@@ -33,9 +25,9 @@ def test_who_cannot_but_go_is_as_good_as_gone(tmp_path: Path) -> None:
 
 
 def test_threads_and_children_are_told_of(tmp_path: Path) -> None:
-    process(tmp_path, 7, state="R")
-    process(tmp_path, 9, name="data-worker", state="T", parent=7)
-    process(tmp_path, 10, name="else", parent=1)
+    make_process(tmp_path, 7, state="R")
+    make_process(tmp_path, 9, name="data-worker", state="T", parent=7)
+    make_process(tmp_path, 10, name="else", parent=1)
     (tmp_path / "self").mkdir()
     assert describe_process(7, proc=tmp_path) == (
         "  python (7) runs\n  its child data-worker (9) is stopped by a signal in do_nanosleep"

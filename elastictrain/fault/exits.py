@@ -1,0 +1,125 @@
+"""What the kernel tells of processes that end, before anybody can be told that they are gone.
+
+A worker that was killed may take seconds to give back its device and its memory. Nothing of its program runs any more, and its
+exit code is known; who waits for it only learns both when all that is over.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_PF_EXITING = 0x4
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """One line of the kernel on a process, or on one thread of it. Source: proc(5), `stat`; PF_EXITING of linux/sched.h."""
+
+    name: str
+    state: str
+    """One letter; see proc(5)."""
+
+    parent: int
+    exiting: bool
+    """Whether it is past the point of return: nothing of its program runs any more."""
+
+    started: int
+    """When it was started, in ticks of the kernel: with it a number that is used again is told apart."""
+
+    status: int
+    """How it ends, as `os.wait` would tell; 0 also where it does not end, or that is a secret here."""
+
+
+def parse_stat(text: str) -> Stat:
+    """Raises: ValueError, IndexError."""
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()
+    exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+    return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, int(fields[19]), int(fields[49]))
+
+
+def read_stat(folder: Path) -> Stat | None:
+    """Of a process or thread by its folder in /proc; None if it is gone."""
+    try:
+        return parse_stat((folder / "stat").read_text(errors="replace"))
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def early_exit_code(pid: int, *, proc: Path = _PROC) -> int | None:
+    """How a process ends that all but is gone, negative for a signal; None if it is not so far, or ends well."""
+    stat = read_stat(proc / str(pid))
+    # Of one that ends well the kernel says the same as of one whose status it hides.
+    if stat is None or stat.status == 0 or not stat.exiting or runs(pid, proc=proc):
+        return None
+    return os.waitstatus_to_exitcode(stat.status)
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A process, told apart from a later one of the same number."""
+
+    pid: int
+    started: int
+
+
+def identify(pid: int, *, proc: Path = _PROC) -> Process | None:
+    """None if it is gone."""
+    stat = read_stat(proc / str(pid))
+    return Process(pid, stat.started) if stat is not None else None
+
+
+def runs(pid: int, *, proc: Path = _PROC) -> bool:
+    """Whether a thread of it may still do anything of its program's."""
+    return any(not one.exiting for one in _threads(pid, proc=proc))
+
+
+def is_there(process: Process, *, proc: Path = _PROC) -> bool:
+    """Whether it holds anything: one that has ended may wait for a parent that never asks for it, as in many containers."""
+    stat = read_stat(proc / str(process.pid))
+    if stat is None or stat.started != process.started:
+        return False
+    # Its first thread may have ended while another one still waits for a device, and with it all that they share.
+    return any(one.state not in "ZX" for one in _threads(process.pid, proc=proc))
+
+
+def encode(processes: Iterable[Process]) -> str:
+    """For an environment variable."""
+    return ",".join(f"{one.pid}:{one.started}" for one in processes)
+
+
+def decode(text: str) -> tuple[Process, ...]:
+    """The inverse of `encode`; what cannot be read is left out."""
+    pairs = [word.split(":") for word in text.split(",")]
+    return tuple(Process(int(pair[0]), int(pair[1])) for pair in pairs if len(pair) == 2 and all(map(str.isdecimal, pair)))
+
+
+def wait_until_gone(
+    processes: Sequence[Process],
+    *,
+    limit_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    proc: Path = _PROC,
+) -> list[int]:
+    """Until they hold nothing any more; returns the numbers of those that still do after `limit_s`."""
+    deadline = clock() + limit_s
+    while left := [one.pid for one in processes if is_there(one, proc=proc)]:
+        if clock() >= deadline:
+            break
+        sleep(_PAUSE_S)
+    return left
+
+
+def _threads(pid: int, *, proc: Path) -> Iterator[Stat]:
+    try:
+        names = os.listdir(proc / str(pid) / "task")  # noqa: PTH208
+    except OSError:
+        return
+    for name in names:
+        if (stat := read_stat(proc / str(pid) / "task" / name)) is not None:
+            yield stat

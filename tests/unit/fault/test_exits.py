@@ -1,0 +1,116 @@
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastictrain.fault.exits import (
+    Process,
+    decode,
+    early_exit_code,
+    encode,
+    identify,
+    is_there,
+    read_stat,
+    runs,
+    wait_until_gone,
+)
+from tests.unit.fault.fake_proc import EXITING, RUNNING, make_process
+
+KILLED = int(signal.SIGKILL)
+
+
+def test_this_process_runs_and_is_there() -> None:
+    own = identify(os.getpid())
+    assert own is not None
+    assert is_there(own)
+    assert runs(own.pid)
+    assert early_exit_code(own.pid) is None
+    stat = read_stat(Path("/proc/self"))
+    assert stat is not None
+    assert (stat.parent, stat.exiting, stat.status) == (os.getppid(), False, 0)
+
+
+def test_one_that_was_killed_tells_how_it_ends_while_nobody_has_asked_for_it() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process = identify(child.pid)
+    assert process is not None
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert early_exit_code(child.pid) == -signal.SIGKILL
+    # It waits for us only.
+    assert not is_there(process)
+    assert wait_until_gone([process], limit_s=0) == []
+    child.wait()
+    assert early_exit_code(child.pid) is None
+    assert identify(child.pid) is None
+    assert not runs(child.pid)
+
+
+@pytest.mark.parametrize(("status", "code"), [(KILLED, -9), (71 << 8, 71), (0, None)])
+def test_who_gives_back_its_device_has_ended_but_is_there(status: int, code: int | None, tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="D", flags=EXITING, status=status, threads={8: ("D", EXITING), 9: ("Z", EXITING)})
+    assert early_exit_code(7, proc=tmp_path) == code
+    assert not runs(7, proc=tmp_path)
+    process = identify(7, proc=tmp_path)
+    assert process == Process(7, 100)
+    assert is_there(process, proc=tmp_path)
+
+
+def test_a_thread_that_cannot_be_killed_yet_may_still_do_something(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="Z", flags=EXITING, status=KILLED, threads={8: ("D", RUNNING)})
+    assert early_exit_code(7, proc=tmp_path) is None
+    assert runs(7, proc=tmp_path)
+    assert is_there(Process(7, 100), proc=tmp_path)
+
+
+def test_one_that_was_stopped_by_a_signal_has_not_ended(tmp_path: Path) -> None:
+    """The kernel tells the signal in the same place."""
+    make_process(tmp_path, 7, state="T", status=(int(signal.SIGSTOP) << 8) | 0x7F)
+    assert early_exit_code(7, proc=tmp_path) is None
+
+
+def test_another_process_of_the_same_number_is_not_waited_for(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, started=200)
+    assert is_there(Process(7, 200), proc=tmp_path)
+    assert not is_there(Process(7, 100), proc=tmp_path)
+    assert not is_there(Process(8, 100), proc=tmp_path)
+
+
+def test_what_is_left_after_the_limit_is_told(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="D", flags=EXITING)
+    make_process(tmp_path, 8, state="Z", flags=EXITING)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    left = wait_until_gone([Process(7, 100), Process(8, 100)], limit_s=30, clock=lambda: now[0], sleep=sleep, proc=tmp_path)
+    assert left == [7]
+    assert now[0] == pytest.approx(30, abs=0.1)
+
+
+def test_who_goes_meanwhile_is_waited_for(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="D", flags=EXITING)
+    paused: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        paused.append(seconds)
+        if len(paused) == 3:
+            make_process(tmp_path, 7, state="Z", flags=EXITING)
+
+    assert wait_until_gone([Process(7, 100)], limit_s=30, sleep=sleep, proc=tmp_path) == []
+    assert len(paused) == 3
+
+
+@pytest.mark.parametrize("processes", [(), (Process(7, 100),), (Process(7, 100), Process(12, 3))])
+def test_processes_come_back_from_an_environment_variable(processes: tuple[Process, ...]) -> None:
+    assert decode(encode(processes)) == processes
+
+
+@pytest.mark.parametrize("text", ["", ",", "7", "7:", ":7", "a:b", "7:1:2", "-7:1"])
+def test_what_is_no_process_is_left_out(text: str) -> None:
+    assert decode(text) == ()
+    assert decode(f"3:4,{text}") == (Process(3, 4),)
