@@ -1,12 +1,13 @@
 """The only place where parts are put together: from a configuration to a loop that is ready to run."""
 
 import platform
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
@@ -39,6 +40,8 @@ from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
 from elastictrain.version import __version__
+
+_MUCH_FOR_A_CPU = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,9 @@ def _build_state(setting: _Setting) -> tuple[Wrapped, TrainState]:
     config, identity, started = setting.config, setting.identity, setting.started
     task, device = started.task, started.group.device
     model = build_model(task, seed=config.run.seed, device=device)
+    if identity.speaks and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
+        sys.stderr.write(f"elastictrain: {warning}\n")
+        sys.stderr.flush()
     shape = mesh_shape(
         config.parallel.kind,
         world_size=identity.world_size,
@@ -217,6 +223,13 @@ def _build_state(setting: _Setting) -> tuple[Wrapped, TrainState]:
     )
     limit_collectives(wrapped.groups, backend=started.group.backend, timeout_s=config.fault.init_timeout_s)
     return wrapped, TrainState(model, make_optimizer(model, config.optim), data_digest=started.samples.digest)
+
+
+def too_slow(num_parameters: int, *, device: torch.device) -> str:
+    """Said before a person waits for something that will take hours; empty if it will not. Pure."""
+    if device.type != "cpu" or num_parameters < _MUCH_FOR_A_CPU:
+        return ""
+    return f"no GPU is used: a model of {num_parameters / 1e6:,.0f} M parameters takes minutes to make, and minutes a step"
 
 
 def _begin_again(setting: _Setting, state: TrainState) -> None:

@@ -6,7 +6,7 @@ from torch import nn
 
 from elastictrain.distributed.mesh import MeshShape
 from elastictrain.distributed.wrapping import Wrapped
-from elastictrain.train.build import show_sample
+from elastictrain.train.build import show_sample, too_slow
 from tests.unit.train.parts import Squares
 
 
@@ -42,3 +42,17 @@ def test_a_task_without_a_sample_says_nothing() -> None:
 @pytest.mark.parametrize("error", [IndexError("no such token"), OSError("no tokenizer")])
 def test_a_sample_that_fails_does_not_end_a_run_that_is_complete(error: Exception) -> None:
     assert shown(Telling(error)) == [f"the task could not show a sample: {type(error).__name__}: {error}"]
+
+
+@pytest.mark.parametrize(
+    ("num_parameters", "device", "said"),
+    [
+        (1_498_482_688, "cpu", "a model of 1,498 M parameters"),
+        (9_800_000, "cpu", ""),
+        (8_030_000_000, "cuda", ""),
+    ],
+)
+def test_a_large_model_on_a_cpu_is_announced(num_parameters: int, device: str, said: str) -> None:
+    warning = too_slow(num_parameters, device=torch.device(device))
+    assert said in warning
+    assert bool(warning) == bool(said)
