@@ -163,7 +163,8 @@ class Checkpointer:
         It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
         What is off the line that the run went on with (see `lineage`) counts only where nothing on it is left, in either.
 
-        Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved.
+        Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved
+        (or, if a damaged one had them, as that one had them).
         Collective: yes.
 
         Raises: NoValidCheckpointError; UnknownFormatError; ConfigError if the checkpoint is of another model; StorageError.

@@ -152,6 +152,14 @@ def _checkpoint(block: nn.Module, *, selective: bool) -> None:
     block.forward = checkpointed
 
 
+@torch.no_grad()
+def share_copies(wrapped: Wrapped) -> None:
+    """Where each rank has a whole copy, all take that of rank 0, as when DDP was made. Collective: yes."""
+    if isinstance(wrapped.module, DistributedDataParallel):
+        for tensor in (*wrapped.bare.parameters(), *wrapped.bare.buffers()):
+            dist.broadcast(tensor, src=0)
+
+
 def _settle_buckets(ddp: DistributedDataParallel) -> None:
     """Have DDP lay out its gradient buckets for good, before the first step. Collective: yes.
 

@@ -27,6 +27,7 @@ class Stat:
     exiting: bool
     """Whether it is past the point of return: nothing of its program runs any more."""
 
+    num_threads: int
     started: int
     """When it was started, in ticks of the kernel: with it a number that is used again is told apart."""
 
@@ -39,7 +40,8 @@ def parse_stat(text: str) -> Stat:
     head, _, tail = text.rpartition(")")
     fields = tail.split()
     exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
-    return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, int(fields[19]), int(fields[49]))
+    num_threads, started, status = int(fields[17]), int(fields[19]), int(fields[49])
+    return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, num_threads, started, status)
 
 
 def read_stat(folder: Path) -> Stat | None:
@@ -48,15 +50,6 @@ def read_stat(folder: Path) -> Stat | None:
         return parse_stat((folder / "stat").read_text(errors="replace"))
     except (OSError, ValueError, IndexError):
         return None
-
-
-def early_exit_code(pid: int, *, proc: Path = _PROC) -> int | None:
-    """How a process ends that all but is gone, negative for a signal; None if it is not so far, or ends well."""
-    stat = read_stat(proc / str(pid))
-    # Of one that ends well the kernel says the same as of one whose status it hides.
-    if stat is None or stat.status == 0 or not stat.exiting or runs(pid, proc=proc):
-        return None
-    return os.waitstatus_to_exitcode(stat.status)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +61,33 @@ class Process:
 
 
 def identify(pid: int, *, proc: Path = _PROC) -> Process | None:
-    """None if it is gone."""
+    """None if it is gone; one that has ended is there until its parent has asked for it."""
     stat = read_stat(proc / str(pid))
     return Process(pid, stat.started) if stat is not None else None
 
 
+def early_exit_code(process: Process, *, parent: int, proc: Path = _PROC) -> int | None:
+    """How a child ends that all but is gone, negative for a signal; None if it is not so far, or ends well.
+
+    `parent` is its parent: where /proc shows the processes of another namespace, strangers have the same numbers.
+    """
+    stat = read_stat(proc / str(process.pid))
+    if stat is None or (stat.started, stat.parent) != (process.started, parent):
+        return None
+    # Of one that ends well the kernel says the same as of one whose status it hides.
+    if stat.status == 0 or not stat.exiting or runs(process.pid, proc=proc):
+        return None
+    return os.waitstatus_to_exitcode(stat.status)
+
+
 def runs(pid: int, *, proc: Path = _PROC) -> bool:
     """Whether a thread of it may still do anything of its program's."""
-    return any(not one.exiting for one in _threads(pid, proc=proc))
+    stat = read_stat(proc / str(pid))
+    if stat is None:
+        return False
+    threads = list(_threads(pid, proc=proc))
+    # A list may lack some when one of them ends while it is made.
+    return len(threads) < stat.num_threads or any(not one.exiting for one in threads)
 
 
 def is_there(process: Process, *, proc: Path = _PROC) -> bool:
@@ -84,7 +96,7 @@ def is_there(process: Process, *, proc: Path = _PROC) -> bool:
     if stat is None or stat.started != process.started:
         return False
     # Its first thread may have ended while another one still waits for a device, and with it all that they share.
-    return any(one.state not in "ZX" for one in _threads(process.pid, proc=proc))
+    return stat.state not in "ZX" or stat.num_threads > 1
 
 
 def encode(processes: Iterable[Process]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK
-from elastictrain.fault.exits import Process, early_exit_code, identify, is_there
+from elastictrain.fault.exits import Process, early_exit_code, identify
 from elastictrain.fault.parent import follow_parent
 
 _AHEAD = (
@@ -88,8 +88,11 @@ class Fork:
                 # It has ended, and somebody else was told how; that it ended well nobody can say.
                 self.returncode = EXIT_BUG
             else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else early_exit_code(self.pid)
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else self._early_code()
         return self.returncode
+
+    def _early_code(self) -> int | None:
+        return early_exit_code(self.process, parent=os.getpid()) if self.process is not None else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises: subprocess.TimeoutExpired."""
@@ -157,8 +160,9 @@ class Forks:
         return None
 
     def leaving(self) -> tuple[Process, ...]:
-        """Those that have been workers, and still hold something."""
-        return tuple(fork.process for fork in self._taken if fork.process is not None and is_there(fork.process))
+        """Those that have been workers, and for which nobody has waited to the end."""
+        known = [fork.process for fork in self._taken if fork.process is not None]
+        return tuple(process for process in known if identify(process.pid) == process)
 
 
 def may_fork(process: Path = Path("/proc/self")) -> bool:

@@ -46,7 +46,7 @@ class Answer:
     """Exit codes by local rank, negative for a signal."""
 
     leaving: tuple[Process, ...] = ()
-    """Workers that do nothing any more, but still hold devices and memory."""
+    """Workers that may still hold devices and memory, and for which it has not waited."""
 
 
 def write_answer(path: Path, answer: Answer) -> None:

@@ -163,6 +163,8 @@ class Roster:
                 self._registry.forget(host)
         began_s = known.began_s if known.reads else now_s
         self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=known.reads + 1)
+        # Last: what is known by now is acted upon meanwhile.
+        self._registry.settle()
 
     def _write_post(self, post: Generation | End) -> None:
         if isinstance(post, End):

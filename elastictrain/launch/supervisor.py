@@ -9,6 +9,7 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT
+from elastictrain.fault.predecessors import GONE_WITHIN_S
 from elastictrain.fault.reasons import read_begun
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.stop_file import StopNote, write_stop_note
@@ -358,6 +359,9 @@ class Supervisor:
             self._wait_for_keeper()
         parts.roster.close(limit_s=_LEAVING_LIMIT_S)
         parts.watch.close()
+        request = parts.stop_request()
+        left_s = request.deadline_s - parts.clock() if request is not None and request.deadline_s is not None else GONE_WITHIN_S
+        parts.torchrun.wait_until_gone(min(left_s, GONE_WITHIN_S))
         parts.say(last_words(code, reason, run_dir=parts.config.run.dir, committed_step=parts.committed_step()))
         return code
 

@@ -55,8 +55,8 @@ class Torchrun:
         self._family: dict[psutil.Process, bool] = {}
         """What ends with the running one, as last seen, and whether it is a worker."""
 
-        self._leaving: tuple[Process, ...] = ()
-        """Of the one before: what does nothing any more, but still holds devices and memory."""
+        self._leaving: set[Process] = set()
+        """Of those before: what was ended, and may still hold devices and memory."""
 
         self._looked_s = self._killed_s = float("-inf")
         self._killed = False
@@ -81,7 +81,7 @@ class Torchrun:
         assert agent is not None  # noqa: S101
         assert agent.stdin is not None  # noqa: S101
         assert self._running is None  # noqa: S101
-        environment = {**orders.environment, PREDECESSORS: encode_processes(self._leaving)}
+        environment = {**orders.environment, PREDECESSORS: encode_processes(self._still_there())}
         with suppress(BrokenPipeError), agent.stdin:
             # If it has died meanwhile, `poll` says so.
             agent.stdin.write(encode(replace(orders, environment=environment)))
@@ -95,18 +95,23 @@ class Torchrun:
         """
         assert self._running is not None  # noqa: S101
         code = self._running.poll()
+        self._bury()
         if not self._killed:
             if code is None:
                 if self._clock() >= self._looked_s + _LOOK_EVERY_S:
                     self._look()
                 return None
             if code != 0:
-                # Killed from outside it leaves all that it had started; otherwise at most workers that it could not end.
-                self._kill([one for one, is_worker in self._family.items() if is_worker or code < 0])
+                # Killed from outside it leaves all that it had started; otherwise at most workers that it could not end. What
+                # those have started that leave by themselves may have something to finish.
+                ended = [one for one, is_worker in self._family.items() if is_worker or code < 0]
+                self._remember(ended)
+                self._kill([one for one in ended if code < 0 or runs(one.pid)])
         left = self._left()
         if left and self._clock() < self._killed_s + GONE_WITHIN_S:
             return None
-        self._leaving = self._find_leaving()
+        self._remember(self._family if self._killed else ())
+        self._leaving.update(read_answer(self._answer).leaving)
         self._give_up(left)
         return -signal.SIGKILL if code is None else code
 
@@ -129,7 +134,7 @@ class Torchrun:
         self._kill(self._family)
 
     def close(self) -> None:
-        """End everything that was started here, and wait for it a few seconds at most."""
+        """End everything that was started here, and wait a few seconds at most until nothing of it can do anything."""
         self.kill()
         until_s = self._clock() + _CLOSE_WITHIN_S
         while self._running is not None and self.poll() is None:
@@ -137,9 +142,12 @@ class Torchrun:
                 self._give_up(self._left())
                 break
             time.sleep(_PAUSE_S)
-        # Who comes next on this host is no worker of ours that knows of them.
-        wait_until_gone(self._leaving, limit_s=GONE_WITHIN_S, clock=self._clock)
         self._drop_waiting()
+
+    def wait_until_gone(self, limit_s: float) -> None:
+        """Until nothing of what was started here holds anything: who comes next on this host knows nothing of it."""
+        wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
+        self._bury()
 
     def _drop_waiting(self) -> None:
         """It has no workers, and holds nothing that anybody needs."""
@@ -174,11 +182,20 @@ class Torchrun:
         agent = [self._running.pid] if self._running.poll() is None else []
         return agent + [one.pid for one in self._family if one.is_running() and runs(one.pid)]
 
-    def _find_leaving(self) -> tuple[Process, ...]:
-        family = [identify(one.pid) for one in self._family if self._killed and one.is_running()]
-        seen = {one for one in (*family, *read_answer(self._answer).leaving) if one is not None}
-        # Who still runs was waited for, and is named.
-        return tuple(one for one in seen if is_there(one) and not runs(one.pid))
+    def _remember(self, processes: Iterable[psutil.Process]) -> None:
+        self._leaving.update(known for one in processes if (known := identify(one.pid)) is not None and one.is_running())
+
+    def _still_there(self) -> list[Process]:
+        """Without who still runs: that one was waited for, and named."""
+        return [one for one in self._leaving if is_there(one) and not runs(one.pid)]
+
+    def _bury(self) -> None:
+        """Ask how those ended that hold nothing any more: as the first process of a container this one is their parent."""
+        for one in [one for one in self._leaving if not is_there(one)]:
+            if identify(one.pid) == one:
+                with suppress(ChildProcessError):
+                    os.waitpid(one.pid, os.WNOHANG)
+            self._leaving.discard(one)
 
     def _give_up(self, left: Sequence[int]) -> None:
         if left:

@@ -19,7 +19,7 @@ from elastictrain.data.ledger import Ledger, ledger_key
 from elastictrain.data.loader import Loader, ReadAhead
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import Wrapped, finish, wrap
+from elastictrain.distributed.wrapping import Wrapped, finish, share_copies, wrap
 from elastictrain.events import Start
 from elastictrain.fault.reasons import leave_begun
 from elastictrain.fault.whereabouts import Phase, Whereabouts
@@ -101,7 +101,11 @@ def build(
     whereabouts.enter(Phase.RESTORE)
     recall = memory.recall if memory is not None else None
     resume = restore(
-        checkpointer, state, on_change=config.run.on_change, recall=recall, reset=lambda: _begin_again(setting, state)
+        checkpointer,
+        state,
+        on_change=config.run.on_change,
+        recall=recall,
+        reset=lambda: _begin_again(setting, state, wrapped=wrapped),
     )
     if identity.speaks:
         record(resume)
@@ -232,10 +236,11 @@ def too_slow(num_parameters: int, *, device: torch.device) -> str:
     return f"no GPU is used: a model of {num_parameters / 1e6:,.0f} M parameters takes minutes to make, and minutes a step"
 
 
-def _begin_again(setting: _Setting, state: TrainState) -> None:
-    """Every tensor gets its first value again."""
+def _begin_again(setting: _Setting, state: TrainState, *, wrapped: Wrapped) -> None:
+    """Every tensor gets its first value again. Collective: yes."""
     started = setting.started
     fill_again(state.model, started.task, seed=setting.config.run.seed, device=started.group.device)
+    share_copies(wrapped)
     forget_steps(state.optimizer)
 
 

@@ -43,7 +43,8 @@ def fill_again(model: nn.Module, task: Task, *, seed: int, device: torch.device)
     if isinstance(task, InitializesParameters):
         _initialize(model, task, seed=seed, device=device)
         return
-    first = build_model(task, seed=seed, device=device)
+    # Not on the device, which holds all the rest of the state by now.
+    first = build_model(task, seed=seed, device=torch.device("cpu"))
     # Wrapping may rename parts, but leaves them in their order.
     for parameter, first_value in zip(model.parameters(), first.parameters(), strict=True):
         _keep_shard(parameter, first_value)

@@ -19,7 +19,7 @@ from torchruns import environment, wait_until
 
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.exits import encode as encode_processes
-from elastictrain.fault.exits import identify
+from elastictrain.fault.exits import identify, runs
 from elastictrain.fault.reasons import Reason, read_reasons
 from elastictrain.identity import FOLDER, LAUNCHER, PREDECESSORS
 from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answer
@@ -70,11 +70,26 @@ release = lambda: os.waitpid(child, 0x40000000)
 """
 
 
+TRACER = f"""
+import ctypes, os, sys
+assert ctypes.CDLL(None).ptrace({PTRACE_SEIZE}, int(sys.argv[1]), 0, 0) == 0
+print("held", flush=True)
+sys.stdin.read()
+os.waitpid(int(sys.argv[1]), {WALL})
+"""
+
+
 def hold(pid: int) -> Callable[[], None]:
-    """Have a process be there after its end until what is returned is called, by this thread."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.ptrace(PTRACE_SEIZE, pid, 0, 0) == 0, os.strerror(ctypes.get_errno())
-    return lambda: (os.waitpid(pid, WALL), None)[1]
+    """Have a process be there after its end until what is returned is called; nobody but its tracer could ask for it before."""
+    tracer = subprocess.Popen([sys.executable, "-c", TRACER, str(pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert tracer.stdout is not None
+    assert tracer.stdout.readline() == b"held\n"
+
+    def release() -> None:
+        tracer.communicate(timeout=30)
+        assert tracer.returncode == 0
+
+    return release
 
 
 def stands_in(*workers: Sequence[str], then: str = "time.sleep(600)") -> list[str]:
@@ -210,9 +225,41 @@ def test_who_still_gives_back_what_it_holds_is_gone_when_the_launcher_is(hosts: 
     """Who comes next on this host knows nothing of it."""
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
     leaver = leave_one_behind(host)
+    host.torchrun.close()
+    host.torchrun.wait_until_gone(0.1)
+    assert lives(leaver.process)
     timer = threading.Timer(0.5, leaver.release)
     timer.start()
-    host.torchrun.close()
+    host.torchrun.wait_until_gone(10)
+    assert not lives(leaver.process)
+    timer.join()
+
+
+@needs_root
+def test_nobody_waits_for_ever_to_be_asked_how_he_ended(hosts: list[Host]) -> None:
+    """As in a container whose first process is the launcher, and so the parent of all orphans."""
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
+        leaver = leave_one_behind(host)
+        leaver.release()
+        host.torchrun.wait_until_gone(10)
+        assert not [one for one in host.family if one.is_running()]
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@needs_root
+def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> None:
+    hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
+    leaver = leave_one_behind(host)
+    host.torchrun._program = stands_in(then="sys.exit(1)")
+    host.torchrun.start(NO_ORDERS)
+    assert host.end() == 1
+    timer = threading.Timer(0.5, leaver.release)
+    timer.start()
+    host.torchrun.wait_until_gone(10)
     assert not lives(leaver.process)
     timer.join()
 
@@ -223,6 +270,7 @@ def test_a_worker_that_was_killed_has_ended_before_it_is_gone() -> None:
 import os, signal, socket, time
 from pathlib import Path
 {HOLDS}
+from elastictrain.fault.exits import is_there
 from elastictrain.launch.forks import Fork, Forks
 fork = Fork(first, socket.socket())
 assert fork.poll() is None
@@ -232,14 +280,17 @@ forks = Forks()
 forks._taken.append(fork)
 print(forks.leaving() == (fork.process,))
 release()
-while forks.leaving():
+while is_there(fork.process):
     time.sleep(0.01)
-print(fork.poll())
+# It waits for its parent.
+print(fork.poll(), forks.leaving() == (fork.process,))
+os.waitpid(first, 0)
+print(forks.leaving())
 """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment(), check=False
     )
-    assert done.stdout.split() == ["-9", "True", "-9"], done.stderr
+    assert done.stdout.split() == ["-9", "True", "-9", "True", "()"], done.stderr
 
 
 def test_who_has_ended_and_is_asked_for_by_nobody_is_gone(hosts: list[Host]) -> None:
@@ -301,6 +352,16 @@ def test_what_a_worker_leaves_when_it_fails_is_left_alone(hosts: list[Host]) -> 
     fails = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {SLEEPS!r}]); time.sleep(2); sys.exit(1)"
     hosts.append(host := Host(["-c", fails], then="time.sleep(2.5); sys.exit(1)"))
     _, left = host.see(2)
+    host.wait_for_agent()
+    assert host.end() == 1
+    assert lives(left)
+
+
+def test_what_a_worker_leaves_that_takes_its_time_is_left_alone(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a child of that worker until the kernel is done with it."""
+    hosts.append(host := Host(["-c", STARTS_ONE], then="time.sleep(2.5); sys.exit(1)"))
+    worker, left = host.see(2)
+    monkeypatch.setattr("elastictrain.launch.torchrun.runs", lambda pid: pid != worker.pid and runs(pid))
     host.wait_for_agent()
     assert host.end() == 1
     assert lives(left)

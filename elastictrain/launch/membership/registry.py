@@ -24,9 +24,10 @@ class Registry:
     """What hosts tell each other, through a store or through one host. Every method raises StorageError."""
 
     def __init__(self, store: Objects, *, fleeting: Objects | None = None) -> None:
-        """`fleeting` leads to the same objects; what is written through it may be lost with the power of all hosts."""
+        """`fleeting` leads to the same objects; what is written through it may be lost with a loss of power."""
         self._store = store
         self._fleeting = fleeting or store
+        self._unsettled: list[tuple[str, bytes]] = []
         self._newest: Generation | None = None
         self._listed = False
 
@@ -83,14 +84,24 @@ class Registry:
 
     def create(self, generation: Generation) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        data = encode(generation)
+        key, data = _generation_key(generation.number), encode(generation)
         try:
-            # The hosts wait for it, each time; who loses it with the power of all hosts has lost the generation, too.
-            self._fleeting.create(_generation_key(generation.number), data)
+            self._fleeting.create(key, data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return self._store.read(_generation_key(generation.number)) == data
+            return self._store.read(key) == data
+        if self._fleeting is not self._store:
+            self._unsettled.append((key, data))
         return True
+
+    def settle(self) -> None:
+        """Have the generations that this host has created outlast a loss of power: commits carry their numbers.
+
+        Apart from their creation, for which all hosts wait each time.
+        """
+        while self._unsettled:
+            self._store.write(*self._unsettled[0])
+            self._unsettled.pop(0)
 
     def write_end(self, end: End) -> None:
         """Note how a generation ended for a host."""

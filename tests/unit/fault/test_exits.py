@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,11 @@ def test_this_process_runs_and_is_there() -> None:
     assert own is not None
     assert is_there(own)
     assert runs(own.pid)
-    assert early_exit_code(own.pid) is None
+    assert early_exit_code(own, parent=os.getppid()) is None
     stat = read_stat(Path("/proc/self"))
     assert stat is not None
     assert (stat.parent, stat.exiting, stat.status) == (os.getppid(), False, 0)
+    assert stat.num_threads == len([*Path("/proc/self/task").iterdir()])
 
 
 def test_one_that_was_killed_tells_how_it_ends_while_nobody_has_asked_for_it() -> None:
@@ -39,12 +41,15 @@ def test_one_that_was_killed_tells_how_it_ends_while_nobody_has_asked_for_it() -
     assert process is not None
     os.kill(child.pid, signal.SIGKILL)
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert early_exit_code(child.pid) == -signal.SIGKILL
+    assert early_exit_code(process, parent=os.getpid()) == -signal.SIGKILL
+    # Who is not its parent, or knew another process of this number, learns nothing.
+    assert early_exit_code(process, parent=1) is None
+    assert early_exit_code(replace(process, started=1), parent=os.getpid()) is None
     # It waits for us only.
     assert not is_there(process)
     assert wait_until_gone([process], limit_s=0) == []
     child.wait()
-    assert early_exit_code(child.pid) is None
+    assert early_exit_code(process, parent=os.getpid()) is None
     assert identify(child.pid) is None
     assert not runs(child.pid)
 
@@ -52,7 +57,7 @@ def test_one_that_was_killed_tells_how_it_ends_while_nobody_has_asked_for_it() -
 @pytest.mark.parametrize(("status", "code"), [(KILLED, -9), (71 << 8, 71), (0, None)])
 def test_who_gives_back_its_device_has_ended_but_is_there(status: int, code: int | None, tmp_path: Path) -> None:
     make_process(tmp_path, 7, state="D", flags=EXITING, status=status, threads={8: ("D", EXITING), 9: ("Z", EXITING)})
-    assert early_exit_code(7, proc=tmp_path) == code
+    assert early_exit_code(Process(7, 100), parent=1, proc=tmp_path) == code
     assert not runs(7, proc=tmp_path)
     process = identify(7, proc=tmp_path)
     assert process == Process(7, 100)
@@ -61,15 +66,23 @@ def test_who_gives_back_its_device_has_ended_but_is_there(status: int, code: int
 
 def test_a_thread_that_cannot_be_killed_yet_may_still_do_something(tmp_path: Path) -> None:
     make_process(tmp_path, 7, state="Z", flags=EXITING, status=KILLED, threads={8: ("D", RUNNING)})
-    assert early_exit_code(7, proc=tmp_path) is None
+    assert early_exit_code(Process(7, 100), parent=1, proc=tmp_path) is None
     assert runs(7, proc=tmp_path)
     assert is_there(Process(7, 100), proc=tmp_path)
+
+
+def test_threads_that_are_missing_in_a_list_may_still_do_something(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="D", flags=EXITING, status=KILLED, unlisted=1)
+    assert runs(7, proc=tmp_path)
+    assert early_exit_code(Process(7, 100), parent=1, proc=tmp_path) is None
+    make_process(tmp_path, 8, state="Z", flags=EXITING, status=KILLED, unlisted=1)
+    assert is_there(Process(8, 100), proc=tmp_path)
 
 
 def test_one_that_was_stopped_by_a_signal_has_not_ended(tmp_path: Path) -> None:
     """The kernel tells the signal in the same place."""
     make_process(tmp_path, 7, state="T", status=(int(signal.SIGSTOP) << 8) | 0x7F)
-    assert early_exit_code(7, proc=tmp_path) is None
+    assert early_exit_code(Process(7, 100), parent=1, proc=tmp_path) is None
 
 
 def test_another_process_of_the_same_number_is_not_waited_for(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ class FakeTorchrun:
         self.diary.note("close torchrun")
         self.running = False
 
+    def wait_until_gone(self, limit_s: float) -> None:
+        assert not self.running
+        self.diary.note(f"wait {limit_s:g} s")
+
 
 @dataclass
 class FakeRecorder:

@@ -134,10 +134,21 @@ class TestAskedToLeave:
         host.ask(notice_s=30.0, reason="spot")
         assert host.go(60.0) == 75
         assert host.diary.elapsed_s == 1.0
-        assert [what for _, what in host.diary.lines] == ["close torchrun", "say gone", "close roster", "close watch"]
+        assert [what for _, what in host.diary.lines] == [
+            "close torchrun", "say gone", "close roster", "close watch", "wait 30 s",
+        ]  # fmt: skip
         assert host.roster.entry.reason == "asked to stop (spot)"
         assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
         assert host.roster.posts == []
+
+    @pytest.mark.parametrize(("notice_s", "waited"), [(12.0, "wait 12 s"), (90.0, "wait 30 s"), (None, "wait 30 s")])
+    def test_it_leaves_when_what_it_ended_has_given_everything_back(
+        self, notice_s: float | None, waited: str, host: SupervisedHost
+    ) -> None:
+        host.ask(notice_s=notice_s, reason="spot")
+        assert host.go(60.0) == 75
+        # The others know by then that this host is gone.
+        assert host.diary.order("say gone", waited) == ["say gone", waited]
 
     @pytest.mark.parametrize(
         ("notice_s", "limit_s"), [(4.5, 4.5), (60.0, 60.0), (None, STOP_LIMIT_S)], ids=["soon", "late", "nobody says when"]
