@@ -4,8 +4,8 @@ file access, and the time from SIGKILL of a worker to the next new step, under t
     python scripts/gpu/engine.py [snapshots] [persist] [kill]      (all by default; Llama 1b, FSDP, on every GPU)
 
 TURNS is how often runs with and without something take their turns, WORLD the number of GPUs, DISK the folder for checkpoints,
-HOW what restarts the killed workers: `launch`, `torchrun`, or both by default; KILLS how many are killed in each run, AFTER how
-many steps after a snapshot.
+SAVES how many of them are timed, HOW what restarts the killed workers: `launch`, `torchrun`, or both by default; KILLS how many
+are killed in each run, AFTER how many steps after a snapshot.
 """
 
 import itertools
@@ -42,7 +42,7 @@ BASE = (
 )
 STREAMS = 3
 FIRST_STEP, LAST_STEP = 61, 110
-SAVES, SAVE_EVERY = 3, 100
+SAVES, SAVE_EVERY = int(os.environ.get("SAVES", "3")), 100
 AFTER = int(os.environ.get("AFTER", "5"))
 KILLS = int(os.environ.get("KILLS", "3"))
 
