@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, cast
@@ -36,6 +36,9 @@ _COMMAND = (sys.executable, "-u", "-m", _MODULE)
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _READY = b"+"
 _LOOK_EVERY_S = 0.02
+_BY_THEMSELVES_S = 0.5
+"""How long workers that have lost one have before they are asked to end: they notice it, and say what they know of it."""
+
 _DEVICES = ("/dev/nvidia", "/dev/kfd")
 
 
@@ -107,9 +110,12 @@ class Fork:
 class Forks:
     """What torchrun starts instead of a new interpreter each; made while this process has one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._clock = clock
+        self._sleep = sleep
         self._waiting: list[Fork] = []
         self._taken: list[Fork] = []
+        self._ask_at_s: float | None = None
 
     def prepare(self, count: int) -> None:
         """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork."""
@@ -159,6 +165,16 @@ class Forks:
                 return fork
         return None
 
+    def leaves_by_itself(self, fork: Fork) -> bool:
+        """Whether a worker ends before it has to be asked; all of them together have half a second from the first question."""
+        if self._ask_at_s is None:
+            self._ask_at_s = self._clock() + _BY_THEMSELVES_S
+        while fork.poll() is None:
+            if self._clock() >= self._ask_at_s:
+                return False
+            self._sleep(_LOOK_EVERY_S)
+        return True
+
     def leaving(self) -> tuple[Process, ...]:
         """Those that have been workers, and for which nobody has waited to the end."""
         known = [fork.process for fork in self._taken if fork.process is not None]
@@ -203,17 +219,22 @@ def hand_out(forks: Forks) -> bool:
             fork = forks.take(args, env) if plain else None
             return super()._popen(args, env) if fork is None else cast("subprocess.Popen[bytes]", fork)
 
+        def close(self, death_sig: signal.Signals | None = None) -> None:
+            fork = cast("object", self.proc)
+            if death_sig == signal.SIGKILL or not isinstance(fork, Fork) or not forks.leaves_by_itself(fork):
+                super().close(death_sig)
+
     api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
     return True
 
 
 def _is_known(get_handler: object, handler: type) -> bool:
     """Whether the one takes what the other does, and starts a process with what ours does."""
-    popen = getattr(handler, "_popen", None)
-    if not (callable(get_handler) and callable(popen)):
+    methods = {"_popen": ["self", "args", "env"], "close": ["self", "death_sig"]}
+    if not (callable(get_handler) and all(callable(getattr(handler, name, None)) for name in methods)):
         return False
     same = [*inspect.signature(get_handler).parameters] == [*inspect.signature(handler).parameters]
-    return same and [*inspect.signature(popen).parameters] == ["self", "args", "env"]
+    return same and all([*inspect.signature(getattr(handler, name)).parameters] == names for name, names in methods.items())
 
 
 def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:

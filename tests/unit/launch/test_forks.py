@@ -1,4 +1,5 @@
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -63,8 +64,12 @@ def other(entrypoint: str) -> None:
 
 @pytest.mark.usefixtures("torchrun_as_before")
 @pytest.mark.parametrize(
-    "what", ["module moved", "class renamed", "function renamed", "function changed", "method renamed", "method changed"]
-)
+    "what",
+    [
+        "module moved", "class renamed", "function renamed", "function changed", "method renamed", "method changed",
+        "other method changed",
+    ],
+)  # fmt: skip
 def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
     match what:
@@ -80,6 +85,8 @@ def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypat
             monkeypatch.delattr(SubprocessHandler, "_popen")
         case "method changed":
             monkeypatch.setattr(SubprocessHandler, "_popen", other)
+        case "other method changed":
+            monkeypatch.setattr(SubprocessHandler, "close", other)
     before = getattr(api, "get_subprocess_handler", None)
     assert not hand_out(Forks())
     assert getattr(api, "get_subprocess_handler", None) is before
@@ -106,6 +113,58 @@ def test_a_worker_whose_output_goes_to_an_unknown_place_is_started_by_torchrun(m
     del one._stdout
     one._popen(("program",), {})
     assert (forks.asked, len(started)) == (1, 2)
+
+
+class Worker(Fork):
+    """One that ends after so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        super().__init__(os.getpid(), socket.socket())
+        self._looks = looks
+        self.close()
+
+    def poll(self) -> int | None:
+        self._looks -= 1
+        return -9 if self._looks < 0 else None
+
+
+def handlers_of(*workers: Worker, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> list[SubprocessHandler]:
+    left = [*workers]
+    monkeypatch.setattr(SubprocessHandler, "_popen", lambda self, args, env: left.pop(0))
+    assert hand_out(forks)
+    return [api.get_subprocess_handler("program", (), {}, "", "", 0, None) for _ in workers]
+
+
+@pytest.mark.usefixtures("torchrun_as_before")
+def test_who_has_lost_another_worker_may_say_so_before_it_is_asked_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    asked: list[object] = []
+    monkeypatch.setattr(SubprocessHandler, "close", lambda self, death_sig=None: asked.append((self.proc, death_sig)))
+    quick, slow, slower = Worker(5), Worker(10_000), Worker(10_000)
+    forks = Forks(clock=lambda: now[0], sleep=sleep)
+    one, two, three = handlers_of(quick, slow, slower, forks=forks, monkeypatch=monkeypatch)
+    one.close(signal.SIGTERM)
+    assert (asked, now[0]) == ([], pytest.approx(0.1))
+    two.close(signal.SIGTERM)
+    assert now[0] == pytest.approx(0.5, abs=0.03)
+    three.close(signal.SIGTERM)
+    # They share the time.
+    assert now[0] == pytest.approx(0.5, abs=0.03)
+    assert asked == [(slow, signal.SIGTERM), (slower, signal.SIGTERM)]
+
+
+@pytest.mark.usefixtures("torchrun_as_before")
+def test_who_is_to_be_killed_is_killed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(SubprocessHandler, "close", lambda self, death_sig=None: asked.append(death_sig))
+    forks = Forks(sleep=lambda seconds: pytest.fail("it waits"))
+    (one,) = handlers_of(Worker(10), forks=forks, monkeypatch=monkeypatch)
+    one.close(signal.SIGKILL)
+    assert asked == [signal.SIGKILL]
 
 
 def test_an_end_that_somebody_else_was_told_of_is_not_taken_for_a_good_one() -> None:
