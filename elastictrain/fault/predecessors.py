@@ -1,13 +1,10 @@
 """Workers begin while those of the generation before still give back their devices: what both need is waited for."""
 
-import logging
 import time
 from collections.abc import Callable
 
 from elastictrain.fault.exits import decode, wait_until_gone
 from elastictrain.identity import Identity
-
-logger = logging.getLogger(__name__)
 
 GONE_WITHIN_S = 30.0
 """How long they may hold up this start: the kernel lets go of some only when a device has answered."""

@@ -103,11 +103,7 @@ def bring_up(
     leave_if_asked = partial(_leave_if_asked, stop_request)
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
-        if (left := wait_for_predecessors(identity, poll=leave_if_asked)) and identity.local_rank == 0:
-            numbers = ", ".join(map(str, left))
-            logger.warning(
-                "process(es) %s of the generation before are not gone; they may hold devices that this one needs", numbers
-            )
+        _wait_for_predecessors(identity, poll=leave_if_asked)
     with timings.phase("rendezvous"):
         met = _meet(config, identity, own, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
@@ -178,6 +174,15 @@ def _check_alone(config: RunConfig, identity: Identity) -> _Own:
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     return _Own(backend, task, open_samples(task, config), store)
+
+
+def _wait_for_predecessors(identity: Identity, *, poll: Callable[[], None]) -> None:
+    left = wait_for_predecessors(identity, poll=poll)
+    if left and identity.local_rank == 0:
+        logger.warning(
+            "process(es) %s of the generation before are not gone; they may hold devices that this one needs",
+            ", ".join(map(str, left)),
+        )
 
 
 def _meet(

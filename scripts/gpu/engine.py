@@ -226,7 +226,7 @@ def launched(arguments: list[str], folder: Path) -> AbstractContextManager[Run]:
 
 
 def kills(folder: Path) -> None:
-    """SIGKILL of the last rank, five steps after a snapshot: the state is in host memory, an older one on disk."""
+    """SIGKILL of the last rank, `AFTER` steps after a snapshot: the state is in host memory, an older one on disk."""
     for turn in range(int(os.environ.get("TURNS", "1"))):
         for how in os.environ.get("HOW", "launch torchrun").split():
             run_dir = folder / f"killed-{how}-{turn}"

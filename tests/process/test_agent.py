@@ -212,6 +212,14 @@ def leave_one_behind(host: Host) -> Leaver:
     return Leaver(slow, release)
 
 
+def assert_waits_for(leaver: Leaver, host: Host) -> None:
+    timer = threading.Timer(0.5, leaver.release)
+    timer.start()
+    host.torchrun.wait_until_gone(10)
+    assert is_gone(leaver.process)
+    timer.join()
+
+
 @needs_root
 def test_the_next_workers_are_told_who_still_gives_back_what_it_holds(hosts: list[Host], tmp_path: Path) -> None:
     hosts.append(host := Host(["-c", LEAVES_SLOWLY]))
@@ -234,11 +242,7 @@ def test_who_still_gives_back_what_it_holds_is_gone_when_the_launcher_is(hosts: 
     host.torchrun.close()
     host.torchrun.wait_until_gone(0.1)
     assert not is_gone(leaver.process)
-    timer = threading.Timer(0.5, leaver.release)
-    timer.start()
-    host.torchrun.wait_until_gone(10)
-    assert is_gone(leaver.process)
-    timer.join()
+    assert_waits_for(leaver, host)
 
 
 @needs_root
@@ -263,11 +267,7 @@ def test_who_is_left_of_two_starts_ago_is_not_forgotten(hosts: list[Host]) -> No
     host.torchrun._program = stands_in(then="sys.exit(1)")
     host.torchrun.start(NO_ORDERS)
     assert host.end() == 1
-    timer = threading.Timer(0.5, leaver.release)
-    timer.start()
-    host.torchrun.wait_until_gone(10)
-    assert is_gone(leaver.process)
-    timer.join()
+    assert_waits_for(leaver, host)
 
 
 @needs_root
