@@ -63,13 +63,20 @@ class Identity:
 def read_identity(environment: Mapping[str, str]) -> Identity:
     """Reads torchrun's variables; without them, a world of one.
 
-    Raises: ConfigError if only some of them are set or one is not a number.
+    Raises: ConfigError if only some of them are set, one is not a number, or they count workers that nobody has started.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     present = [name for name in names if name in environment]
     host = socket.gethostname()
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return Identity(0, 1, 0, 1, host, launched=False)
+    if pods := pods_without_workers(environment):
+        message = (
+            f"must be {pods} where each of the {pods} pods (PET_NNODES) is one worker, but is {environment['WORLD_SIZE']}:"
+            " for a worker per GPU start `python -m elastictrain.launch ...` in each pod, or"
+            " `torchrun ... -m elastictrain.run ...`"
+        )
+        raise ConfigError([Problem("WORLD_SIZE", message)])
     problems = []
     values = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     for name in names:
@@ -94,6 +101,17 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         launched=True,
         launcher=_read_launcher(environment),
     )
+
+
+def pods_without_workers(environment: Mapping[str, str]) -> int:
+    """The pods of a job whose cluster counts GPUs in WORLD_SIZE and pods in RANK, where nobody has started workers; else 0.
+
+    Kubeflow's operators and RunAI set both in each pod. torchrun replaces them for its workers, and adds LOCAL_WORLD_SIZE.
+    """
+    pods, world_size = environment.get("PET_NNODES", ""), environment.get("WORLD_SIZE", "")
+    if "RANK" not in environment or "LOCAL_WORLD_SIZE" in environment or not (pods.isdecimal() and world_size.isdecimal()):
+        return 0
+    return int(pods) if int(pods) != int(world_size) else 0
 
 
 def _read_launcher(environment: Mapping[str, str]) -> Launcher | None:

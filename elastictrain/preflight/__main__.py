@@ -15,6 +15,7 @@ from dataclasses import fields
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.outcome import decide
@@ -37,6 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # argparse ends with 2 for a wrong command line, and with 0 after --help.
         return EXIT_USAGE if stop.code else EXIT_OK
     under_torchrun = "RANK" in os.environ and parsed.command != "speed"
+    if under_torchrun and pods_without_workers(os.environ):
+        sys.stderr.write("elastictrain: RANK and WORLD_SIZE are the cluster's and not torchrun's: this host is checked alone\n")
+        under_torchrun = False
     try:
         code = _dispatch(parsed, under_torchrun=under_torchrun)
     except ElasticTrainError as error:

@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Submits a training workload of RunAI (command line 2.24 or newer): 1 master and 3 workers, all of which train. Copy it, set
-# the lines with <-, and
+# Submits a training workload of RunAI: 1 master and 3 workers, all of which train. Copy it, set the lines with <-, and
 #
 #   bash runai.sh
 #
@@ -12,6 +11,7 @@ project=team-a                                      # <-
 image=registry.example.com/elastictrain:latest      # <-
 workers=3                                           # <- besides the master
 gpus=8                                              # <- of each pod
+cli=2.24                                            # <- version of the command `runai`: 2.24 (and newer), or 2.18
 
 run=(
     recipe=llama_fsdp
@@ -20,6 +20,19 @@ run=(
     launch.min_hosts=1
     fault.notice_s=240              # for saving, after SIGTERM: shorter than the grace period
 )
+
+if [[ "$cli" == 2.18 ]]; then
+    # It has no option for the time between SIGTERM and SIGKILL, which is the 30 s of Kubernetes then.
+    exec runai submit-dist pytorch \
+        --name "$name" \
+        --project "$project" \
+        --image "$image" \
+        --workers "$workers" \
+        --gpu "$gpus" \
+        --large-shm \
+        --backoff-limit 100 \
+        --command -- python -m elastictrain.launch "${run[@]/#fault.notice_s=*/fault.notice_s=25}"
+fi
 
 # For RDMA: --annotation k8s.v1.cni.cncf.io/networks=rdma-net --capability IPC_LOCK
 #     --extended-resource rdma/hca_shared_devices_a=1 --master-extended-resource rdma/hca_shared_devices_a=1

@@ -1,9 +1,10 @@
 import socket
+from collections.abc import Mapping
 
 import pytest
 
 from elastictrain.errors import ConfigError
-from elastictrain.identity import Identity, Launcher, read_identity
+from elastictrain.identity import Identity, Launcher, pods_without_workers, read_identity
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "PATH": "/bin"}
 
@@ -90,3 +91,23 @@ def test_half_a_launcher_is_none(name: str) -> None:
 @pytest.mark.parametrize("text", ["-1", "x", "1.0"])
 def test_a_launcher_whose_numbers_are_none_is_none(name: str, text: str) -> None:
     assert read_identity(LAUNCHED | {name: text}).launcher is None
+
+
+POD = {"PET_NNODES": "2", "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
+
+
+def test_a_pod_in_which_nobody_has_started_workers_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_identity(POD)
+    assert [problem.key for problem in caught.value.problems] == ["WORLD_SIZE"]
+    assert "elastictrain.launch" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"WORLD_SIZE": "2"}, {"LOCAL_WORLD_SIZE": "4"}, {"PET_NNODES": "1:2"}, {"PET_NNODES": ""}],
+)
+def test_a_pod_that_is_a_worker_and_workers_of_torchrun_in_a_pod_are_taken_as_they_say(change: Mapping[str, str]) -> None:
+    environment = POD | dict(change)
+    assert pods_without_workers(environment) == 0
+    assert read_identity(environment).world_size == int(environment["WORLD_SIZE"])

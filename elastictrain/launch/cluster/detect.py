@@ -64,12 +64,17 @@ def _aside(place: Place, warnings: Sequence[str]) -> Place:
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:
-    """A launcher for each worker would be the result."""
-    names = [name for name in ("TORCHELASTIC_RUN_ID", "LOCAL_RANK") if name in environment]
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environment or all(name in environment for name in (*names, *_RANKS))
-    if names and by_torchrun:
+    """A launcher for each worker would be the result.
+
+    RunAI sets LOCAL_RANK=0 in each pod beside a RANK that numbers pods: that is a host, and no worker.
+    """
+    in_pod = is_kubernetes(environment) or is_runai(environment)
+    by_torchrun = "TORCHELASTIC_RUN_ID" in environment
+    by_another = all(name in environment for name in ("LOCAL_RANK", *_RANKS))
+    if by_torchrun or (by_another and not (in_pod and environment["LOCAL_RANK"] == "0")):
+        name = "TORCHELASTIC_RUN_ID" if by_torchrun else "LOCAL_RANK"
         message = (
-            f"must not be set where the launcher starts, but is {environment[names[0]]!r}: it starts torchrun itself; use"
+            f"must not be set where the launcher starts, but is {environment[name]!r}: it starts torchrun itself; use"
             " `python -m elastictrain.launch ...` once per host, or `torchrun ... -m elastictrain.run ...`"
         )
-        raise ConfigError([Problem(names[0], message)])
+        raise ConfigError([Problem(name, message)])

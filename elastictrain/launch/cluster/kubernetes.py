@@ -4,8 +4,8 @@ Source: the variables that Kubeflow's training operator 1.5 to 1.9 and trainer 2
 """
 
 import ipaddress
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from elastictrain.launch.cluster.gpus import count
 from elastictrain.launch.cluster.pets import Pets, other_host, read_pets
@@ -14,6 +14,18 @@ from elastictrain.launch.cluster.variables import Variables
 
 EVIDENCE = "KUBERNETES_SERVICE_HOST"
 """Kubernetes sets it in every container."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The hosts of the job, and the workers of each; 0 if nothing tells."""
+
+    hosts: int
+    source: str
+    """The variable that told the hosts."""
+
+    processes: int
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +50,11 @@ def read_kubernetes(environment: Mapping[str, str]) -> Place:
     return place
 
 
-def pod_place(variables: Variables, *, kind: Kind, name: str) -> Place:
-    """The place of a pod; problems are left in `variables`."""
+def pod_place(variables: Variables, *, kind: Kind, name: str, gpus: int = 0, gpus_from: str = "") -> Place:
+    """The place of a pod; problems are left in `variables`. `gpus` of each pod, from the variable `gpus_from`; 0 if unknown."""
     pets = read_pets(variables)
-    num_hosts, source = _num_hosts(variables, pets)
+    counted = _count_hosts(variables, pets, gpus=gpus, gpus_from=gpus_from)
+    num_hosts, source = counted.hosts, counted.source
     order = _order(variables, pets)
     if 0 < num_hosts <= order.number and order.source != "PET_NODE_RANK":
         message = f"must be < {num_hosts}, the hosts of {source}, in the environment, but is {order.number}"
@@ -51,6 +64,8 @@ def pod_place(variables: Variables, *, kind: Kind, name: str) -> Place:
         conclusions.append(f"{count(num_hosts, 'host')} ({source}={num_hosts}, which counts pods)")
     if order.number >= 0 and order.source != "PET_NODE_RANK":
         conclusions.append(f"this is host {order.number} ({variables.show(order.source)}), counted from 0")
+    if counted.processes and not pets.processes:
+        conclusions.append(f"{count(counted.processes, 'worker')} (WORLD_SIZE={counted.processes * num_hosts} on all hosts)")
     address = _address(variables)
     if address:
         conclusions.append(f"the others reach it at {address} (POD_IP)")
@@ -58,31 +73,48 @@ def pod_place(variables: Variables, *, kind: Kind, name: str) -> Place:
         kind,
         order=order.number,
         num_hosts=num_hosts,
-        processes=pets.processes,
+        processes=counted.processes,
         address=address,
         peers=_peers(variables, pets, order),
         conclusions=tuple(conclusions),
-        warnings=pets.warnings,
+        warnings=(*pets.warnings, *counted.warnings),
     )
 
 
-def _num_hosts(variables: Variables, pets: Pets) -> tuple[int, str]:
-    """Hosts that are promised, and the variable that said so."""
-    # The operator up to 1.6 counts pods in WORLD_SIZE; later ones multiply them by PET_NPROC_PER_NODE, and set PET_NNODES.
+def _count_hosts(variables: Variables, pets: Pets, *, gpus: int, gpus_from: str) -> _Counted:
+    """Reconciles WORLD_SIZE with PET_NNODES.
+
+    WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
+    by the GPUs of a pod.
+    """
     world_size = variables.whole("WORLD_SIZE", least=1)
+    per_host = [number for number in (pets.processes, gpus) if number]
     if not pets.num_hosts:
-        return (world_size or 0), "WORLD_SIZE"
-    fixed = pets.least_hosts == pets.num_hosts
-    allowed = {pets.num_hosts, pets.num_hosts * max(1, pets.processes)}
-    if fixed and world_size is not None and world_size not in allowed:
-        message = f"must be {' or '.join(map(str, sorted(allowed)))}, which {_sources(variables)} ask for, but is {world_size}"
-        variables.refuse("WORLD_SIZE", message)
-    return pets.num_hosts, "PET_NNODES"
+        return _Counted(world_size or 0, "WORLD_SIZE", pets.processes, _doubts(world_size, per_host))
+    known = _Counted(pets.num_hosts, "PET_NNODES", pets.processes)
+    if pets.least_hosts != pets.num_hosts or world_size is None:
+        return known
+    allowed = sorted({pets.num_hosts, *(pets.num_hosts * number for number in per_host)})
+    if world_size in allowed:
+        return known
+    if per_host or world_size % pets.num_hosts:
+        names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE", gpus_from) if name and variables.first(name)]
+        wanted = " or ".join(map(str, allowed)) if per_host else f"a multiple of {pets.num_hosts}"
+        reasons = ", ".join(map(variables.show, names))
+        variables.refuse("WORLD_SIZE", f"must be {wanted} ({reasons}) in the environment, but is {world_size}")
+        return known
+    follows_gpus = bool(variables.first("PET_NPROC_PER_NODE"))
+    return known if follows_gpus else replace(known, processes=world_size // pets.num_hosts)
 
 
-def _sources(variables: Variables) -> str:
-    names = ("PET_NNODES", "PET_NPROC_PER_NODE")
-    return " and ".join(variables.show(name) for name in names if variables.first(name))
+def _doubts(world_size: int | None, per_host: Sequence[int]) -> tuple[str, ...]:
+    """A WORLD_SIZE that could count workers, where nothing else counts the pods."""
+    workers = max(per_host, default=1)
+    if not world_size or workers == 1 or world_size % workers:
+        return ()
+    pods = world_size // workers
+    doubt = f"if it counts the workers of {count(pods, 'pod')} with {workers} each, set PET_NNODES={pods}"
+    return (f"WORLD_SIZE={world_size} is taken as a number of pods; {doubt}",)
 
 
 def _order(variables: Variables, pets: Pets) -> _Order:

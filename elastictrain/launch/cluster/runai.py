@@ -24,9 +24,14 @@ def is_runai(environment: Mapping[str, str]) -> bool:
 def read_runai(environment: Mapping[str, str]) -> Place:
     """The place of a pod of RunAI. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
-    place = pod_place(variables, kind="runai", name="RunAI")
-    processes, conclusion = _workers(variables, asked=place.processes)
+    given = _gpus(variables)
+    gpus = max(1, int(given)) if given else 0
+    place = pod_place(variables, kind="runai", name="RunAI", gpus=gpus, gpus_from=GPUS)
+    asked = place.processes
+    if gpus and asked > gpus:
+        variables.refuse("PET_NPROC_PER_NODE", f"must be <= {gpus}, the GPUs of {GPUS}, in the environment, but is {asked}")
     variables.check()
+    processes, conclusion = (asked, ()) if asked or not gpus else _workers(variables, given=given)
     return replace(
         place,
         processes=processes,
@@ -35,10 +40,10 @@ def read_runai(environment: Mapping[str, str]) -> Place:
     )
 
 
-def _workers(variables: Variables, *, asked: int) -> tuple[int, tuple[str, ...]]:
-    """Workers and a sentence about them; `asked` is what PET_NPROC_PER_NODE says, 0 for nothing."""
+def _gpus(variables: Variables) -> float:
+    """The GPUs of this pod, or the part of one; 0 if nothing tells."""
     if not variables.first(GPUS):
-        return asked, ()
+        return 0.0
     text = variables.text(GPUS)
     given = float(text) if _DECIMAL.fullmatch(text) else 0.0
     if given <= 0 or (given > 1 and given != int(given)):
@@ -47,13 +52,14 @@ def _workers(variables: Variables, *, asked: int) -> tuple[int, tuple[str, ...]]
             f" workload, or start with `env -u {GPUS}` to train without"
         )
         variables.refuse(GPUS, message)
-        return asked, ()
-    gpus = max(1, int(given))
-    if asked > gpus:
-        variables.refuse("PET_NPROC_PER_NODE", f"must be <= {gpus}, the GPUs of {GPUS}, in the environment, but is {asked}")
-    if asked:
-        return asked, ()
+        return 0.0
+    return given
+
+
+def _workers(variables: Variables, *, given: float) -> tuple[int, tuple[str, ...]]:
+    """Workers for the GPUs, and a sentence about them."""
+    text = variables.text(GPUS)
     if given < 1:
         return 1, (f"1 worker with a part of a GPU ({GPUS}={text})",)
-    workers, sentence = workers_for(gpus, source=f"{GPUS}={text}", environment=variables.environment)
+    workers, sentence = workers_for(int(given), source=f"{GPUS}={text}", environment=variables.environment)
     return workers, (sentence,)

@@ -1,10 +1,12 @@
 """`python -m elastictrain.preflight` as a person types it, on one host."""
 
 import json
+import os
 import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,9 +15,9 @@ import pytest
 from elastictrain.preflight.verdict import Verdict
 
 
-def preflight(*arguments: str) -> subprocess.CompletedProcess[str]:
+def preflight(*arguments: str, environment: Mapping[str, str] = {}) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "elastictrain.preflight", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | dict(environment))
 
 
 def test_a_host_alone_is_told_something_useful_soon(tmp_path: Path) -> None:
@@ -39,6 +41,13 @@ def test_what_fails_ends_with_69_and_its_remedy(tmp_path: Path) -> None:
     assert next(line for line in lines[1:] if not line.startswith(" " * 9)).startswith("      -> ")
     assert preflight("--run-dir", str(tmp_path / "file"), "--check", "storage=warn").returncode == 0
     assert "storage" not in preflight("--run-dir", str(tmp_path / "file"), "--check", "storage=off").stdout
+
+
+def test_a_pod_without_workers_is_checked_alone() -> None:
+    pod = {"PET_NNODES": "2", "RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = preflight("--json", "--level", "quick", environment=pod)
+    assert done.returncode == 0
+    assert json.loads(done.stdout)
 
 
 def test_json_is_for_scripts(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from elastictrain.launch.cluster.detect import detect
 FOLDER = Path(__file__).parents[3] / "scripts" / "cluster"
 SHELL_TEMPLATES = ("slurm.sbatch", "runai.sh", "vast.sh", "ssh.sh")
 TEMPLATES = (*SHELL_TEMPLATES, "kubernetes.yaml")
+_KUBERNETES_GRACE_S = 30
 FINAL = {EXIT_USAGE, EXIT_BUG, EXIT_CONFIG}
 """Codes after which another start does the same again."""
 
@@ -226,6 +227,23 @@ def test_runai_leaves_time_and_memory(tmp_path: Path) -> None:
     assert after(words, "--gpu-devices-request") == after(words, "--master-gpu-devices-request")
     assert after(words, "--restart-policy") == after(words, "--master-restart-policy") == "OnFailure"
     assert words[words.index("--") + 1 :] == ["python", "-m", "elastictrain.launch", *run_arguments("runai.sh")]
+
+
+def test_runai_of_an_older_command_line(tmp_path: Path) -> None:
+    """Source: the options of `runai submit-dist pytorch` in the documents of Run:ai 2.18."""
+    stand_in(tmp_path / "bin", "runai", "")
+    copy = tmp_path / "runai.sh"
+    copy.write_text((FOLDER / "runai.sh").read_text().replace("cli=2.24", "cli=2.18"))
+    done = bash(str(copy), bin_folder=tmp_path / "bin", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    (words,) = noted(tmp_path, "runai")
+    command = words.index("--")
+    assert words[:2] == ["submit-dist", "pytorch"]
+    known = {"--name", "--project", "--image", "--workers", "--gpu", "--large-shm", "--backoff-limit", "--command"}
+    assert {word for word in words[:command] if word.startswith("--")} == known
+    assert words[command + 1 : command + 4] == ["python", "-m", "elastictrain.launch"]
+    config = load(words[command + 4 :], with_task=False)
+    assert config.fault.shutdown_grace_s < config.fault.notice_s <= _KUBERNETES_GRACE_S - 5
 
 
 def vast_instance(words: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,8 @@
 
 Sources: Slurm's sbatch(1), srun(1) and heterogeneous_jobs (20.11, 23.11, 25.05); Kubeflow training operator 1.5 and 1.9,
 `envvar.go` and `elastic.go`; Kubeflow trainer 2.1, the torch plugin; Kubernetes, "Indexed Job"; Run:ai 2.16 and 2.24,
-environment variables inside a workload; docs.vast.ai, docker environment and multi-node training.
+environment variables inside a workload, and 2.18 as its users describe it; docs.vast.ai, docker environment and multi-node
+training.
 """
 
 from dataclasses import dataclass
@@ -225,6 +226,17 @@ RUNAI_DISTRIBUTED = POD | {
     "PET_NNODES": "4",
 }
 
+# Run:ai 2.18: `runai submit-dist pytorch --workers 1 -g 4`, the worker. RANK numbers pods, WORLD_SIZE counts GPUs of all pods.
+RUNAI_218 = POD | {
+    "RUNAI_NUM_OF_GPUS": "4",
+    "MASTER_ADDR": "llama-master-0",
+    "MASTER_PORT": "29400",
+    "PET_NNODES": "2",
+    "WORLD_SIZE": "8",
+    "RANK": "1",
+    "LOCAL_RANK": "0",
+}
+
 VAST = SHELL | {
     "CONTAINER_API_KEY": "not-a-key",
     "CONTAINER_ID": "7835610",
@@ -263,6 +275,7 @@ RECORDED = {
     "indexed job": INDEXED_JOB,
     "runai single": RUNAI_SINGLE,
     "runai distributed": RUNAI_DISTRIBUTED,
+    "runai 2.18": RUNAI_218,
     "vast": VAST,
     "plain": SHELL,
 }

@@ -101,7 +101,11 @@ def test_without_kubernetes_a_person_may_number_hosts_the_same_way() -> None:
         ({"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE", "but is '0'"),
         ({"PET_NPROC_PER_NODE": ""}, "PET_NPROC_PER_NODE", "but is ''"),
         ({"RANK": "1"}, "RANK", "must be 2, the pod's number in PET_NODE_RANK, in the environment, but is 1"),
-        ({"WORLD_SIZE": "16"}, "WORLD_SIZE", "must be 4 or 32, which PET_NNODES=4 and PET_NPROC_PER_NODE=8 ask for, but is 16"),
+        (
+            {"WORLD_SIZE": "16"},
+            "WORLD_SIZE",
+            "must be 4 or 32 (PET_NNODES=4, PET_NPROC_PER_NODE=8) in the environment, but is 16",
+        ),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "must be a whole number >= 1"),
         ({"POD_IP": "llama-2"}, "POD_IP", "must be the pod's IP address in the environment, but is 'llama-2'"),
     ],
@@ -120,3 +124,15 @@ def test_a_pod_outside_its_job_is_refused() -> None:
 def test_a_garbled_rank_is_told_once() -> None:
     assert refused(PYTORCHJOB_15 | {"RANK": "x"}).keys() == {"RANK"}
     assert refused(without(TRAINJOB_2, "PET_NODE_RANK") | {"JOB_COMPLETION_INDEX": "x"}).keys() == {"JOB_COMPLETION_INDEX"}
+
+
+def test_an_operator_that_counts_workers_without_saying_how_many_a_pod_has() -> None:
+    environment = without(PYTORCHJOB_19, "PET_NPROC_PER_NODE")
+    place = detect(environment)
+    assert (place.num_hosts, place.processes) == (4, 8)
+    assert "8 workers (WORLD_SIZE=32 on all hosts)" in place.conclusions
+    assert detect(environment | {"WORLD_SIZE": "4"}).processes == 0
+    assert detect(environment | {"PET_NPROC_PER_NODE": "auto"}).processes == 0
+    assert refused(environment | {"WORLD_SIZE": "30"}) == {
+        "WORLD_SIZE": "must be a multiple of 4 (PET_NNODES=4) in the environment, but is 30"
+    }

@@ -3,7 +3,7 @@ from collections.abc import Mapping
 import pytest
 
 from elastictrain.launch.cluster.detect import detect
-from tests.unit.launch.cluster.environments import POD, RUNAI_DISTRIBUTED, RUNAI_SINGLE, SHELL
+from tests.unit.launch.cluster.environments import POD, RUNAI_218, RUNAI_DISTRIBUTED, RUNAI_SINGLE, SHELL
 from tests.unit.launch.cluster.refusals import refused, without
 
 
@@ -75,3 +75,69 @@ def test_all_is_told_at_once(change: Mapping[str, str], names: set[str]) -> None
 
 def test_any_pod_with_a_variable_of_runai_is_one() -> None:
     assert detect(POD | {"RUNAI_PROJECT": "team-a"}).kind == "runai"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"WORLD_SIZE": "2"},
+        {"PET_NODE_RANK": "1"},
+        {"PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "4"},
+        {"PET_NPROC_PER_NODE": "auto"},
+        {"PET_NPROC_PER_NODE": "gpu", "WORLD_SIZE": "2"},
+        {"RUNAI_NUM_OF_GPUS": "4.00"},
+    ],
+)
+def test_pods_whose_ranks_number_pods_and_whose_world_counts_gpus_or_pods(change: Mapping[str, str]) -> None:
+    place = detect(RUNAI_218 | change)
+    assert (place.kind, place.order, place.num_hosts, place.processes) == ("runai", 1, 2, 4)
+    assert (place.peers, place.warnings) == (("llama-master-0",), ())
+    master = detect(RUNAI_218 | change | {"RANK": "0"} | ({"PET_NODE_RANK": "0"} if "PET_NODE_RANK" in change else {}))
+    assert (master.order, master.num_hosts, master.processes, master.peers) == (0, 2, 4, ())
+
+
+def test_fewer_workers_than_gpus_count_too() -> None:
+    place = detect(RUNAI_218 | {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"})
+    assert (place.num_hosts, place.processes) == (2, 2)
+
+
+def test_a_world_without_a_number_of_pods_is_taken_for_one_with_a_warning() -> None:
+    place = detect(without(RUNAI_218, "PET_NNODES"))
+    assert (place.order, place.num_hosts, place.processes) == (1, 8, 4)
+    (warning,) = place.warnings
+    assert "PET_NNODES=2" in warning
+    assert detect(without(RUNAI_218, "PET_NNODES") | {"WORLD_SIZE": "2"}).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"WORLD_SIZE": "6"},
+            {"WORLD_SIZE": "must be 2 or 8 (PET_NNODES=2, RUNAI_NUM_OF_GPUS=4) in the environment, but is 6"},
+        ),
+        ({"RANK": "2"}, {"RANK": "must be < 2, the hosts of PET_NNODES, in the environment, but is 2"}),
+        (
+            {"PET_NODE_RANK": "0"},
+            {"RANK": "must be 0, the pod's number in PET_NODE_RANK, in the environment, but is 1"},
+        ),
+        (
+            {"PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "6"},
+            {
+                "WORLD_SIZE": "must be 2 or 4 or 8 (PET_NNODES=2, PET_NPROC_PER_NODE=2, RUNAI_NUM_OF_GPUS=4) in the "
+                "environment, but is 6"
+            },
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_named_with_their_values(
+    change: Mapping[str, str], said: Mapping[str, str]
+) -> None:
+    assert refused(RUNAI_218 | change) == said
+
+
+def test_a_launcher_for_each_gpu_of_a_pod_is_refused() -> None:
+    assert refused(RUNAI_218 | {"LOCAL_RANK": "1"}).keys() == {"LOCAL_RANK"}
+    assert refused(RUNAI_218 | {"TORCHELASTIC_RUN_ID": "none"}).keys() == {"TORCHELASTIC_RUN_ID"}
+    assert refused(SHELL | {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}).keys() == {"LOCAL_RANK"}
