@@ -10,8 +10,12 @@ bin="${ELASTICTRAIN_VENV:-$root/.venv}/bin"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" RES_OPTIONS="${RES_OPTIONS:-timeout:1 attempts:1}"
 
 dir=runs/llama_tiny
+overrides=()
 for argument in "$@"; do
-    case "$argument" in run.dir=*) dir="${argument#run.dir=}" ;; esac
+    case "$argument" in
+        run.dir=*) dir="${argument#run.dir=}" ;;
+        *) overrides+=("$argument") ;;
+    esac
 done
 
 cat <<TEXT
@@ -22,11 +26,11 @@ Ctrl-C stops it with its state saved, kill -9 does not hurt it: the same command
 TEXT
 
 # A wrong key is said once here; torchrun would start the workers again and again.
-"$bin/python" -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@" --cfg job >/dev/null
+"$bin/python" -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "${overrides[@]}" --cfg job >/dev/null
 
 status=0
 "$bin/torchrun" --standalone --nproc-per-node 2 --max-restarts 3 \
-    -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "$@" || status=$?
+    -m elastictrain.run recipe=llama_tiny "run.dir=$dir" "${overrides[@]}" || status=$?
 if ((status)); then
     printf '\nThe run did not reach its end. Why stands above, before the traceback that torchrun adds.\n' >&2
     printf 'The same command continues from the newest checkpoint in %s.\n' "$dir" >&2

@@ -6,7 +6,6 @@ import ipaddress
 from elastictrain.config.data import DataGroup
 from elastictrain.config.describe import show
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
 from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.roster_address import read_roster_address
 from elastictrain.config.train import TrainGroup
@@ -19,14 +18,6 @@ def check_batches(train: TrainGroup) -> list[Problem]:
         return []
     message = f"must be <= `train.global_batch` = {train.global_batch}, but is {train.micro_batch}"
     return [Problem("train.micro_batch", message)]
-
-
-def check_warmup(train: TrainGroup, *, optim: OptimGroup) -> list[Problem]:
-    """Warm-up ends within the run."""
-    if optim.warmup_steps <= train.steps:
-        return []
-    message = f"must be <= `train.steps` = {train.steps}, but is {optim.warmup_steps}; a shorter run needs a shorter warm-up"
-    return [Problem("optim.warmup_steps", message)]
 
 
 def check_evaluation(train: TrainGroup, *, data: DataGroup) -> list[Problem]:
@@ -100,7 +91,6 @@ def _is_address(text: str) -> bool:
 def check_combinations(
     *,
     train: TrainGroup | None,
-    optim: OptimGroup | None,
     data: DataGroup | None,
     parallel: ParallelGroup | None,
     uses_token_files: bool,
@@ -109,8 +99,6 @@ def check_combinations(
     problems: list[Problem] = []
     if train:
         problems += check_batches(train)
-    if train and optim:
-        problems += check_warmup(train, optim=optim)
     if train and data and uses_token_files:
         problems += check_evaluation(train, data=data)
     if parallel:

@@ -8,6 +8,15 @@ from elastictrain.config.suggest import suggest_choice
 from elastictrain.errors import UsageError
 
 OPTIONS = ("--config-dir", "--cfg", "--help")
+_ONE_RUN = "one command is one run, with one value for each key"
+_BY_RECIPE = "a run is chosen by recipe=NAME, and folders of your own come by --config-dir DIR"
+_RESOLVED = "--cfg job shows the resolved configuration"
+_HYDRA_OPTIONS = {
+    **dict.fromkeys(("--multirun", "-m", "--experimental-rerun"), _ONE_RUN),
+    **dict.fromkeys(("--config-name", "-cn", "--config-path", "-cp", "-cd"), _BY_RECIPE),
+    **dict.fromkeys(("--info", "-i", "--resolve", "--package", "-p", "-c", "--hydra-help"), _RESOLVED),
+}
+"""Options of Hydra's own command line, and what there is instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +69,19 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         else:
             action = "show" if action == "run" else action
     if wrong:
-        raise UsageError("; ".join(wrong) + ". --help explains the command line")
+        raise usage_error(wrong)
     return CommandLine(tuple(overrides), tuple(config_dirs), action, topic)
+
+
+def usage_error(wrong: Sequence[str]) -> UsageError:
+    """All that is wrong with a command line in one error."""
+    return UsageError("; ".join(wrong) + " (--help explains the command line)")
 
 
 def _unknown(argument: str) -> str:
     option, equals, _ = argument.partition("=")
+    if option in _HYDRA_OPTIONS:
+        return f"{option} is not offered: {_HYDRA_OPTIONS[option]}"
     if equals:
         return f"unknown option {argument}: keys are given without dashes, {argument.lstrip('-')}"
     return f"unknown option {option}{suggest_choice(option, choices=OPTIONS)}"

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]
 
-from elastictrain.config.command_line import read_command_line
+from elastictrain.config.command_line import read_command_line, usage_error
 from elastictrain.config.conf_folders import ConfFolders, read_conf_folders
 from elastictrain.config.overrides import Assignment, Plan, plan_overrides
 from elastictrain.config.validate import NOT_GIVEN
@@ -44,11 +44,14 @@ class Composed:
 def compose(arguments: Sequence[str]) -> Composed:
     """Compose a run from `recipe=`, groups' choices, values and `--config-dir`.
 
-    Raises: UsageError for unknown options; ConfigError if a file of a conf/ folder cannot be composed at all.
+    Raises: UsageError for unknown options, arguments that are not KEY=VALUE, and keys or groups that are given twice;
+    ConfigError if a file of a conf/ folder cannot be composed at all.
     """
     line = read_command_line(arguments)
     folders = read_conf_folders(line.config_dirs)
     plan = plan_overrides(line.overrides, folders=folders)
+    if plan.misuses:
+        raise usage_error(plan.misuses)
     config = _compose_groups(plan, folders)
     problems = [*plan.problems]
     for assignment in plan.assignments:

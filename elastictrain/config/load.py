@@ -95,7 +95,7 @@ def check_tree(tree: Mapping[str, object], *, with_task: bool) -> tuple[RunConfi
             call, found = check_call(cls, options=task.options, model=model, vocabulary=all_keys())
             uses_token_files = not brings_datasets(cls)
         problems += found
-    problems += check_combinations(train=train, optim=optim, data=data, parallel=parallel, uses_token_files=uses_token_files)
+    problems += check_combinations(train=train, data=data, parallel=parallel, uses_token_files=uses_token_files)
     problems += check_ladder(fault, preflight=preflight) if fault and preflight else []
     problems += check_launch(launch) if launch else []
     if problems or not (
@@ -112,7 +112,7 @@ def _unknown_groups(tree: Mapping[str, object]) -> list[Problem]:
     for name, values in tree.items():
         if name not in GROUPS:
             keys = [f"{name}.{key}" for key in values] if isinstance(values, Mapping) and values else [name]
-            problems += [unknown_key(key, vocabulary=all_keys()) for key in keys]
+            problems += [unknown_key(key, vocabulary=(*all_keys(), *GROUPS, "recipe")) for key in keys]
     return problems
 
 

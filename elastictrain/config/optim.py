@@ -29,7 +29,8 @@ class OptimGroup:
     """Shape of the learning rate after warm-up."""
 
     warmup_steps: Annotated[int, Range(0)] = 0
-    """Steps over which the learning rate rises linearly from 0 to `lr`."""
+    """Steps over which the learning rate rises linearly from 0 to `lr`. In a run of fewer steps it rises over all of them
+    (linear and cosine)."""
 
     final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
     """Learning rate at the last step, as a share of `lr` (linear and cosine)."""

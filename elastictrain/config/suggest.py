@@ -13,14 +13,14 @@ def suggest_choice(wrong: str, *, choices: Sequence[str]) -> str:
 def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
     """The dotted key of `vocabulary` that was probably meant by the dotted key `wrong`, or "".
 
-    The same name in another group comes first (`train.lr` for `optim.lr`), then a misspelling within the group, then whatever
-    looks alike as a whole (`trian.steps`).
+    Within a group that exists only its own keys are meant. A key without a group is that of the only group that has it, and the
+    name of a group may be misspelt (`trian.steps`).
     """
     group, _, leaf = wrong.rpartition(".")
-    if elsewhere := [key for key in vocabulary if key.rpartition(".")[2] == leaf]:
-        return elsewhere[0]
-    siblings = [key.rpartition(".")[2] for key in vocabulary if key.rpartition(".")[0] == group]
-    if close := get_close_matches(leaf, siblings, n=1, cutoff=0.6):
-        return f"{group}.{close[0]}" if group else close[0]
-    close = get_close_matches(wrong, vocabulary, n=1, cutoff=0.85)
+    siblings = [key.rpartition(".")[2] for key in vocabulary if group and key.rpartition(".")[0] == group]
+    if siblings:
+        close = get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+        return f"{group}.{close[0]}" if close else ""
+    elsewhere = {key for key in vocabulary if not group and key.rpartition(".")[2] == leaf}
+    close = [*elsewhere] if len(elsewhere) == 1 else get_close_matches(wrong.lower(), vocabulary, n=1, cutoff=0.85)
     return close[0] if close else ""

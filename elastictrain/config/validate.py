@@ -14,6 +14,9 @@ from elastictrain.errors import ConfigError, Problem
 NOT_GIVEN = "???"
 """How YAML writes a key that must be given."""
 
+_LARGEST = 2**63 - 1
+"""Tensors and files count in 64 bits."""
+
 T = TypeVar("T")
 Checked = tuple[object, list[Problem]]
 
@@ -70,7 +73,7 @@ def unknown_key(key: str, *, vocabulary: Sequence[str]) -> Problem:
     if meant := suggest_key(key, vocabulary=vocabulary):
         return Problem(key, f"is not a key; did you mean `{meant}`?")
     group = key.rpartition(".")[0]
-    siblings = [word.rpartition(".")[2] for word in vocabulary if word.rpartition(".")[0] == group]
+    siblings = dict.fromkeys(word.rpartition(".")[2] for word in vocabulary if group and word.rpartition(".")[0] == group)
     return Problem(key, f"is not a key; `{group}` has {', '.join(siblings)}" if siblings else "is not a key; --help lists all")
 
 
@@ -110,6 +113,8 @@ def _yaml_trap(value: object, members: tuple[object, ...]) -> str:
         return f'; YAML reads a bare {words[0]} as {show(value)}, write "{words[0]}" in quotes'
     if isinstance(value, bool | int | float) and str in members:
         return f"; text that looks like this needs quotes within quotes, '\"{show(value)}\"'"
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        return f"; the largest whole number is {_LARGEST}"
     return ""
 
 
@@ -160,7 +165,9 @@ def _check_scalar(value: object, hint: type, wrong: list[Problem]) -> Checked:
     if hint is float and isinstance(value, int | float):
         return float(value), ([] if math.isfinite(value) else wrong)
     if hint is int and isinstance(value, float):
-        return (int(value), []) if value.is_integer() else (value, wrong)
+        return (int(value), []) if value.is_integer() and abs(value) <= _LARGEST else (value, wrong)
+    if hint is int and isinstance(value, int) and abs(value) > _LARGEST:
+        return value, wrong
     return value, ([] if isinstance(value, hint) else wrong)
 
 

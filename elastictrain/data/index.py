@@ -5,14 +5,16 @@ else. The data set is the concatenation of its shards.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import xxhash
 
 from elastictrain.errors import DataError, ObjectNotFoundError
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
 INDEX_FILE = "index.json"
@@ -146,6 +148,8 @@ def read_index(store: Store) -> TokenIndex:
 
     Raises: DataError if there is none or it is damaged; StorageError.
     """
+    if isinstance(store, LocalStore):
+        _refuse_file(store)
     try:
         data = store.read(INDEX_FILE)
     except ObjectNotFoundError:
@@ -159,6 +163,17 @@ def read_index(store: Store) -> TokenIndex:
             )
         ) from None
     return decode_index(data, url=f"{store.url}/{INDEX_FILE}")
+
+
+def _refuse_file(store: LocalStore) -> None:
+    """Raises: DataError if something on the way to the folder is no folder."""
+    path = Path(store.root).absolute()
+    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+    if os.path.lexists(there) and not os.path.isdir(there):  # noqa: PTH112
+        raise DataError(
+            f"{store.url} must be a folder of token files, but {there} is no folder; "
+            "make one with: python -m elastictrain.data prepare TEXT... --out FOLDER"
+        )
 
 
 def _count(value: object) -> int:

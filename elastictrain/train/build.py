@@ -36,6 +36,7 @@ from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.saving import SavingParts
+from elastictrain.train.schedule import describe_short_warmup
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task
@@ -119,6 +120,8 @@ def build(
         resume=resume,
         flops_per_token=None if flops is None else flops / tokens,
     )
+    if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
+        observer.say(sentence)
     ledger = _make_ledger(setting)
 
     def tighten() -> None:

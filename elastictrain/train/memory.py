@@ -95,7 +95,7 @@ def make_saving(
         link,
         slots=indices,
         steps=steps,
-        every_steps=config.checkpoint.snapshot_every_steps,
+        snapshot_every_steps=config.checkpoint.snapshot_every_steps,
         unusable=lambda: link.broken or arena.broken,
     )
 

@@ -40,7 +40,7 @@ class SnapshotSaving:
         *,
         slots: Sequence[int],
         steps: Sequence[int | None],
-        every_steps: int,
+        snapshot_every_steps: int,
         unusable: Callable[[], str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -50,7 +50,7 @@ class SnapshotSaving:
         self._snapshots = snapshots
         self._link = link
         self._slots = slots
-        self._every_steps = every_steps
+        self._snapshot_every_steps = snapshot_every_steps
         self._unusable = unusable
         self._clock = clock
         self._settled_s = clock()
@@ -91,7 +91,7 @@ class SnapshotSaving:
     def notes(self, step: int) -> tuple[bool, ...]:
         if self._fallback is not None:
             return (False,) * self.num_notes
-        due = self._owed is not None or (self._every_steps > 0 and (step + 1) % self._every_steps <= 1)
+        due = self._owed is not None or (self._snapshot_every_steps > 0 and (step + 1) % self._snapshot_every_steps <= 1)
         status = self._snapshots.status(due=due, none_had=self._none_had)
         failed, saved = self._take_news()
         unsaved = self._parts.rank == 0 and self._durable_step > self._wait.saved_step
@@ -126,7 +126,7 @@ class SnapshotSaving:
         if self._owed is None:
             self._owed_since_s = self._clock()
         self._owed = reason or self._owed
-        if self._owed is None and not (self._every_steps and step % self._every_steps == 0):
+        if self._owed is None and not (self._snapshot_every_steps and step % self._snapshot_every_steps == 0):
             return
         place = self._book.choose(protected=self._rounds.protected if self._rounds is not None else ())
         self._none_had = place is None

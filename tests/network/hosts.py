@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from namespaces import Namespaces, run_tool
-from torchruns import Run, environment, events, last_step, wait_until
+from torchruns import Run, environment, events, last_step, last_wins, wait_until
 
 INTERFACE = "eth0"
 """Every host's only interface beside loopback."""
@@ -64,7 +64,7 @@ class Host:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             process = subprocess.Popen(
-                self.namespaces.entered(["env", f"--chdir={cwd or log.parent}", *command]),
+                self.namespaces.entered(["env", f"--chdir={cwd or log.parent}", *last_wins(command)]),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment({"GLOO_SOCKET_IFNAME": INTERFACE, **extra_environment}),

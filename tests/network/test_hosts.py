@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hosts import INTERFACE, Host, Network, durable_step, start_run
 from namespaces import processes_in
-from torchruns import TINY, Run, environment, events, last_step, losses, train_warm, wait_until
+from torchruns import TINY, Run, environment, events, last_step, last_wins, losses, train_warm, wait_until
 
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -221,7 +221,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(network: Network, tmp_path: Pa
 
 
 def assert_every_position_once(run_dir: Path, undisturbed: Path) -> None:
-    config = load([*ARGUMENTS, "run.dir=unused"])
+    config = load(last_wins([*ARGUMENTS, "run.dir=unused"]))
     num_samples = len(open_datasets(config.data, seq_len=config.train.seq_len).train)
     rows = list(read_ledger(open_store(str(run_dir))))
     problems = check_exactly_once(

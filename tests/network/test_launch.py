@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fleet import Fleet, launcher_of, resumed, workers
 from hosts import Host, Network
-from torchruns import TINY, events, kill, last_step, train_warm, wait_until
+from torchruns import TINY, events, kill, last_step, last_wins, train_warm, wait_until
 
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -123,7 +123,7 @@ def check(fleet: Fleet, undisturbed: Path) -> None:
     assert {row["step"] for row in rows} == set(right)
     for row in rows:
         assert row["loss"] == pytest.approx(right[row["step"]], rel=1e-5)
-    config = load([*ARGUMENTS, "run.dir=unused"])
+    config = load(last_wins([*ARGUMENTS, "run.dir=unused"]))
     num_samples = len(open_datasets(config.data, seq_len=config.train.seq_len).train)
     ledger = list(read_ledger(open_store(str(fleet.run_dir))))
     problems = check_exactly_once(

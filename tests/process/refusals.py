@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchruns import TINY, environment
+from torchruns import TINY, environment, last_wins
 
 START = (*TINY, "train.steps=3", "train.eval_every_steps=0")
 
@@ -49,7 +49,7 @@ class RefusingHost:
         which a store tries again."""
         log = folder / "refusal.txt"
         case = {
-            "arguments": [*START, f"run.dir={folder}/run", *arguments],
+            "arguments": last_wins([*START, f"run.dir={folder}/run", *arguments]),
             "environment": dict(extra_environment),
             "path": list(map(str, path)),
             "patience_s": patience_s,

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from torchruns import TINY, Run, events, kill, last_step, started, torchrun, train_warm, wait_until
+from torchruns import TINY, Run, events, kill, last_step, last_wins, started, torchrun, train_warm, wait_until
 
 from elastictrain.config.load import load
 from elastictrain.data.ledger import check_exactly_once, fold, read_ledger
@@ -122,7 +122,7 @@ def test_every_world_did_a_part(travelled: Path) -> None:
 
 
 def test_every_position_is_consumed_once_and_in_order(travelled: Path, undisturbed: Path) -> None:
-    config = load([*ARGUMENTS, "run.dir=unused"])
+    config = load(last_wins([*ARGUMENTS, "run.dir=unused"]))
     num_samples = len(open_datasets(config.data, seq_len=config.train.seq_len).train)
     rows = list(read_ledger(open_store(str(travelled))))
     problems = check_exactly_once(

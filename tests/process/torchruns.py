@@ -50,6 +50,12 @@ def environment(extra: Mapping[str, str] = {}) -> dict[str, str]:
     }
 
 
+def last_wins(command: Sequence[str | Path]) -> list[str]:
+    """A command without the overrides that a later one of the same key replaces: the program itself refuses both."""
+    keys = [key[0] if (key := re.match(r"[a-z_]+[a-z_.]*(?==)", str(argument))) else "" for argument in command]
+    return [str(one) for place, one in enumerate(command) if not keys[place] or keys[place] not in keys[place + 1 :]]
+
+
 def memory_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
     """A host memory of the test's own, the same for all starts below one folder; a `recipe=` must be there to take it."""
     asks = any(argument.startswith(("--", "checkpoint.memory_dir=")) for argument in arguments)
@@ -160,6 +166,7 @@ def started(
 ) -> Iterator[Run]:
     """A process that does not outlive the block; `warm` makes it a fork of one that has imported torch (see warm.py)."""
     variables, folder = environment(extra_environment), cwd or log.parent
+    command = last_wins(command)
     process: subprocess.Popen[bytes] | WarmProcess
     if warm:
         assert command[0] == sys.executable, command
@@ -248,7 +255,7 @@ def warm_ranks_started(
 
     They share a log, and none outlives the block. `errors` are warnings that raise.
     """
-    log = folder / "ranks.txt"
+    log, program = folder / "ranks.txt", last_wins(program)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     place |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}

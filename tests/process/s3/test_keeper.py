@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torchruns import TINY, alone, environment, events, free_port, keepers, losses, wait_until
+from torchruns import TINY, alone, environment, events, free_port, keepers, last_wins, losses, wait_until
 
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -146,7 +146,9 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         filler.write_bytes(bytes((8 << 20) - (400 << 10)))
         command = [sys.executable, "-m", "elastictrain.run", *ARGUMENTS, f"run.dir={run_dir}", f"train.steps={2 * STEPS}"]
         command += ["task.pause_s=0.02", "checkpoint.max_failed_saves=100", f"checkpoint.memory_dir={tmp_path}"]
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(
+            last_wins(command), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         try:
             wait_until(lambda: bool(events(run_dir, "checkpoint_failed")), timeout_s=60, what="a failed save")
             os.unlink(filler)  # noqa: PTH108

@@ -4,17 +4,19 @@ import pytest
 
 from elastictrain.config.suggest import suggest_choice, suggest_key
 
-VOCABULARY = ("run.seed", "train.steps", "train.seq_len", "optim.lr", "checkpoint.every_steps")
+VOCABULARY = ("run.dir", "checkpoint.dir", "run.seed", "train.steps", "train.seq_len", "optim.lr", "checkpoint.every_steps")
 
 
 @pytest.mark.parametrize(
     ("wrong", "meant"),
     [
         ("train.stepss", "train.steps"),
-        ("train.lr", "optim.lr"),
+        ("train.lr", ""),
         ("seed", "run.seed"),
+        ("dir", ""),
         ("trian.steps", "train.steps"),
-        ("train.every_steps", "checkpoint.every_steps"),
+        ("Train.steps", "train.steps"),
+        ("train.every_steps", "train.steps"),
         ("optim.seed_", ""),
         ("train.l", ""),
         ("nothing.like", ""),

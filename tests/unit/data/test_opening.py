@@ -7,7 +7,7 @@ from elastictrain.config.data import DataGroup
 from elastictrain.data.index import TokenIndex
 from elastictrain.data.opening import open_datasets, open_tokenizer
 from elastictrain.data.split import check_data
-from elastictrain.errors import DataError
+from elastictrain.errors import EXIT_CONFIG, DataError
 from elastictrain.storage.opening import open_store
 
 TEXT = bytes(range(100)) * 3
@@ -45,6 +45,17 @@ def test_local_files_that_are_not_what_the_index_says(folder: Path, damage: str)
         victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"tokens-00001\.bin must"):
         open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
+
+
+@pytest.mark.parametrize("below", ["", "/tokens"])
+def test_a_file_is_no_folder_of_tokens(tmp_path: Path, below: str) -> None:
+    (tmp_path / "text.txt").write_text("not yet prepared")
+    options = DataGroup(path=f"{tmp_path}/text.txt{below}")
+    with pytest.raises(DataError) as caught:
+        open_datasets(options, seq_len=10, environment={})
+    assert caught.value.exit_code == EXIT_CONFIG
+    assert f"{tmp_path}/text.txt is no folder" in str(caught.value)
+    assert [problem.key for problem in check_data(options, seq_len=10)] == ["data.path"]
 
 
 def test_check_finds_problems_by_key(folder: Path, tmp_path: Path) -> None:

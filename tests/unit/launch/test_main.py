@@ -159,7 +159,7 @@ def test_questions_are_answered_and_nothing_is_done(
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str], launch: Launch) -> None:
     (tmp_path / "file").write_text("I am no folder")
-    assert main([*RUN, "run.dir=file/run"]) == 74
+    assert main([*RUN[:-1], "run.dir=file/run"]) == 74
     error = capsys.readouterr().err
     assert "elastictrain: `run.dir` cannot be used: " in error
     assert "Set run.dir to another place, or mend this one." in error

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.config.optim import OptimGroup
-from elastictrain.train.schedule import learning_rate
+from elastictrain.train.schedule import describe_short_warmup, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]
 schedules = st.sampled_from(["constant", "linear", "cosine"])
@@ -30,6 +30,17 @@ def test_the_middle_and_the_end(schedule: Schedule, middle: float, end: float) -
     assert learning_rate(100, options(schedule), total_steps=100) == pytest.approx(end)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("constant", [0.2, 0.4, 0.6]), ("linear", [2 / 3, 4 / 3, 2.0]), ("cosine", [2 / 3, 4 / 3, 2.0])],
+)
+def test_a_run_shorter_than_its_warm_up(schedule: Schedule, rates: list[float]) -> None:
+    """A constant schedule may be continued to more steps later, so its rates are those of the longer run."""
+    assert [learning_rate(step, options(schedule), total_steps=3) for step in (1, 2, 3)] == pytest.approx(rates)
+    assert "10" in describe_short_warmup(options(schedule), total_steps=3)
+    assert describe_short_warmup(options(schedule), total_steps=10) == ""
+
+
 def test_cosine_is_a_cosine() -> None:
     rate = learning_rate(25, OptimGroup(lr=1.0, schedule="cosine", final_lr_ratio=0.0), total_steps=100)
     assert rate == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
@@ -44,8 +55,8 @@ def test_without_warm_up_the_first_step_is_near_the_peak() -> None:
 def test_never_negative_never_above_the_peak_and_never_rising_after_warm_up(
     schedule: Schedule, warmup: int, total: int, final: float
 ) -> None:
-    warmup = min(warmup, total)
     chosen = options(schedule, warmup=warmup, final=final)
+    warmup = min(warmup, total)
     rates = [learning_rate(step, chosen, total_steps=total) for step in range(1, total + 1)]
     assert all(0.0 <= rate <= 2.0 + 1e-12 for rate in rates)
     after = rates[max(0, warmup - 1) :]

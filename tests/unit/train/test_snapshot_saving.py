@@ -165,7 +165,7 @@ class Stage:
 def stage(
     *,
     slots: int = 2,
-    every_steps: int = 2,
+    snapshot_every_steps: int = 2,
     save_timeout_s: float = 100.0,
     replicates: bool = False,
     steps: list[int | None] | None = None,
@@ -197,7 +197,7 @@ def stage(
         cast(KeeperLink, link),
         slots=range(slots),
         steps=steps or [None] * slots,
-        every_steps=every_steps,
+        snapshot_every_steps=snapshot_every_steps,
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
     )
@@ -216,7 +216,7 @@ def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_older_snapshots_stay_until_a_new_one_is_whole_and_stays(slots: int) -> None:
     """A run that is killed in its first copies goes on from them."""
-    one = stage(slots=slots, every_steps=1)
+    one = stage(slots=slots, snapshot_every_steps=1)
     one.snapshots.slow = True
     for step in range(1, 8):
         one.step(step)
@@ -229,7 +229,7 @@ def test_older_snapshots_stay_until_a_new_one_is_whole_and_stays(slots: int) -> 
 
 
 def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
-    one = stage(slots=3, every_steps=1, steps=[10, None, None])
+    one = stage(slots=3, snapshot_every_steps=1, steps=[10, None, None])
     one.snapshots.slow = True
     for step in range(11, 16):
         one.step(step)
@@ -242,7 +242,7 @@ def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
 
 def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     """With them go the replicas of the older ones, which are what there is when a host is lost."""
-    one = stage(slots=3, every_steps=1, replicates=True)
+    one = stage(slots=3, snapshot_every_steps=1, replicates=True)
     for step in range(1, 8):
         one.step(step)
     assert (one.link.sent, one.link.told) == ([1], [])
@@ -253,7 +253,7 @@ def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
 
 
 def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> None:
-    one = stage(every_steps=0)
+    one = stage(snapshot_every_steps=0)
     one.snapshots.busy = True
     one.step(4, reason=INTERVAL)
     one.step(5)
@@ -267,7 +267,7 @@ def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> Non
 
 
 def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None:
-    one = stage(every_steps=0)
+    one = stage(snapshot_every_steps=0)
     one.snapshots.busy = True
     one.step(4, reason=INTERVAL)
     one.clock[0] = 99.0
@@ -289,7 +289,7 @@ def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
 def test_a_save_that_goes_down_with_the_keeper_is_owed(saved: bool, failed: bool) -> None:
-    one = stage(every_steps=0)
+    one = stage(snapshot_every_steps=0)
     one.step(4, reason=INTERVAL)
     one.step(5)
     assert one.snapshots.began == [(0, 4, "interval")]
@@ -304,7 +304,7 @@ def test_a_save_that_goes_down_with_the_keeper_is_owed(saved: bool, failed: bool
 
 
 def test_a_save_that_began_after_trouble_was_noted_is_owed() -> None:
-    one = stage(every_steps=0)
+    one = stage(snapshot_every_steps=0)
     one.step(3)
     one.unusable[0] = "gone"
     notes = one.saving.notes(4)
@@ -366,7 +366,7 @@ def test_a_success_ends_the_row_of_what_failed_before_it() -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_what_a_person_is_told_is_what_the_ranks_count(seed: int) -> None:
     chance = random.Random(seed)
-    one = stage(every_steps=0, max_failed_saves=10**6)
+    one = stage(snapshot_every_steps=0, max_failed_saves=10**6)
     said = one.saving.notes(0)
     for step in range(1, 40):
         for of in range(10 * step, 10 * step + (chance.choice([0, 0, 1, 1, 2, 3]) if step < 30 else 0)):
@@ -419,7 +419,7 @@ def test_a_save_that_cannot_be_put_off_does_not_need_a_slot() -> None:
 
 
 def test_what_is_being_sent_keeps_its_slot_until_it_has_arrived_or_failed() -> None:
-    one = stage(every_steps=1, replicates=True)
+    one = stage(snapshot_every_steps=1, replicates=True)
     for step in range(1, 8):
         one.step(step)
     assert one.link.sent == [1]
@@ -514,7 +514,7 @@ def test_storage_that_refuses_is_an_error_as_long_as_nobody_has_to_go() -> None:
 
 
 def test_the_step_that_is_whole_on_two_hosts_stays_where_another_slot_can_be_had() -> None:
-    one = stage(every_steps=1, replicates=True)
+    one = stage(snapshot_every_steps=1, replicates=True)
     for step in (1, 2, 3):
         one.step(step)
     one.link.sends = (False, False)
