@@ -14,7 +14,8 @@ class ParallelGroup:
     """`ddp`: a whole copy per rank. `fsdp`: sharded over all ranks. `hsdp`: sharded within a host, copied across hosts."""
 
     backend: Literal["auto", "nccl", "gloo"] = "auto"
-    """nccl trains on CUDA devices, gloo on the CPU; `auto` is nccl where there are CUDA devices."""
+    """nccl trains on GPUs, and ends with exit code 69 where torch can use none; gloo trains on the CPU; `auto` is nccl where
+    torch can use a GPU, else gloo. The recipes that are meant for GPUs say nccl."""
 
     shard_size: Annotated[int, Range(0)] = 0
     """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide, or a

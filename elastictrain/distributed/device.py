@@ -1,11 +1,15 @@
-"""Starts this rank's device while the rest of the program is still being imported: both take their time at each restart."""
+"""Starts this rank's device while the rest of the program is still being imported, and asks torch which GPUs it can use."""
 
 import logging
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
+
+from elastictrain.distributed.environment import Backend, choose_backend
+from elastictrain.distributed.gpus import read_gpus, why_no_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +33,33 @@ def start_device(
     thread = threading.Thread(target=start, name="start-device", daemon=True)
     thread.start()
     return thread
+
+
+def find_backend(
+    wanted: Literal["auto", "nccl", "gloo"], *, environment: Mapping[str, str], local_world_size: int
+) -> tuple[Backend, str]:
+    """The collective library; and why the CPU is used although this host has GPUs, if nobody has asked for that.
+
+    Raises: HostUnfitError, ConfigError.
+    """
+    if wanted == "gloo":
+        return "gloo", ""
+    with warnings.catch_warnings():
+        # What torch would warn of is said below.
+        warnings.simplefilter("ignore")
+        usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = read_gpus(environment)
+    reason = "" if usable else why_no_gpu(gpus, error=_error_of_torch())
+    backend = choose_backend(wanted, usable_gpus=usable, local_world_size=local_world_size, why_none=reason)
+    return backend, reason if gpus.files and not gpus.all_hidden else ""
+
+
+def _error_of_torch() -> str:
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    return "no device"
 
 
 def _made_context(index: int) -> bool:

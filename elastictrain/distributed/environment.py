@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from elastictrain.config.fault import FaultGroup
-from elastictrain.errors import ConfigError, Problem
+from elastictrain.distributed.gpus import needs_gpu
+from elastictrain.errors import ConfigError, HostUnfitError, Problem
 
 Backend = Literal["nccl", "gloo"]
 
@@ -19,27 +20,20 @@ class Variable:
     reason: str
 
 
-def choose_backend(wanted: Literal["auto", "nccl", "gloo"], *, num_cuda_devices: int, local_world_size: int) -> Backend:
-    """The collective library. Raises: ConfigError if the wanted one cannot work on this host."""
-    if wanted == "gloo" or (wanted == "auto" and num_cuda_devices == 0):
+def choose_backend(
+    wanted: Literal["auto", "nccl", "gloo"], *, usable_gpus: int, local_world_size: int, why_none: str
+) -> Backend:
+    """The collective library. `why_none`: why no GPU is usable.
+
+    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs.
+    """
+    if wanted == "gloo" or (wanted == "auto" and not usable_gpus):
         return "gloo"
-    if num_cuda_devices == 0:
-        raise ConfigError(
-            [
-                Problem(
-                    "parallel.backend", "is nccl, which needs CUDA devices, but this host shows none; set parallel.backend=auto"
-                )
-            ]
-        )
-    if num_cuda_devices < local_world_size:
-        raise ConfigError(
-            [
-                Problem(
-                    "--nproc-per-node",
-                    f"must be <= {num_cuda_devices}, the CUDA devices that this host shows, but is {local_world_size}",
-                )
-            ]
-        )
+    if not usable_gpus:
+        raise HostUnfitError(needs_gpu(why_none))
+    if usable_gpus < local_world_size:
+        message = f"must be <= {usable_gpus}, the CUDA devices that this host shows, but is {local_world_size}"
+        raise ConfigError([Problem("--nproc-per-node", message)])
     return "nccl"
 
 

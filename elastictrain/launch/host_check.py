@@ -3,6 +3,7 @@
 from dataclasses import asdict
 
 from elastictrain.config.composed import RunConfig
+from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
 from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.host.ports import WantedPort
@@ -13,7 +14,14 @@ from elastictrain.preflight.verdict import failures
 
 
 def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:
-    """The first check that failed, with its remedy; empty if none did, or with `preflight=off`."""
+    """Why no GPU can be used where one is needed, or the first check that failed, with its remedy; empty if all is well.
+
+    With `preflight=off` there are no checks.
+    """
+    if config.parallel.backend == "nccl":
+        reason = why_no_gpu(read_gpus(surroundings.environment, root=surroundings.root))
+        if reason:
+            return needs_gpu(reason)
     if config.preflight.level == "off":
         return ""
     asked = OwnChecks(

@@ -4,11 +4,11 @@ import argparse
 import os
 import sys
 
-import torch
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.distributed.environment import Backend, choose_backend
+from elastictrain.distributed.device import find_backend
+from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import connect, leave, make_group
 from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
@@ -30,7 +30,7 @@ _GROUP_S = 60.0
 def check_group(parsed: argparse.Namespace) -> int:
     """What every rank of torchrun does; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
     identity = read_identity(os.environ)
-    backend = choose_backend("auto", num_cuda_devices=torch.cuda.device_count(), local_world_size=identity.local_world_size)
+    backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
     store = connect(identity, timeout_s=_RENDEZVOUS_S)
     introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
     incarnation = agree(store, identity, introduction, number=0, timeout_s=_RENDEZVOUS_S, tell=_tell)

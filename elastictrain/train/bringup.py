@@ -12,19 +12,23 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from elastictrain.checkpoint.memory.budget import group_limits
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.task_signature import build_task
 from elastictrain.distributed.board import Board
-from elastictrain.distributed.environment import choose_backend, plan_environment
+from elastictrain.distributed.device import find_backend
+from elastictrain.distributed.environment import Backend, plan_environment
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
-from elastictrain.errors import ConfigError, Problem, StopRequestedError, StorageError
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.errors import ConfigError, HostUnfitError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.hang.standing import to_beat
 from elastictrain.fault.predecessors import wait_for_predecessors
@@ -38,6 +42,7 @@ from elastictrain.storage.store import Store
 from elastictrain.train.preflight import RunPreflight
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
 from elastictrain.train.samples import Samples, open_samples
+from elastictrain.train.state_size import Memory, Spread, judge_fit, measure_state
 from elastictrain.train.task import HasBlocks, Task
 
 logger = logging.getLogger(__name__)
@@ -104,6 +109,8 @@ def bring_up(
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
         _wait_for_predecessors(identity, poll=leave_if_asked)
+        if identity.local_rank == 0:
+            _check_memory(own.task, config, identity, backend=own.backend)
     with timings.phase("rendezvous"):
         met = _meet(config, identity, own, whereabouts=whereabouts, stop_request=stop_request)
     on_meeting(met)
@@ -156,11 +163,9 @@ class _Own:
 
 def _check_alone(config: RunConfig, identity: Identity) -> _Own:
     """What can be checked without another rank; plans the environment, too. Raises: ElasticTrainError."""
-    backend = choose_backend(
-        config.parallel.backend,
-        num_cuda_devices=torch.cuda.device_count(),
-        local_world_size=identity.local_world_size,
-    )
+    backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
+    if why_cpu and identity.local_rank == 0:
+        logger.warning("the CPU is used, and no GPU: %s", why_cpu)
     dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
     for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
         os.environ[variable.name] = variable.value
@@ -174,6 +179,37 @@ def _check_alone(config: RunConfig, identity: Identity) -> _Own:
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
     return _Own(backend, task, open_samples(task, config), store)
+
+
+def _check_memory(task: Task, config: RunConfig, identity: Identity, *, backend: Backend) -> None:
+    """Raises: HostUnfitError if the state cannot fit here; ConfigError if it fits nowhere, or the model cannot be built."""
+    size = measure_state(task)
+    if size is None:
+        return
+    parallel, local_world_size = config.parallel, identity.local_world_size
+    shape = mesh_shape(
+        parallel.kind, world_size=identity.world_size, local_world_size=local_world_size, shard_size=parallel.shard_size
+    )
+    spread = Spread(
+        kind=parallel.kind,
+        shards=shape.shards,
+        local_world_size=local_world_size,
+        world_size=identity.world_size,
+        snapshots=config.checkpoint.buffers,
+    )
+    device = None
+    if backend == "nccl":
+        total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
+        device = Memory(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
+    found = psutil.virtual_memory()
+    # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
+    total_bytes = min([int(found.total), *(limit for limit, _ in group_limits())])
+    host = Memory("this host", total_bytes, min(total_bytes, int(found.available)))
+    fit = judge_fit(size, spread, device=device, host=host)
+    if fit.problem:
+        raise ConfigError(fit.problem) if fit.nowhere else HostUnfitError(fit.problem)
+    if fit.warning:
+        logger.warning("%s", fit.warning)
 
 
 def _wait_for_predecessors(identity: Identity, *, poll: Callable[[], None]) -> None:

@@ -34,7 +34,7 @@ class Task(Protocol):
 
     def build_model(self) -> nn.Module:
         """The model. Called with the seed set, so default initialisation is the same on every rank; under the meta device
-        if the task also has `init_parameter`."""
+        if the task also has `init_parameter`. Called once more before that, under the meta device, to learn its size."""
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         """Forward one micro-batch. Call `model(...)` itself and exactly once: DDP and FSDP act in its call."""

@@ -21,7 +21,7 @@ class MlpConfig:
     hidden: Annotated[int, Range(1)] = 128
     """Width of each hidden layer."""
 
-    num_hidden: Annotated[int, Range(0)] = 2
+    num_hidden: Annotated[int, Range(0, 10_000)] = 2
     """Hidden layers; 0 is logistic regression."""
 
     dropout: Annotated[float, Range(0.0, 0.99)] = 0.1

@@ -17,7 +17,7 @@ class LlamaConfig:
     dim: Annotated[int, Range(1)]
     """Width of the residual stream."""
 
-    num_layers: Annotated[int, Range(1)]
+    num_layers: Annotated[int, Range(1, 10_000)]
     """Transformer blocks."""
 
     num_heads: Annotated[int, Range(1)]

@@ -4,6 +4,7 @@ left behind. Mistakes that configuration alone shows are in tests/unit/test_run.
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from refusals import START, RefusingHost, files_in, running_host
-from torchruns import torchrun, wait_until
+from torchruns import environment, torchrun, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,26 @@ def test_garbled_index(index: str, says: str, host: RefusingHost, tmp_path: Path
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has GPUs")
-def test_nccl_without_gpu(host: RefusingHost, tmp_path: Path) -> None:
-    refusal = host.start("parallel.backend=nccl", folder=tmp_path)
-    refusal.check(78, "`parallel.backend`", "needs CUDA devices", "set parallel.backend=auto")
+def test_a_recipe_for_gpus_without_one(host: RefusingHost, tmp_path: Path) -> None:
+    """Also where the launcher is asked: it knows without torch, and before anything is started."""
+    host.start("recipe=llama_fsdp", folder=tmp_path).check(69, "parallel.backend=nccl needs a GPU", "parallel.backend=gloo")
     assert not (tmp_path / "run").exists()
+    command = [sys.executable, "-m", "elastictrain.launch", "recipe=llama_fsdp", f"run.dir={tmp_path}/run", "preflight=off"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "parallel.backend=nccl needs a GPU" in done.stderr) == (69, True)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "says"),
+    [
+        (("model.dim=10000000",), 78, "the state of 1 rank takes "),
+        (("recipe=llama_fsdp", "parallel.backend=gloo", "model.dim=204800", "model.num_layers=2"), 69, "but this host has"),
+        (("model.vocab_size=1000000000000000000",), 78, "`model` must describe a model that can be built"),
+    ],
+)
+def test_a_state_that_cannot_fit(overrides: tuple[str, ...], code: int, says: str, host: RefusingHost, tmp_path: Path) -> None:
+    host.start(*overrides, folder=tmp_path).check(code, says)
 
 
 def test_sequence_longer_than_the_model(host: RefusingHost, tmp_path: Path) -> None:

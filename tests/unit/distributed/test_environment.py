@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.distributed.environment import choose_backend, plan_environment
-from elastictrain.errors import ConfigError
+from elastictrain.errors import ConfigError, HostUnfitError
 
 
 @pytest.mark.parametrize(
@@ -21,18 +21,18 @@ from elastictrain.errors import ConfigError
 def test_the_backend_follows_the_devices(
     wanted: Literal["auto", "nccl", "gloo"], devices: int, local: int, chosen: str
 ) -> None:
-    assert choose_backend(wanted, num_cuda_devices=devices, local_world_size=local) == chosen
+    assert choose_backend(wanted, usable_gpus=devices, local_world_size=local, why_none="") == chosen
 
 
-def test_nccl_without_devices_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"`parallel\.backend` is nccl, .*set parallel\.backend=auto"):
-        choose_backend("nccl", num_cuda_devices=0, local_world_size=1)
+def test_nccl_without_a_gpu_ends_with_69_and_the_reason() -> None:
+    with pytest.raises(HostUnfitError, match=r"parallel\.backend=nccl needs a GPU.*: all are hidden; parallel\.backend=gloo"):
+        choose_backend("nccl", usable_gpus=0, local_world_size=1, why_none="all are hidden")
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nccl"])
 def test_more_ranks_than_devices_are_refused(wanted: Literal["auto", "nccl"]) -> None:
     with pytest.raises(ConfigError, match=r"`--nproc-per-node` must be <= 2, .* is 4"):
-        choose_backend(wanted, num_cuda_devices=2, local_world_size=4)
+        choose_backend(wanted, usable_gpus=2, local_world_size=4, why_none="")
 
 
 def plan(backend: Literal["nccl", "gloo"], **present: str) -> dict[str, str]:

@@ -76,6 +76,15 @@ def test_without_a_preflight_nothing_is_asked(config: RunConfig, monkeypatch: py
     assert asked.asked == []
 
 
+def test_a_gpu_that_is_needed_is_asked_for_first(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = Asked()
+    monkeypatch.setattr("elastictrain.launch.host_check.check_host", asked)
+    needing = replace(config, parallel=replace(config.parallel, backend="nccl"))
+    for one in (needing, replace(needing, preflight=replace(config.preflight, level="off"))):
+        assert "needs a GPU" in why_unfit(one, Surroundings(host="a", root=tmp_path, environment={}), processes=4)
+    assert asked.asked == []
+
+
 def test_the_checks_themselves_of_a_host_made_up_of_files(config: RunConfig, tmp_path: Path) -> None:
     names = {field.name: "off" for field in fields(PreflightChecks) if field.name != "memory"}
     only_memory = replace(config.preflight, checks=replace(config.preflight.checks, **names))

@@ -301,6 +301,7 @@ def test_how_many_workers_a_host_has(
     changed = replace(config, parallel=parallel, launch=options)
     monkeypatch.setattr(launching, "load", lambda arguments, with_task: changed)
     monkeypatch.setattr(launching, "count_gpus", lambda environment: gpus)
+    monkeypatch.setattr(launching, "why_unfit", lambda config, surroundings, processes: "")
     monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("plain", processes=place))
     main(RUN)
     assert launch.parts[0].roster.entry.processes == workers

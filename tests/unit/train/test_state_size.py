@@ -1,0 +1,119 @@
+"""How much the state of a run takes, and whether that fits, without allocating any of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from elastictrain.config.load import load
+from elastictrain.config.task_signature import build_task
+from elastictrain.errors import EXIT_CONFIG, ConfigError
+from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.state_size import Memory, Spread, StateSize, judge_fit, measure_state, size_of
+
+GB = 10**9
+ALONE = Spread(kind="ddp", shards=1, local_world_size=1, world_size=1, snapshots=0)
+MODEL = StateSize(parameters=4 * GB, gradients=4 * GB, optimizer=8 * GB, buffers=GB // 10, largest=GB)
+
+
+def task(*arguments: str) -> object:
+    return build_task(load(list(arguments)))
+
+
+def host(total: float, available: float | None = None) -> Memory:
+    return Memory("this host", int(total * GB), int((total if available is None else available) * GB))
+
+
+def test_it_is_what_a_model_and_its_optimizer_really_take() -> None:
+    config = load(["recipe=llama_tiny"])
+    size = measure_state(build_task(config))  # type: ignore[arg-type]
+    model = build_task(config).build_model()  # type: ignore[attr-defined]
+    optimizer = make_optimizer(model, config.optim)
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    assert size == size_of(model)
+    assert size is not None
+    assert size.parameters == sum(parameter.nbytes for parameter in model.parameters())
+    assert size.optimizer == sum(moment.nbytes for moment in moments)
+    assert size.largest == max(parameter.nbytes for parameter in model.parameters())
+    assert size.buffers > 0
+
+
+def test_what_is_not_trained_has_neither_gradients_nor_moments() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
+    model[0].requires_grad_(False)
+    assert size_of(model) == StateSize(parameters=120, gradients=40, optimizer=80, buffers=0, largest=64)
+
+
+def test_a_task_that_needs_real_tensors_has_no_known_size() -> None:
+    class Loads:
+        def build_model(self) -> nn.Module:
+            return nn.Linear(1, int(torch.ones(()).item()))
+
+    assert measure_state(Loads()) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("recipe=llama_tiny", "model.dim=9223372036854775800"),
+        ("recipe=llama_tiny", "model.vocab_size=1000000000000000000"),
+        ("recipe=digits_ddp", "model.hidden=1000000000000000"),
+    ],
+)
+def test_sizes_beyond_64_bits_are_the_configurations_fault(arguments: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        measure_state(task(*arguments))  # type: ignore[arg-type]
+    assert (caught.value.exit_code, [problem.key for problem in caught.value.problems]) == (EXIT_CONFIG, ["model"])
+
+
+@pytest.mark.parametrize(
+    ("spread", "memory", "problem", "warning"),
+    [
+        (ALONE, host(100), False, False),
+        (ALONE, host(17), False, True),
+        (ALONE, host(16), True, False),
+        (ALONE, host(100, 16), True, False),
+        (replace(ALONE, local_world_size=2, world_size=2), host(30), True, False),
+        (replace(ALONE, local_world_size=2, world_size=8), host(50), False, False),
+        (Spread(kind="fsdp", shards=8, local_world_size=8, world_size=8, snapshots=0), host(30), False, False),
+        (Spread(kind="fsdp", shards=8, local_world_size=8, world_size=8, snapshots=0), host(16), True, False),
+        (Spread(kind="hsdp", shards=4, local_world_size=4, world_size=16, snapshots=0), host(30), False, False),
+        (replace(ALONE, snapshots=2), host(100), False, False),
+        (replace(ALONE, snapshots=2), host(40), False, True),
+    ],
+)
+def test_on_the_cpu_all_ranks_share_the_hosts_memory(spread: Spread, memory: Memory, problem: bool, warning: bool) -> None:
+    fit = judge_fit(MODEL, spread, device=None, host=memory)
+    assert (bool(fit.problem), bool(fit.warning)) == (problem, warning)
+    assert not fit.nowhere
+
+
+@pytest.mark.parametrize(
+    ("shards", "device", "problem", "warning"),
+    [(1, 16, True, False), (1, 20, False, True), (1, 80, False, False), (8, 4, False, False)],
+)
+def test_each_rank_has_a_gpu_of_its_own(shards: int, device: float, problem: bool, warning: bool) -> None:
+    spread = Spread(kind="fsdp", shards=shards, local_world_size=8, world_size=8, snapshots=1)
+    fit = judge_fit(MODEL, spread, device=replace(host(device), name="NVIDIA H200"), host=host(20))
+    assert (bool(fit.problem), bool(fit.warning)) == (problem, warning)
+    scarce = judge_fit(MODEL, spread, device=host(1000), host=host(5))
+    assert "snapshots" in scarce.warning
+
+
+def test_what_fits_no_machine_is_told_apart() -> None:
+    vast = replace(MODEL, optimizer=10**18)
+    assert judge_fit(vast, ALONE, device=None, host=host(1000)).nowhere
+    assert judge_fit(vast, ALONE, device=host(80), host=host(1000)).nowhere
+
+
+sizes = st.integers(0, 10**13)
+
+
+@given(st.builds(StateSize, sizes, sizes, sizes, sizes, sizes), st.integers(1, 4096))
+def test_a_rank_holds_its_share_and_while_it_is_filled_one_parameter_more(size: StateSize, shards: int) -> None:
+    size = replace(size, largest=min(size.largest, size.parameters))
+    assert size.of_rank(shards=shards) <= size.of_rank(shards=1) + size.largest
+    assert size.of_rank(shards=shards) * shards >= size.parameters + size.gradients + size.optimizer
