@@ -295,9 +295,12 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
         "telemetry.tensorboard=false",
         "telemetry.progress=off",
     )
+    # What a person gives replaces what is usual here, and contradicts what is fixed.
+    given = {argument.partition("=")[0] for argument in overrides}
+    kept = [argument for argument in (*MODELS[model], *usual) if argument.partition("=")[0] not in given]
     # As many samples as one pass of all ranks takes.
-    micro_batch = load([*MODELS[model], *usual, *overrides, *fixed]).train.micro_batch
-    config = load([*MODELS[model], *usual, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
+    micro_batch = load([*kept, *overrides, *fixed]).train.micro_batch
+    config = load([*kept, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
     torch.set_num_threads(config.run.num_threads)
     whereabouts = Whereabouts()
     started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)

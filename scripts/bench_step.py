@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
 import torch
@@ -30,12 +30,14 @@ from torch.nn.parallel import DistributedDataParallel
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
+from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.whereabouts import Whereabouts
-from elastictrain.identity import read_identity
-from elastictrain.run import leave_process
+from elastictrain.identity import Identity, read_identity
+from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import Started, bring_up
 from elastictrain.train.build import build
 from elastictrain.train.loop import Loop, StepReport
+from elastictrain.train.observing import Silent
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
@@ -108,7 +110,11 @@ class HandWritten:
             loss.item()
 
 
-class Interleaving:
+class MeasuredError(Exception):
+    """All blocks are done. It ends the loop before the save at the end, which is not part of a step."""
+
+
+class Interleaving(Silent):
     """Stands where the observer stands: times our blocks, and runs the other loop between them."""
 
     def __init__(self, other: HandWritten | None, synchronize: Callable[[], None]) -> None:
@@ -133,67 +139,51 @@ class Interleaving:
             if report.step > STEPS:
                 self.theirs.append((time.perf_counter() - began) / STEPS)
         dist.barrier()
+        if len(self.ours) == BLOCKS:
+            raise MeasuredError
         self.began = time.perf_counter()
 
-    def on_eval(self, step: int, loss: float) -> None:
-        """Not measured."""
 
-    def say(self, text: str) -> None:
-        """Nothing to say."""
-
-
-def main() -> None:
+def main() -> int:
     # All ranks must name the same folder; the agent's id is what they share.
     folder = f"{tempfile.gettempdir()}/elastictrain-bench-{os.environ.get('TORCHELASTIC_RUN_ID', os.getpid())}"
+    fixed = (
+        f"run.dir={folder}",
+        f"train.steps={STEPS * (BLOCKS + 1) + 2}",
+        "train.eval_every_steps=0",
+        "checkpoint.every_steps=0",
+        "checkpoint.buffers=0",
+        "telemetry.tensorboard=false",
+        "telemetry.progress=off",
+        "optim.warmup_steps=5",
+    )
+    identity = None
     try:
-        steps = STEPS * (BLOCKS + 1) + 1
-        fixed = [f"run.dir={folder}", f"train.steps={steps}", "train.eval_every_steps=0", "checkpoint.every_steps=0"]
-        config = load([*sys.argv[1:], *fixed, "telemetry.tensorboard=false", "telemetry.progress=off", "optim.warmup_steps=5"])
         identity = read_identity(os.environ)
-        torch.set_num_threads(config.run.num_threads)
-        whereabouts = Whereabouts()
-        started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
-        built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=None)
-        cuda = started.group.device.type == "cuda"
-        synchronize = torch.cuda.synchronize if cuda else (lambda: None)
-        other = None if os.environ.get("BENCH_ALONE") else HandWritten(config, started)
-        timing = Interleaving(other, synchronize)
-        parts = replace(built.loop, observer=timing, saving=NoSaving())
-        profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
-        with profile or nullcontext():
-            Loop(parts).run()
-        if profile is not None:
-            print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
-        if identity.rank == 0:
-            report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
-        built.close(finished=True)
+        measure(load([*sys.argv[1:], *fixed]), identity)
+    except ElasticTrainError as error:
+        return complain(error, identity)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return EXIT_OK
 
 
-class NoSaving:
-    """The save at the end is not part of a step."""
-
-    num_notes = 0
-    needs_settled = False
-    owes = False
-
-    def first_step_done(self) -> None: ...
-
-    def notes(self, step: int) -> tuple[bool, ...]:
-        return ()
-
-    def hear(self, step: int, notes: object) -> None: ...
-
-    def snapshot(self, step: int, *, reason: object) -> None: ...
-
-    def settled(self, step: int) -> None: ...
-
-    def before_update(self) -> None: ...
-
-    def save_now(self, step: int, reason: object) -> None: ...
-
-    def close(self, *, finished: bool) -> None: ...
+def measure(config: RunConfig, identity: Identity) -> None:
+    torch.set_num_threads(config.run.num_threads)
+    whereabouts = Whereabouts()
+    started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
+    built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=None)
+    cuda = started.group.device.type == "cuda"
+    synchronize = torch.cuda.synchronize if cuda else (lambda: None)
+    timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, started), synchronize)
+    profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
+    with profile or nullcontext(), suppress(MeasuredError):
+        Loop(replace(built.loop, observer=timing)).run()
+    if profile is not None:
+        print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
+    if identity.rank == 0:
+        report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
+    built.abandon()
 
 
 def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) -> None:
@@ -212,5 +202,4 @@ def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) 
 
 
 if __name__ == "__main__":
-    main()
-    leave_process(0)
+    leave_process(main())

@@ -137,6 +137,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="faults (default: all)")
+    parser.add_argument("--every", type=float, nargs=2, default=EVERY_S, metavar="S", help="least and most time between faults")
     parser.add_argument("--clock-off", type=float, default=10.0, metavar="S", help="how wrong the clock of the last host is")
     parsed = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, Network(Path(name) / "network") as network:
@@ -159,8 +161,8 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     kinds: list[str] = []
     while time.monotonic() < ends_s:
         # Every kind before any comes again.
-        kinds = kinds or chance.sample(KINDS, len(KINDS))
-        time.sleep(chance.uniform(*EVERY_S))
+        kinds = kinds or chance.sample(parsed.kinds, len(parsed.kinds))
+        time.sleep(chance.uniform(*parsed.every))
         plan.strike(kinds.pop())
     wall_s, steps = time.monotonic() - began_s, last_step(fleet.run_dir) - began_step
     for host in hosts.values():

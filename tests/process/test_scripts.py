@@ -1,0 +1,216 @@
+"""Every script in scripts/ runs, at a size of seconds."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from torchruns import REPOSITORY, environment
+
+from elastictrain.config.load import load
+
+SCRIPTS = REPOSITORY / "scripts"
+LIMIT_S = 240
+SMALL = (
+    "parallel.backend=gloo",
+    "train=default",
+    "model.dim=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.num_kv_heads=1",
+    "model.ffn_dim=64",
+    "train.seq_len=32",
+    "preflight=off",
+)
+Check = Callable[[Path], None]
+
+
+def run(
+    command: list[str | Path], *, folder: Path, extra_environment: Mapping[str, str] = {}, code: int = 0
+) -> "subprocess.CompletedProcess[str]":
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment({"TMPDIR": str(folder), **extra_environment}),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == code, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return done
+
+
+def python(script: str, *arguments: str, folder: Path, world_size: int = 0, **variables: str) -> str:
+    """What a script prints, under torchrun if there is a world."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)] if world_size else []
+    return run([sys.executable, *launcher, SCRIPTS / script, *arguments], folder=folder, extra_environment=variables).stdout
+
+
+def bench_step(folder: Path) -> None:
+    arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
+    said = python("bench_step.py", *arguments, folder=folder, world_size=2, BENCH_STEPS="2", BENCH_BLOCKS="2")
+    assert "speed ratio ours / hand-written" in said
+    assert not list(folder.glob("elastictrain-bench-*"))
+
+
+def bench_checkpoint(folder: Path) -> None:
+    arguments = ("--model", "tiny", "--rounds", "1", "--disk", str(folder), "--json", str(folder / "rows.json"))
+    python("bench_checkpoint.py", *arguments, *SMALL, f"checkpoint.memory_dir={folder}", folder=folder)
+    rows = {row["method"]: row for row in json.loads((folder / "rows.json").read_text())["rows"]}
+    ours = [row for name, row in rows.items() if name.startswith("ours")]
+    assert [(row["rounds"], row["remark"]) for row in ours] == [(1, "")] * 4
+    assert rows["dcp.save"]["rounds"] == 1
+
+
+def bench_fleet(folder: Path) -> None:
+    assert len(python("bench_fleet.py", "--hosts", "4", "--seeds", "2", folder=folder).splitlines()) == 2
+
+
+def bench_planning(folder: Path) -> None:
+    rows = folder / "rows.json"
+    python("bench_planning.py", "--ranks", "2", "--sharding", "fsdp", "--model", "tiny", "--json", str(rows), folder=folder)
+    assert [row["ranks"] for row in json.loads(rows.read_text())] == [2]
+
+
+def gpu_preflight(folder: Path) -> None:
+    assert "full again" in python("gpu/preflight.py", folder=folder, CUDA_VISIBLE_DEVICES="")
+
+
+def gpu_engine(folder: Path) -> None:
+    options = f"{' '.join(SMALL)} model=tiny train.micro_batch=2 checkpoint.memory_dir={folder}"
+    figures = {"WORLD": "1", "TURNS": "1", "KILLS": "1", "SAVES": "1", "HOW": "launch"}
+    said = python("gpu/engine.py", folder=folder, DISK=str(folder), EXTRA=options, **figures)
+    told = [json.loads(line) for line in said.splitlines() if line.startswith('{"what"')]
+    assert not any("error" in one for one in told), told
+    whats = {"kill", "losses of repeated steps", "snapshots", "throughput", "persist", "restore from disk"}
+    assert {one["what"] for one in told} == whats
+
+
+def stand_in(folder: Path, name: str, script: str = "") -> None:
+    """A program that writes what it is asked to `NAME.txt`, one call a line, and goes on with `script`."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>"$NOTES/{name}.txt"\n{script}\n')
+    (folder / name).chmod(0o755)
+
+
+def noted(folder: Path, name: str) -> list[str]:
+    """The calls since the last look."""
+    file = folder / f"{name}.txt"
+    lines = file.read_text().splitlines() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return lines
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """A virtual environment whose Python is this one and installs nothing; its other tools only take down what is asked."""
+    tools = folder / "venv" / "bin"
+    tools.mkdir(parents=True)
+    stand_in(tools, "python", f'[[ "$1 $2" =~ ^-m\\ (pip|compileall|pytest)$ ]] || exec {sys.executable} "$@"')
+    stand_in(tools, "torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+    for name in ("ruff", "mypy", "lint-imports"):
+        stand_in(tools, name)
+    return {"ELASTICTRAIN_VENV": str(folder / "venv"), "NOTES": str(folder)}
+
+
+def setup(folder: Path) -> None:
+    variables = environment_of(folder)
+    for extras, wanted in ((["dev"], "[dev]"), (["dev"], ""), (["s3"], "[dev,s3]"), (["s3", "dev"], ""), ([], "")):
+        run(["bash", SCRIPTS / "setup.sh", *extras], folder=folder, extra_environment=variables)
+        installed = [line for line in noted(folder, "python") if line.startswith("-m pip install")]
+        assert [line.endswith(f"-e {REPOSITORY}{wanted}") for line in installed] == ([True] if wanted else [])
+    refused = run(
+        ["bash", SCRIPTS / "setup.sh"], folder=folder, code=1, extra_environment={"ELASTICTRAIN_VENV": "none", "PYTHON": "/no"}
+    )
+    assert "PYTHON=/no must be an interpreter" in refused.stderr
+
+
+def check_and_test(folder: Path) -> None:
+    variables = environment_of(folder)
+    run(["bash", SCRIPTS / "test.sh", "-k", "nothing"], folder=folder, extra_environment=variables)
+    assert [line.split()[0] for line in noted(folder, "ruff")] == ["format", "check"]
+    assert [len(noted(folder, name)) for name in ("mypy", "lint-imports")] == [1, 1]
+    suites = [line.split()[2:] for line in noted(folder, "python") if line.startswith("-m pytest")]
+    folders = [word for words in suites for word in words if word.startswith("tests/")]
+    assert folders == ["tests/unit", "tests/process", "tests/network", "tests/gpu"]
+    assert all((REPOSITORY / name).is_dir() for name in folders)
+    assert all(words[-2:] == ["-k", "nothing"] for words in suites)
+    run(["bash", SCRIPTS / "check.sh"], folder=folder, extra_environment=variables)
+    assert sum(line.startswith("-m pytest tests/unit") for line in noted(folder, "python")) == 1
+
+
+def demo(folder: Path) -> None:
+    variables = environment_of(folder)
+    overrides = [*(one for one in SMALL if one != "train=default"), "train.steps=3", f"checkpoint.memory_dir={folder}"]
+    for run_dir in (f"run.dir={folder}/run", f"run.dir={folder}/run"):
+        said = run(["bash", SCRIPTS / "demo.sh", run_dir, *overrides], folder=folder, extra_environment=variables).stdout
+        assert "What happened" in said
+    assert "the run in" in said
+    twice = run(
+        ["bash", SCRIPTS / "demo.sh", "train.steps=3", "train.steps=4"], folder=folder, extra_environment=variables, code=64
+    )
+    assert "given twice" in twice.stderr
+
+
+def gpu_shells(folder: Path) -> None:
+    """What they would start on a host with GPUs composes, and is there."""
+    for name in ("python3", "torchrun"):
+        stand_in(folder / "bin", name)
+    variables = {"NOTES": str(folder), "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    run(["bash", SCRIPTS / "gpu" / "check.sh"], folder=folder, extra_environment=variables)
+    lines = "train.activation_checkpointing=full\n\ntrain.compile=false\n"
+    shell = ["bash", "-c", f'bash "{SCRIPTS}/gpu/variants.sh" <<<"$LINES"']
+    run([*shell], folder=folder, extra_environment=variables | {"LINES": lines})
+    (tests,) = noted(folder, "python3")
+    assert (REPOSITORY / tests.split()[2]).is_dir()
+    calls = [line.split() for line in noted(folder, "torchrun")]
+    assert len(calls) >= 4
+    for words in calls:
+        script = words.index("scripts/bench_step.py")
+        assert load(words[script + 1 :], with_task=False).parallel.kind == "fsdp"
+
+
+CHECKS: Mapping[str, Check] = {
+    "bench_checkpoint.py": bench_checkpoint,
+    "bench_fleet.py": bench_fleet,
+    "bench_planning.py": bench_planning,
+    "bench_step.py": bench_step,
+    "demo.sh": demo,
+    "gpu/engine.py": gpu_engine,
+    "gpu/preflight.py": gpu_preflight,
+    "gpu/variants.sh": gpu_shells,
+    "setup.sh": setup,
+    "test.sh": check_and_test,
+}
+ELSEWHERE = {
+    "check.sh": "test.sh",
+    "checkpoint_methods.py": "bench_checkpoint.py",
+    "gpu/check.sh": "gpu/variants.sh",
+    "soak.py": "tests/network/test_soak.py",
+    **{f"cluster/{path.name}": "tests/unit/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
+}
+"""Scripts that another one's test runs, or a test in another file."""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_it_runs(name: str, tmp_path: Path) -> None:
+    CHECKS[name](tmp_path)
+
+
+def test_every_script_is_run() -> None:
+    files = {str(path.relative_to(SCRIPTS)) for path in SCRIPTS.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert files == {*CHECKS, *ELSEWHERE}
+    assert all(where in CHECKS or (REPOSITORY / where).is_file() for where in ELSEWHERE.values())
+
+
+@pytest.mark.parametrize(
+    "script", sorted(SCRIPTS.rglob("*.sh")) + sorted(SCRIPTS.rglob("*.sbatch")), ids=lambda path: path.name
+)
+def test_the_shell_reads_it(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--severity=warning", str(script)], check=True, timeout=60)
