@@ -4,12 +4,17 @@ Exit codes: 0 done; 75 stopped on request, the same command goes on; 69 this hos
 70 the run fails again and again; 74 storage.
 """
 
-import logging
 import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C while the rest is imported, a third of a second, has nothing to stop and needs no traceback: 75, as below.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(75))
+
+import logging
 import re
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -70,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     logging.basicConfig(level=logging.WARNING, format="elastictrain: %(message)s", stream=sys.stderr)
     arguments = sys.argv[1:] if arguments is None else arguments
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         text = text_asked_for(arguments, program="python -m elastictrain.launch", purpose=_PURPOSE)
         if text is not None:

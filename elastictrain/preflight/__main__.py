@@ -5,9 +5,15 @@ its first step. Exit code 0: nothing failed; 69: this host is unfit; 71: another
 fail alike.
 """
 
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C while the rest is imported needs no traceback: 130, as below.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -32,6 +38,8 @@ _MODES = ("fail", "warn", "off")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         parsed = _parser().parse_args(arguments)
     except SystemExit as stop:
