@@ -48,9 +48,11 @@ def find_backend(
         # What torch would warn of is said below.
         warnings.simplefilter("ignore")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if usable:
+        return choose_backend(wanted, usable_gpus=usable, local_world_size=local_world_size, why_none=""), ""
     gpus = read_gpus(environment)
-    reason = "" if usable else why_no_gpu(gpus, error=_error_of_torch())
-    backend = choose_backend(wanted, usable_gpus=usable, local_world_size=local_world_size, why_none=reason)
+    reason = why_no_gpu(gpus, error=_error_of_torch())
+    backend = choose_backend(wanted, usable_gpus=0, local_world_size=local_world_size, why_none=reason)
     return backend, reason if gpus.files and not gpus.all_hidden else ""
 
 

@@ -1,7 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
-from elastictrain.distributed.device import start_device
+from elastictrain.distributed import device as module
+from elastictrain.distributed.device import find_backend, start_device
+from elastictrain.distributed.gpus import Gpus
+from elastictrain.errors import EXIT_UNFIT, HostUnfitError
 
 
 class Device:
@@ -49,3 +54,31 @@ def test_who_has_no_device_starts_none(backend: str, local_rank: int, monkeypatc
     device = Device(monkeypatch, refusals=0)
     assert start_device(backend, local_rank=local_rank, wait=device.wait) is None  # type: ignore[arg-type]
     assert device.diary == []
+
+
+OLD_DRIVER = Gpus(files=("/dev/nvidia0",), driver="535.104.05", driver_cuda="12.2", torch="2.13.0+cu130", torch_cuda="13.0")
+
+
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted by the driver, and still of no use: the CPU with a word, or the end where a GPU is asked for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = OLD_DRIVER
+    monkeypatch.setattr(module, "read_gpus", lambda environment: found)
+    backend, why_cpu = find_backend("auto", environment={}, local_world_size=1)
+    assert (backend, "535.104.05" in why_cpu) == ("gloo", True)
+    assert find_backend("gloo", environment={}, local_world_size=1) == ("gloo", "")
+    with pytest.raises(HostUnfitError, match=r"535\.104\.05") as caught:
+        find_backend("nccl", environment={}, local_world_size=1)
+    assert caught.value.exit_code == EXIT_UNFIT
+    found = replace(OLD_DRIVER, mask="CUDA_VISIBLE_DEVICES=", all_hidden=True)
+    assert find_backend("auto", environment={}, local_world_size=1) == ("gloo", "")
+    found = Gpus(torch="2.13.0+cpu")
+    assert find_backend("auto", environment={}, local_world_size=1) == ("gloo", "")
+
+
+def test_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert find_backend("auto", environment={}, local_world_size=2) == ("nccl", "")
+    assert find_backend("gloo", environment={}, local_world_size=2) == ("gloo", "")
