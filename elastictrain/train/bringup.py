@@ -109,6 +109,8 @@ def bring_up(
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
         _wait_for_predecessors(identity, poll=leave_if_asked)
+    with timings.phase("memory"):
+        # Only now: the workers of the generation before have given theirs back.
         if identity.local_rank == 0:
             _check_memory(own.task, config, identity, backend=own.backend)
     with timings.phase("rendezvous"):

@@ -89,7 +89,7 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         assert life.where_met == [(Phase.RENDEZVOUS, False)]
         assert life.whereabouts.mark.phase == Phase.PREFLIGHT
         assert [*started.timings.seconds] == [
-            "checks", "predecessors", "rendezvous", "preflight", "group", "preflight_group",
+            "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
         ]  # fmt: skip
         assert len(started.samples.train) == 64
         (introduction,) = started.met.incarnation.ranks
