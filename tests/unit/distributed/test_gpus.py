@@ -33,7 +33,6 @@ def test_nothing_speaks_against_a_healthy_host() -> None:
             "torch 2.13.0+cpu is built for the CPU, though this host has /dev/nvidia0",
         ),
         (Gpus(files=("/dev/kfd",), torch="2.13.0+cpu"), "torch 2.13.0+cpu is built for the CPU, though this host has /dev/kfd"),
-        (replace(HEALTHY, driver="", driver_cuda=""), "the NVIDIA driver is not loaded"),
         (
             replace(HEALTHY, driver="535.104.05", driver_cuda="12.2"),
             "built for CUDA 13.0, but the driver 535.104.05 knows CUDA 12.2",
@@ -44,6 +43,12 @@ def test_nothing_speaks_against_a_healthy_host() -> None:
 def test_each_reason_is_told_from_the_others(gpus: Gpus, says: str) -> None:
     assert says in why_no_gpu(gpus)
     assert says in why_no_gpu(gpus, error="CUDA unknown error")
+
+
+def test_a_driver_that_is_not_shown_is_not_loaded_if_torch_finds_no_gpu() -> None:
+    unseen = replace(HEALTHY, driver="", driver_cuda="")
+    assert why_no_gpu(unseen) == ""
+    assert "the NVIDIA driver is not loaded" in why_no_gpu(unseen, error="Found no NVIDIA driver on your system")
 
 
 def test_what_only_torch_knows_is_said_in_its_words() -> None:
