@@ -7,7 +7,6 @@ from elastictrain.config.data import DataGroup
 from elastictrain.config.describe import show
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.roster_address import read_roster_address
 from elastictrain.config.train import TrainGroup
 from elastictrain.errors import Problem
 
@@ -52,7 +51,6 @@ def check_launch(launch: LaunchGroup) -> list[Problem]:
     if 0 < launch.max_hosts < launch.min_hosts:
         message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
         problems.append(Problem("launch.max_hosts", message))
-    problems += _check_roster(launch)
     if launch.poll_s >= launch.lost_s:
         message = (
             f"must be < `launch.lost_s` = {launch.lost_s:g}, but is {launch.poll_s:g}: a host must be heard before it is lost"
@@ -62,22 +60,6 @@ def check_launch(launch: LaunchGroup) -> list[Problem]:
         message = f"must be <= `launch.backoff_limit_s` = {launch.backoff_limit_s:g}, but is {launch.backoff_s:g}"
         problems.append(Problem("launch.backoff_s", message))
     return problems
-
-
-def _check_roster(launch: LaunchGroup) -> list[Problem]:
-    try:
-        address = read_roster_address(launch.roster)
-    except ValueError as error:
-        message = f'must be "storage", or "tcp://HOST:PORT" as in tcp://10.0.0.7:29400, but is {show(launch.roster)}: {error}'
-        return [Problem("launch.roster", message)]
-    literal = None if address is None else address.literal
-    if literal is None or not literal.is_loopback or launch.min_hosts == 1:
-        return []
-    message = (
-        f"must be an address at which the other hosts reach the one that serves, as `launch.min_hosts` is {launch.min_hosts}, "
-        f"but is {show(launch.roster)}"
-    )
-    return [Problem("launch.roster", message)]
 
 
 def _is_address(text: str) -> bool:

@@ -26,15 +26,11 @@ class LaunchGroup:
     address: str = ""
     """IP address at which the other hosts reach this one; empty for the one that the cluster names or the kernel uses."""
 
-    roster: str = "storage"
-    """Where hosts find each other: "storage" (`run.dir`), or "tcp://HOST:PORT" where one host has an address that stays the
-    same. That host serves the others, and storage is asked less often; without it no group can form."""
-
     join_s: Annotated[float, Range(0.0)] = 30.0
     """How long the first group waits for more hosts than `min_hosts`, unless all that the cluster promised are there."""
 
     wait_s: Annotated[float, Range(0.0)] = 3600.0
-    """How long to wait for `min_hosts`, or for the roster, before giving up; 0 for ever."""
+    """How long to wait for `min_hosts` before giving up; 0 for ever."""
 
     lost_s: Annotated[float, Range(0.5)] = 4.0
     """How long a host may be silent before the others go on without it."""

@@ -29,7 +29,6 @@ from queue import Empty, SimpleQueue
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
 from elastictrain.config.load import load
-from elastictrain.config.roster_address import read_roster_address
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -43,12 +42,8 @@ from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import Place, Probes
 from elastictrain.launch.host_check import why_unfit
-from elastictrain.launch.membership.lost import patience_s
-from elastictrain.launch.membership.objects import Objects
 from elastictrain.launch.membership.records import Entry, HostState
 from elastictrain.launch.membership.registry import Registry
-from elastictrain.launch.membership.serving import Site
-from elastictrain.launch.membership.tcp_joining import Around, JoinedRoster
 from elastictrain.launch.notices import watch_notices
 from elastictrain.launch.probing import count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
@@ -127,8 +122,6 @@ class Held:
     listener: StopListener
     torchrun: Torchrun
     folder: Path
-    ending: ExitStack
-    """What gives it back, the last thing first; each, whatever becomes of the others."""
 
 
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings) -> int:
@@ -184,7 +177,7 @@ def _hold(config: RunConfig, ending: ExitStack) -> Held:
     torchrun = Torchrun()
     ending.callback(torchrun.close)
     torchrun.prepare()
-    return Held(claim, listener, torchrun, folder, ending)
+    return Held(claim, listener, torchrun, folder)
 
 
 def _put_together(
@@ -195,7 +188,7 @@ def _put_together(
     *,
     held: Held,
 ) -> Parts:
-    """Raises: StorageError if the run's folder or the roster cannot be used; ConfigError; StopRequestedError."""
+    """Raises: StorageError if the run's folder cannot be used; StopRequestedError."""
     store = open_store(config.run.dir)
     try:
         token = _unless_stopped(Registry(store).token, held.listener)
@@ -204,9 +197,6 @@ def _put_together(
     name = socket.gethostname()
     host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
     options = config.launch
-    site = Site(own_names(), _own_addresses(config, surroundings), alone=place.num_hosts <= 1 and options.min_hosts <= 1)
-    around = Around(store, token, site, asked_to_stop=lambda: held.listener.request is not None, say=say)
-    objects = _meet(config, around, host=host, ending=held.ending)
     watch = Watch(host, token=token, lost_s=options.lost_s)
     entry = Entry(
         host=host,
@@ -221,7 +211,7 @@ def _put_together(
         beat=0,
         ended=0,
     )
-    registry = Registry(objects, fleeting=without_sync(objects))
+    registry = Registry(store, fleeting=without_sync(store))
     if held.claim.before:
         # It did not come to say so itself.
         registry.bury(held.claim.before)
@@ -246,23 +236,6 @@ def _put_together(
         remembered_step=partial(remembered_step, config),
         say=say,
     )
-
-
-def _meet(config: RunConfig, around: Around, *, host: str, ending: ExitStack) -> Objects:
-    """Where this host meets the others."""
-    options = config.launch
-    address = read_roster_address(options.roster)
-    if address is None:
-        return around.store
-    joined = JoinedRoster(address, around)
-    ending.callback(joined.close, host=host, quiet_s=patience_s(HostState.BUSY, options))
-    joined.join(wait_s=options.wait_s)
-    return joined.objects
-
-
-def _own_addresses(config: RunConfig, surroundings: Surroundings) -> frozenset[str]:
-    found = [address for interface in usable_interfaces(surroundings) for address in interface.addresses]
-    return frozenset([*found, *filter(None, [config.launch.address])])
 
 
 def _processes(config: RunConfig, place: Place) -> int:

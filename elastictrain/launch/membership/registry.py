@@ -1,4 +1,4 @@
-"""The roster and the generations, in the run's storage or at one host. Acts; what follows from them is decided elsewhere."""
+"""The roster and the generations, in the run's storage. Acts; what follows from them is decided elsewhere."""
 
 import logging
 import re
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
 from elastictrain.launch.membership.codec import decode, encode
-from elastictrain.launch.membership.objects import Objects
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
+from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +21,9 @@ _TOKEN_BYTES = 32
 
 
 class Registry:
-    """What hosts tell each other, through a store or through one host. Every method raises StorageError."""
+    """What hosts tell each other, through the run's storage. Every method raises StorageError."""
 
-    def __init__(self, store: Objects, *, fleeting: Objects | None = None) -> None:
+    def __init__(self, store: Store, *, fleeting: Store | None = None) -> None:
         """`fleeting` leads to the same objects; what is written through it may be lost with a loss of power."""
         self._store = store
         self._fleeting = fleeting or store

@@ -8,39 +8,26 @@ import pytest
 
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from elastictrain.launch.membership.codec import encode
-from elastictrain.launch.membership.kept import KeptObjects
-from elastictrain.launch.membership.objects import Objects
 from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.registry import Registry
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import Retrying, RetryOptions
-from elastictrain.storage.store import ObjectInfo
+from elastictrain.storage.store import ObjectInfo, Store
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import end, entry, generation
-from tests.unit.launch.membership.served import connected, served
 
 
 def key(number: int) -> str:
     return f"launch/generations/{number:09d}.json"
 
 
-@pytest.fixture(params=["fake", "local", "kept", "tcp"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Objects]:
-    in_folder = open_store(str(tmp_path / "run"))
-    match request.param:
-        case "fake":
-            yield FakeStore()
-        case "local":
-            yield in_folder
-        case "kept":
-            yield KeptObjects(in_folder, url="kept://run")
-        case _:
-            with served(in_folder) as server, connected(server) as roster:
-                yield roster
+@pytest.fixture(params=["fake", "local"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    return FakeStore() if request.param == "fake" else open_store(str(tmp_path / "run"))
 
 
-def test_an_empty_store(store: Objects) -> None:
+def test_an_empty_store(store: Store) -> None:
     registry = Registry(store)
     assert registry.entries() == []
     assert registry.newest() is None
@@ -48,8 +35,7 @@ def test_an_empty_store(store: Objects) -> None:
     assert not registry.follows_another(1)
 
 
-@pytest.mark.parametrize("store", ["fake", "local"], indirect=True)
-def test_all_hosts_have_the_same_secret(store: Objects) -> None:
+def test_all_hosts_have_the_same_secret(store: Store) -> None:
     token = Registry(store).token()
     assert len(token) >= 16
     assert Registry(store).token() == token
@@ -88,7 +74,7 @@ def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_
     assert set(registry.ends(end("a", EndKind.DONE).generation)) == {"a"}
 
 
-def test_lines_are_replaced_and_forgotten(store: Objects) -> None:
+def test_lines_are_replaced_and_forgotten(store: Store) -> None:
     registry = Registry(store)
     for line in (entry("a"), entry("b"), replace(entry("a"), beat=2)):
         registry.write_entry(line)
@@ -126,7 +112,7 @@ def test_what_is_gone_between_the_list_and_the_read_is_left_out() -> None:
     assert set(registry.ends(1)) == {"b"}
 
 
-def test_each_number_is_taken_once(store: Objects) -> None:
+def test_each_number_is_taken_once(store: Store) -> None:
     first, second = Registry(store), Registry(store)
     mine, other = generation(1, "ab"), generation(1, "ba")
     assert first.create(mine)
@@ -136,7 +122,7 @@ def test_each_number_is_taken_once(store: Objects) -> None:
     assert first.newest() == second.newest() == mine
 
 
-def test_the_newest_generation_is_followed(store: Objects) -> None:
+def test_the_newest_generation_is_followed(store: Store) -> None:
     writer, reader = Registry(store), Registry(store)
     for number in (1, 2, 3):
         writer.create(generation(number, "ab"))
@@ -243,7 +229,7 @@ def test_foreign_names_are_no_generations() -> None:
     assert Registry(store).newest() == generation(1, "a")
 
 
-def test_whether_a_generation_follows_another(store: Objects) -> None:
+def test_whether_a_generation_follows_another(store: Store) -> None:
     registry = Registry(store)
     registry.create(generation(1, "a"))
     registry.create(generation(2, "a", outcome=Outcome.GIVE_UP))
@@ -251,7 +237,7 @@ def test_whether_a_generation_follows_another(store: Objects) -> None:
     assert [registry.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
 
 
-def test_ends_are_found_by_host(store: Objects) -> None:
+def test_ends_are_found_by_host(store: Store) -> None:
     registry = Registry(store)
     registry.write_end(end("a", EndKind.FAILED, 70))
     registry.write_end(end("a", EndKind.DONE))
