@@ -34,7 +34,9 @@ from elastictrain.storage.opening import open_store  # noqa: E402
 
 NAMES = "abc"
 LIMIT_S = 120.0
-FLAP_S = 3.0
+FLAP_S = (3.0, 10.0)
+"""Shorter and longer than `launch.lost_s`."""
+
 EVERY_S = (20.0, 60.0)
 RUN = (
     *TINY,
@@ -117,7 +119,7 @@ class Soak:
 
     def _flap(self, host: Host) -> Callable[[], None]:
         host.cut()
-        time.sleep(FLAP_S)
+        time.sleep(self.chance.uniform(*FLAP_S))
         host.restore()
         return lambda: None
 

@@ -96,14 +96,23 @@ class Roster:
         """What this host says of itself."""
         return self._entry
 
-    def say(self, state: HostState, *, reason: str = "", ended: int | None = None, master_port: int | None = None) -> None:
-        """Change this host's line."""
+    def say(
+        self,
+        state: HostState,
+        *,
+        reason: str = "",
+        ended: int | None = None,
+        master_port: int | None = None,
+        committed_step: int | None = None,
+    ) -> None:
+        """Change this host's line; what is None stays as it is."""
         self._entry = replace(
             self._entry,
             state=state,
             reason=reason,
             ended=self._entry.ended if ended is None else ended,
             master_port=self._entry.master_port if master_port is None else master_port,
+            committed_step=self._entry.committed_step if committed_step is None else committed_step,
         )
         self._awake.set()
 

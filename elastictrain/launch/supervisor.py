@@ -92,6 +92,9 @@ class Supervisor:
         """Whether this host's workers have reached the last step."""
 
         self._restart_cost_s = 0.0
+        self._committed_step = 0
+        """The newest step that this host has known to be committed; storage that does not answer makes it no smaller."""
+
         self._left_step = 0
         self._said = self._waits_for = ""
         self._waits_since_s = 0.0
@@ -264,8 +267,9 @@ class Supervisor:
         """How it ended here."""
         parts, folder = self._parts, self._folder_of(attempt.generation)
         # What a start would go on from is progress, wherever it is kept.
-        committed = max(parts.committed_step(), parts.remembered_step(), read_begun(str(folder)) or 0)
-        remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=committed)
+        known = (parts.committed_step(), parts.remembered_step(), read_begun(str(folder)) or 0)
+        self._committed_step = max(self._committed_step, *known)
+        remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=self._committed_step)
         self._left_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)
         end = judge_end(remains, generation=attempt.generation.number, host=parts.roster.entry.host)
         # What workers do when they are asked to end is no news, but that they were at the last step already is.
@@ -292,14 +296,20 @@ class Supervisor:
         if end.host == parts.roster.entry.host and end.exit_code == EXIT_UNFIT:
             self._rest(end.reason, ended=attempt.generation.number)
         else:
-            parts.roster.say(HostState.READY, ended=attempt.generation.number, master_port=free_port())
+            parts.roster.say(
+                HostState.READY,
+                ended=attempt.generation.number,
+                master_port=free_port(),
+                committed_step=self._committed_step,
+            )
 
     def _rest(self, reason: str, *, ended: int) -> None:
         """Take no part for a while."""
         parts = self._parts
         if parts.roster.entry.state is not HostState.UNFIT:
             self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
-        parts.roster.say(HostState.UNFIT, reason=reason, ended=max(ended, parts.roster.entry.ended))
+        ended = max(ended, parts.roster.entry.ended)
+        parts.roster.say(HostState.UNFIT, reason=reason, ended=ended, committed_step=self._committed_step)
 
     def _note_begin(self, attempt: Attempt) -> None:
         """Once the first step is through there is time to start the next torchrun ahead."""

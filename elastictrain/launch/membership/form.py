@@ -193,13 +193,25 @@ def _judge(view: View, past: Past, ready: Sequence[Entry], options: LaunchGroup)
     if past.generation is None:
         return BEGIN
     hosts = frozenset(entry.host for entry in ready)
-    aftermath = Aftermath(generation=past.generation, ends=view.ends, ready=hosts, unaware=_unaware(view))
+    aftermath = Aftermath(
+        generation=past.generation,
+        ends=view.ends,
+        ready=hosts,
+        unaware=_unaware(view),
+        committed_step=_committed_step(past.generation, view),
+    )
     following = judge(aftermath, options)
     witnessed = any(past.generation.has(host) for host in hosts) or past.since_s > view.began_s + options.lost_s
     if following.outcome is Outcome.RUN or witnessed:
         return following
     # All who took part have left without drawing the line, and whoever comes now was started to go on.
     return Next(outcome=Outcome.RUN, reason=f"started again after: {following.reason}")
+
+
+def _committed_step(generation: Generation, view: View) -> int:
+    """What the members' lines know. Those of other launchers may be of an earlier run in the same folder."""
+    lines = [view.me, *(one.entry for one in view.seen.values())]
+    return max((line.committed_step for line in lines if generation.has(line.host)), default=0)
 
 
 def _too_few(view: View, past: Past, ready: Sequence[Entry], options: LaunchGroup) -> Decision:

@@ -33,6 +33,9 @@ class Aftermath:
     unaware: frozenset[str] = frozenset()
     """Hosts that this generation had excluded, and that have not read so yet."""
 
+    committed_step: int = 0
+    """The newest step that any member's line says is committed: an end that was written while workers still ran knows less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Next:
@@ -60,14 +63,17 @@ def judge(aftermath: Aftermath, options: LaunchGroup) -> Next:
     if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
         reason = f"{names[cause.host]}: {cause.reason}"
         return Next(outcome=Outcome.GIVE_UP, exit_code=cause.exit_code, reason=reason)
-    failures = _since_progress(generation.failures, ends)
+    committed_step = max(aftermath.committed_step, *(end.committed_step for end in ends.values()), 0)
+    failures = _since_progress(generation.failures, committed_step)
     if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
         left_out = _excluded(aftermath, [host for host in unfit if host not in aftermath.ready])
         reason = f"{names[unfit[0]]} is unfit: {ends[unfit[0]].reason}"
         return Next(outcome=Outcome.RUN, failures=failures, excluded=left_out, reason=reason)
     if (harmless := _harmless_reason(aftermath, ends, cause, names)) is not None:
         return Next(outcome=Outcome.RUN, failures=failures, excluded=_excluded(aftermath), reason=harmless)
-    failure = _failure(generation, ends, cause, before=failures)
+    failure = _failure(
+        generation, ends, cause, committed_step=max(committed_step, *(one.committed_step for one in failures), 0)
+    )
     return _after_failure(aftermath, (*failures, failure), names, options)
 
 
@@ -85,9 +91,8 @@ def _of_members(aftermath: Aftermath) -> dict[str, End]:
     }
 
 
-def _since_progress(failures: tuple[Failure, ...], ends: Mapping[str, End]) -> tuple[Failure, ...]:
+def _since_progress(failures: tuple[Failure, ...], committed_step: int) -> tuple[Failure, ...]:
     """The failures that still count: none once a newer step is committed than when the last of them happened."""
-    committed_step = max((end.committed_step for end in ends.values()), default=0)
     return () if failures and committed_step > failures[-1].committed_step else failures
 
 
@@ -117,9 +122,7 @@ def _said_nothing(end: End | None) -> bool:
     return end is None or end.kind is EndKind.LOST
 
 
-def _failure(generation: Generation, ends: Mapping[str, End], cause: End | None, *, before: tuple[Failure, ...]) -> Failure:
-    known = [end.committed_step for end in ends.values()] + [failure.committed_step for failure in before]
-    committed_step = max(known, default=0)
+def _failure(generation: Generation, ends: Mapping[str, End], cause: End | None, *, committed_step: int) -> Failure:
     names = {member.host: member.name for member in generation.members}
     if cause is not None:
         hosts = blame.to_blame(cause, ends, members=tuple(names))

@@ -56,6 +56,9 @@ class Entry:
     ended: int
     """The newest generation whose end this host has finished with: nothing of it runs here any more. 0 for none."""
 
+    committed_step: int = 0
+    """The newest step that this host knew to be committed when it had finished with `ended`; 0 if none."""
+
 
 class EndKind(StrEnum):
     """Why a generation ended, in the eyes of one of its hosts."""
@@ -93,7 +96,8 @@ class End:
     """The step in which it was; 0 if none."""
 
     committed_step: int
-    """The newest step that a committed checkpoint held, as this host knows; 0 if none."""
+    """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
+    line tells it later."""
 
     reason: str
     """A sentence for people."""

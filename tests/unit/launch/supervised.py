@@ -79,7 +79,15 @@ class FakeRoster:
     attentive: bool = True
     posts: list[Generation | End] = field(default_factory=list)
 
-    def say(self, state: HostState, *, reason: str = "", ended: int | None = None, master_port: int | None = None) -> None:
+    def say(
+        self,
+        state: HostState,
+        *,
+        reason: str = "",
+        ended: int | None = None,
+        master_port: int | None = None,
+        committed_step: int | None = None,
+    ) -> None:
         self.diary.note(f"say {state}")
         before = self.entry
         self.entry = replace(
@@ -88,6 +96,7 @@ class FakeRoster:
             reason=reason,
             ended=before.ended if ended is None else ended,
             master_port=before.master_port if master_port is None else master_port,
+            committed_step=before.committed_step if committed_step is None else committed_step,
         )
 
     def post(self, record: Generation | End) -> None:

@@ -551,6 +551,20 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
     assert (post.kind, post.exit_code, post.step, post.committed_step) == (EndKind.FAILED, 70, 12, 9)
 
 
+def test_a_host_that_was_stopped_by_another_says_in_its_line_what_is_committed(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.committed_steps[0.0] = 9
+    host.learn(ends=[end("b", EndKind.LOST, lost="a")])
+    assert host.go(3.0) is None
+    assert (host.roster.entry.ended, host.roster.entry.committed_step) == (1, 9)
+    # Storage that does not answer takes nothing back.
+    host.committed_steps[0.0] = 0
+    host.run_workers(generation(2, "ab"))
+    host.end_workers(2, 1, Reason(0, 71, "reduce", 12, "a peer is gone"))
+    assert host.go(1.0) is None
+    assert (host.roster.entry.ended, host.roster.entry.committed_step) == (2, 9)
+
+
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
     host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"))

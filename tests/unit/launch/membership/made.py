@@ -22,8 +22,9 @@ def entry(
     order: int = -1,
     processes: int = 1,
     reason: str = "",
+    committed: int = 0,
 ) -> Entry:
-    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended)
+    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended, committed)
 
 
 def seen(line: Entry, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0) -> Seen:

@@ -6,7 +6,7 @@ from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
 from elastictrain.launch.membership.lost import takeover_s
-from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, HostState, Outcome
+from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
 from elastictrain.launch.membership.view import View
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, end, entry, generation, seen, view
@@ -52,6 +52,23 @@ def ended(*others: Seen, hosts: str = "abc", ends: tuple[End, ...] = (), number:
 
 def done(host: str, number: int = 1, state: HostState = READY, *, since_s: float = NOW_S - 1.0) -> Seen:
     return seen(entry(host, state, ended=number), since_s=since_s)
+
+
+@pytest.mark.parametrize("kind", [EndKind.LOST, EndKind.LEAVING, EndKind.GROW])
+def test_what_a_member_says_to_be_committed_is_progress_and_what_others_say_is_not(kind: EndKind) -> None:
+    failures = tuple(Failure(number, (), 71, "", 0, 400, "b: a peer is gone") for number in (2, 3))
+    newest = generation(4, "ab", failures=failures)
+    ends = (end("a", kind, number=4, lost="b"), end("b", EndKind.FAILED, 71, number=4))
+
+    def after(line: Entry, me: Entry) -> Decision:
+        return at(ended(seen(line, since_s=NOW_S - 1.0), ends=ends, number=4, newest=newest, me=me), NOW_S + 30)
+
+    def of(host: str, committed: int) -> Entry:
+        return entry(host, ended=4, committed=committed)
+
+    for line, me in ((of("b", 500), of("a", 0)), (of("b", 0), of("a", 500))):
+        assert {one.committed_step for one in created(after(line, me)).failures} <= {500}
+    assert {one.committed_step for one in created(after(of("z", 500), of("a", 0))).failures} == {400}
 
 
 # The first generation.

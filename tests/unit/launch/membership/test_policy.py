@@ -32,12 +32,14 @@ def after(
     failures: tuple[Failure, ...] = (),
     options: LaunchGroup = OPTIONS,
     ended: Generation | None = None,
+    committed: int = 0,
 ) -> Next:
     aftermath = Aftermath(
         generation=ended or generation(1, hosts, failures=failures),
         ends=by_host(ends),
         ready=frozenset(ready),
         unaware=frozenset(unaware),
+        committed_step=committed,
     )
     return judge(aftermath, options)
 
@@ -175,6 +177,16 @@ def test_progress_refills_the_budget() -> None:
     assert [one.committed_step for one in following.failures] == [500]
     assert following.pause_s == 0.0
     assert after(end("b", LEAVING, committed=500), failures=before).failures == ()
+
+
+@pytest.mark.parametrize("kind", [LOST, LEAVING, GROW])
+def test_what_the_lines_know_to_be_committed_refills_the_budget_whatever_the_kind_of_the_end(kind: EndKind) -> None:
+    before = (failure(1), failure(2))
+    ends = [end("a", kind, lost="b"), failed("b", EXIT_TRANSPORT, committed=0)]
+    following = after(*ends, failures=before, committed=500)
+    assert following.outcome is Outcome.RUN
+    assert {one.committed_step for one in following.failures} <= {500}
+    assert len(following.failures) <= 1
 
 
 def test_an_end_that_knows_of_less_is_no_progress() -> None:

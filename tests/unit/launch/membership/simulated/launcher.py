@@ -52,10 +52,12 @@ class Launcher:
         options: LaunchGroup,
         expected_hosts: int,
         decide: Decide,
+        committed_step: Callable[[], int],
     ) -> None:
         self.name, self.host = name, host
         self.expected_hosts = expected_hosts
         self.clock, self.storage, self.options, self._decide = clock, storage, options, decide
+        self._committed_step = committed_step
         self.frozen = ""
         self.gone = False
         self.silent_death = False
@@ -222,6 +224,7 @@ class Launcher:
             self.own_end = End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended")
             self.posts.append(self.own_end)
         self.attempt, self.attentive = None, True
+        self.entry = replace(self.entry, committed_step=max(self.entry.committed_step, self._committed_step()))
         unfit = attempt.exit_code == 69 and attempt.asked is None
         self._say(HostState.UNFIT if unfit else HostState.READY, ended=number)
         if unfit:

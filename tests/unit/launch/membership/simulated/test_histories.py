@@ -81,6 +81,32 @@ def test_a_run_comes_to_its_end_and_its_launchers_too(plan: Sequence[Fault], see
     assert (EXIT_BUG in codes) <= (Outcome.GIVE_UP in over)
 
 
+def until_it_commits(world: World) -> None:
+    before = world.committed_step()
+    for _ in range(600):
+        world.tick()
+        if world.committed_step() > before:
+            return
+    raise AssertionError(story(world))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_links_that_are_out_for_seconds_never_end_a_run_that_commits_in_between(seed: int) -> None:
+    world = World(NAMES, seed=seed, options=LaunchGroup(min_hosts=2), expected_hosts=len(NAMES))
+    random = Random(seed)
+    for _ in range(20):
+        until_it_commits(world)
+        name = random.choice(NAMES)
+        world.unheard = {frozenset((name, other)) for other in NAMES if other != name}
+        for _ in range(random.randint(3, 10)):
+            world.tick()
+            if random.random() < 0.2:
+                world.launchers[random.choice(NAMES)].workers_end(71, now_s=world.now_s)
+        world.unheard = set()
+    until_it_commits(world)
+    assert len(world.live()) == len(NAMES)
+
+
 def test_undisturbed_hosts_train_in_one_generation_to_the_end() -> None:
     world = World(NAMES, seed=1, options=options(min_hosts=4), total_steps=25)
     while world.live():

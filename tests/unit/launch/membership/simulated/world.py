@@ -78,6 +78,7 @@ class World:
             options=self.options,
             expected_hosts=self._expected_hosts,
             decide=self._decide,
+            committed_step=self.committed_step,
         )
 
     def kill(self, name: str, *, silently: bool) -> None:
@@ -171,6 +172,11 @@ class World:
         resumes = [resume for written_s, resume in self.resumes if written_s <= records_s]
         made = [one for written_s, one in self.commits if written_s <= seen_s and not self._stale(one.commit, resumes)]
         return max(made, key=lambda one: one.commit.step, default=None)
+
+    def committed_step(self) -> int:
+        """What a start would go on from, as storage holds it."""
+        resumes = [resume for _, resume in self.resumes]
+        return max((made.commit.step for _, made in self.commits if not self._stale(made.commit, resumes)), default=0)
 
     def _commit(self, group: Group) -> None:
         if group.resumed and group.step > (0 if group.parent is None else group.parent.commit.step):
