@@ -20,6 +20,7 @@
     ├── TransportError                   71  a peer is gone, or a collective failed or hung
     ├── PreflightError                   71  another host, a link or the group fails a check
     ├── NonFiniteError                   70  too many non-finite steps in a row
+    ├── ReplicasDivergedError            70  replicas hold different state
     └── StopRequestedError                    75  stopped on request, state saved: run me again
 
 Exit codes follow sysexits.h.
@@ -161,6 +162,10 @@ class PreflightError(ElasticTrainError):
 
 class NonFiniteError(ElasticTrainError):
     """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class ReplicasDivergedError(ElasticTrainError):
+    """Replicas of the model do not hold the same parameters and optimizer state; the message names the ranks and hosts."""
 
 
 class StopRequestedError(ElasticTrainError):

@@ -189,6 +189,19 @@ class MemoryShort(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicasDiverged(Event):
+    """Replicas hold different parameters or optimizer state: the run ends, and nothing is saved of the step."""
+
+    event: ClassVar[str] = "replicas_diverged"
+    step: int
+    ranks: tuple[int, ...]
+    """Those that differ from the majority of their replicas; all of them where there is no majority."""
+
+    hosts: tuple[str, ...]
+    majority: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved(Event):
     """A checkpoint is committed: durable, and found by the next start."""
 

@@ -1,4 +1,4 @@
-"""The group `fault`: how long anything may take before it counts as hung."""
+"""The group `fault`: how long anything may take before it counts as hung, and how often replicas are compared."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -38,6 +38,10 @@ class FaultGroup:
 
     hang_floor_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
     """A shorter silence is never taken for a hang, however short the steps are; `fault.step_timeout_s` is the longest."""
+
+    compare_every_steps: Annotated[int, Range(0)] = 0
+    """Replicas (DDP, HSDP) compare their parameters and optimizer state this often, besides before every snapshot and
+    checkpoint; 0: then only."""
 
     flight_recorder_entries: Annotated[int, Range(0)] = 2000
     """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""

@@ -33,6 +33,7 @@ from elastictrain.train.memory import make_saving
 from elastictrain.train.observing import make_observer
 from elastictrain.train.optimizer import forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.saving import SavingParts
@@ -129,10 +130,11 @@ def build(
         if identity.launcher is not None and identity.local_rank == 0:
             leave_begun(identity.launcher.folder, resumed_step=resume.step)
 
+    comparison = _make_comparison(setting, state, wrapped=wrapped)
     in_storage = resume.tier in ("storage", "none")
     saving = make_saving(
         memory,
-        _saving_parts(setting, checkpointer, state, ledger=ledger, say=observer.say),
+        _saving_parts(setting, checkpointer, state, comparison=comparison, ledger=ledger, say=observer.say),
         config=config,
         identity=identity,
         started=started,
@@ -145,6 +147,7 @@ def build(
         stepper=_make_stepper(setting, state, wrapped=wrapped, before_update=saving.before_update),
         micro_batches=iter(loader),
         saving=saving,
+        comparison=comparison,
         evaluator=_make_evaluator(setting, wrapped=wrapped),
         ledger=ledger,
         observer=observer,
@@ -166,7 +169,13 @@ def build(
 
 
 def _saving_parts(
-    setting: _Setting, checkpointer: Checkpointer, state: TrainState, *, ledger: Ledger | None, say: Callable[[str], None]
+    setting: _Setting,
+    checkpointer: Checkpointer,
+    state: TrainState,
+    *,
+    comparison: ReplicaComparison,
+    ledger: Ledger | None,
+    say: Callable[[str], None],
 ) -> SavingParts:
     config, journal = setting.config, setting.started.met.journal
 
@@ -182,6 +191,7 @@ def _saving_parts(
         group=setting.started.group.control,
         rank=setting.identity.rank,
         max_failed_saves=config.checkpoint.max_failed_saves,
+        comparison=comparison,
         save_timeout_s=config.fault.save_timeout_s,
         finish_timeout_s=config.fault.close_s,
         left_s=lambda: left_s(setting.stop_request(), now_s=time.monotonic(), grace_s=config.fault.shutdown_grace_s),
@@ -256,6 +266,18 @@ def _make_stepper(setting: _Setting, state: TrainState, *, wrapped: Wrapped, bef
         seed=setting.config.run.seed,
         whereabouts=setting.whereabouts,
         before_update=before_update,
+    )
+
+
+def _make_comparison(setting: _Setting, state: TrainState, *, wrapped: Wrapped) -> ReplicaComparison:
+    identity, met = setting.identity, setting.started.met
+    return ReplicaComparison(
+        state,
+        shape=wrapped.shape,
+        rank=identity.rank,
+        hosts=met.incarnation.hosts,
+        every_steps=setting.config.fault.compare_every_steps,
+        record=met.journal.record if identity.speaks else None,
     )
 
 

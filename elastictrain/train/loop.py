@@ -18,6 +18,7 @@ from elastictrain.identity import Identity
 from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import Reached
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Saving
 from elastictrain.train.schedule import learning_rate
 from elastictrain.train.skipping import check_skips, count_step
@@ -71,6 +72,7 @@ class LoopParts:
     stepper: Stepper
     micro_batches: Iterator[MicroBatch]
     saving: Saving
+    comparison: ReplicaComparison
     evaluator: Evaluator | None
     ledger: Ledger | None
     observer: Observer
@@ -139,6 +141,7 @@ class Loop:
             step = state.step + 1
             started = self._launch(step)
             state.step = step
+            self._parts.comparison.step_launched(step)
             # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
             agreed = self._settle(pending) if pending else carried
             pending, carried = started, Agreed()
@@ -214,6 +217,8 @@ class Loop:
         parts.observer.on_step(
             StepReport(facts.step, facts.loss, facts.rate, facts.grad_norm, step_s, tokens_per_s, skips.total)
         )
+        # Before saving counts the step as whole.
+        parts.comparison.check(facts.step)
         parts.saving.settled(facts.step)
         parts.saving.hear(facts.step, facts.notes)
         # Whoever asked before the last save began has been served by it.

@@ -15,6 +15,7 @@ from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached, least
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.state import TrainState
 
 
@@ -73,6 +74,7 @@ class SavingParts:
 
     rank: int
     max_failed_saves: int
+    comparison: ReplicaComparison
     save_timeout_s: float
     finish_timeout_s: float
     """How long the end of the run may wait for its keeper's."""
@@ -133,6 +135,8 @@ class SynchronousSaving:
         parts.whereabouts.enter(Phase.SAVE, step=step)
         # What the checkpoint covers is never done again, so its records must not be lost with this process.
         parts.flush_records()
+        parts.comparison.begin(step)
+        parts.comparison.check(step)
         try:
             parts.checkpointer.save(
                 step,

@@ -173,6 +173,7 @@ class SnapshotSaving:
             parts.whereabouts.enter(Phase.SAVE, step=step)
             self._begin(found.place, step, reason, awaited=True)
             self._snapshots.before_update()
+            parts.comparison.check(step)
             self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
             verdict = self._outcome(step)
             parts.whereabouts.enter(Phase.SAVE, step=step)
@@ -207,6 +208,8 @@ class SnapshotSaving:
             self._link.send(wanted)
 
     def _begin(self, place: int, step: int, reason: SaveReason | None, *, awaited: bool = False) -> None:
+        # What is found is known when the step is settled, and its snapshot is not whole before.
+        self._parts.comparison.begin(step)
         parts = {name: local_part(tensor) for name, tensor in self._parts.state.tensors().items()}
         self._snapshots.begin(place, step, reason=reason or "", parts=parts, awaited=awaited)
         if reason is not None:

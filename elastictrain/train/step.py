@@ -12,6 +12,7 @@ from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.train.host_copy import HostCopy
 from elastictrain.train.optimizer import set_learning_rate
 from elastictrain.train.parameters import local
 from elastictrain.train.seeding import derive_seed, seed_everything
@@ -51,20 +52,11 @@ class PendingStep:
     def __init__(self, figures: Tensor, *, step: int, rate: float) -> None:
         self._step = step
         self._rate = rate
-        self._arrived: torch.cuda.Event | None = None
-        if figures.is_cuda:
-            self._figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            self._figures.copy_(figures, non_blocking=True)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record()
-        else:
-            self._figures = figures
+        self._figures = HostCopy(figures)
 
     def facts(self) -> StepFacts:
         """The step's figures on the host."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        loss, grad_norm, stop, save, *notes = self._figures.tolist()
+        loss, grad_norm, stop, save, *notes = self._figures.wait().tolist()
         return StepFacts(self._step, self._rate, loss, grad_norm, stop > 0, save > 0, tuple(note > 0 for note in notes))
 
 

@@ -58,6 +58,16 @@ def bench_step(folder: Path) -> None:
     assert not list(folder.glob("elastictrain-bench-*"))
 
 
+def bench_compare(folder: Path) -> None:
+    arguments = ("recipe=llama_tiny", *SMALL, "train.micro_batch=4", f"checkpoint.memory_dir={folder}")
+    figures = {"BENCH_STEPS": "4", "BENCH_COMPARISONS": "3"}
+    for world_size in (1, 2):
+        said = python("bench_compare.py", *arguments, folder=folder, world_size=world_size, **figures)
+        row = json.loads(said.splitlines()[-1])
+        assert row["ranks"] == world_size
+        assert min(row["step_ms"], row["compare_ms"], row["state_bytes"]) > 0
+
+
 def bench_checkpoint(folder: Path) -> None:
     arguments = ("--model", "tiny", "--rounds", "1", "--disk", str(folder), "--json", str(folder / "rows.json"))
     python("bench_checkpoint.py", *arguments, *SMALL, f"checkpoint.memory_dir={folder}", folder=folder)
@@ -176,6 +186,7 @@ def gpu_shells(folder: Path) -> None:
 
 CHECKS: Mapping[str, Check] = {
     "bench_checkpoint.py": bench_checkpoint,
+    "bench_compare.py": bench_compare,
     "bench_fleet.py": bench_fleet,
     "bench_planning.py": bench_planning,
     "bench_step.py": bench_step,

@@ -109,6 +109,7 @@ def test_nobody_heard_is_nothing_said() -> None:
         (TRANSPORT[0], True),
         (KeyError("tokens"), True),
         (errors.NonFiniteError("11 steps in a row"), False),
+        (errors.ReplicasDivergedError("rank 1 differs"), False),
         (errors.StopRequestedError("SIGTERM"), False),
         (ConfigError([Problem("train.steps", "must be >= 1")]), False),
     ],

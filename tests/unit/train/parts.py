@@ -1,6 +1,7 @@
 """A small task and its data, for tests of the step and of what surrounds it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +13,30 @@ from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, wrap
+from elastictrain.errors import ReplicasDivergedError
 from elastictrain.train.task import LossOutput
 
 CPU = torch.device("cpu")
 GLOBAL_BATCH = 8
+
+
+@dataclass
+class FakeComparison:
+    """Replicas that come to differ at a step, if at all."""
+
+    diverge_at: int | None = None
+    launched: list[int] = field(default_factory=list)
+    begun: list[int] = field(default_factory=list)
+
+    def step_launched(self, step: int) -> None:
+        self.launched.append(step)
+
+    def begin(self, step: int) -> None:
+        self.begun.append(step)
+
+    def check(self, step: int) -> None:
+        if step in self.begun and self.diverge_at is not None and step >= self.diverge_at:
+            raise ReplicasDivergedError(f"replicas differ after step {step}")
 
 
 class Net(nn.Module):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
+from typing import cast
 
 import pytest
 from torch import nn
@@ -20,7 +21,14 @@ from elastictrain.config.run import RunGroup
 from elastictrain.config.task import TaskGroup
 from elastictrain.config.telemetry import TelemetryGroup
 from elastictrain.config.train import TrainGroup
-from elastictrain.errors import CheckpointError, NonFiniteError, SavesFailingError, StopRequestedError, TransportError
+from elastictrain.errors import (
+    CheckpointError,
+    NonFiniteError,
+    ReplicasDivergedError,
+    SavesFailingError,
+    StopRequestedError,
+    TransportError,
+)
 from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.whereabouts import Whereabouts
@@ -28,10 +36,12 @@ from elastictrain.identity import Identity
 from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop, LoopParts, StepReport
 from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SavingParts, SynchronousSaving
 from elastictrain.train.schedule import learning_rate
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, StepFacts
+from tests.unit.train.parts import FakeComparison
 
 BATCH = 4
 
@@ -100,6 +110,7 @@ class World:
     now_s: float = 0.0
     request: StopRequest | None = None
     said: list[str] = field(default_factory=list)
+    comparison: FakeComparison = field(default_factory=FakeComparison)
 
     # The stepper.
     def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
@@ -123,6 +134,7 @@ class World:
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
         whereabouts = Whereabouts()
         observer = _Observer(self)
+        comparison = cast(ReplicaComparison, self.comparison)
         saving = SynchronousSaving(
             SavingParts(
                 checkpointer=self,  # type: ignore[arg-type]
@@ -131,6 +143,7 @@ class World:
                 group=None,
                 rank=self.rank,
                 max_failed_saves=self.config.checkpoint.max_failed_saves,
+                comparison=comparison,
                 save_timeout_s=1.0,
                 finish_timeout_s=1.0,
                 left_s=lambda: None,
@@ -147,6 +160,7 @@ class World:
             stepper=self,  # type: ignore[arg-type]
             micro_batches=repeat(None),  # type: ignore[arg-type]
             saving=saving,
+            comparison=comparison,
             evaluator=evaluator,  # type: ignore[arg-type]
             ledger=None,
             observer=observer,
@@ -442,3 +456,19 @@ def test_what_breaks_the_group_is_no_failed_save() -> None:
     with pytest.raises(TransportError):
         world.train()
     assert world.of(CheckpointFailed) == []
+
+
+def test_replicas_that_differ_end_the_run_before_anything_is_saved_of_the_step() -> None:
+    world = World(config(steps=9, save_every=2), comparison=FakeComparison(diverge_at=4))
+    with pytest.raises(ReplicasDivergedError):
+        world.train()
+    assert world.comparison.launched == [1, 2, 3, 4]
+    assert world.comparison.begun == [2, 4]
+    assert (world.saved, world.of(CheckpointFailed)) == ([(2, "interval")], [])
+
+
+def test_replicas_are_compared_between_saves_when_the_next_step_is_under_way() -> None:
+    world = World(config(steps=9), comparison=FakeComparison(diverge_at=4, begun=[2, 4, 6]))
+    with pytest.raises(ReplicasDivergedError):
+        world.train()
+    assert (world.launched, world.of(Step), world.saved) == ([1, 2, 3, 4, 5], [1, 2, 3, 4], [])

@@ -24,9 +24,11 @@ from elastictrain.train.bringup import Started
 from elastictrain.train.keepers import Memory, meet_keepers
 from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
 from elastictrain.train.peers import OtherHosts
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, layout_of, put
+from tests.unit.train.parts import FakeComparison
 from tests.unit.train.test_loop import config
 
 ALONE = Identity(0, 1, 0, 1, "here", launched=False)
@@ -92,6 +94,7 @@ def parts_of(scene: Scene) -> SavingParts:
         group=None,
         rank=0,
         max_failed_saves=2,
+        comparison=cast(ReplicaComparison, FakeComparison()),
         save_timeout_s=100.0,
         finish_timeout_s=1.0,
         left_s=lambda: None,

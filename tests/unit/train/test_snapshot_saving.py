@@ -13,14 +13,16 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.keeper.outstanding import Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
-from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
+from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached
+from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SavingParts
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.state import TrainState
+from tests.unit.train.parts import FakeComparison
 
 INTERVAL = cast(SaveReason, "interval")
 
@@ -64,6 +66,7 @@ class FakeSnapshots:
     """What happens while a copy is waited for."""
 
     spared: list[tuple[int | None, ...]] = field(default_factory=list)
+    delivered: list[int] = field(default_factory=list)
 
     def status(self, *, due: bool, none_had: bool = False) -> tuple[SlotStatus, ...]:
         self.none_had.append(none_had)
@@ -73,7 +76,8 @@ class FakeSnapshots:
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
         self.began.append((place, step, reason))
 
-    def deliver(self, step: int, state: object) -> None: ...
+    def deliver(self, step: int, state: object) -> None:
+        self.delivered.append(step)
 
     def before_update(self) -> None: ...
 
@@ -152,12 +156,15 @@ class Stage:
     left: list[float | None]
     """Seconds that are left to save in."""
 
+    comparison: FakeComparison
+
     def step(self, step: int, *, reason: SaveReason | None = None) -> None:
         """As the loop does it: what was said when a step began is heard when the next one has."""
         notes = self.saving.notes(step)
         assert len(notes) == self.saving.num_notes
         self.saving.hear(step, notes)
         self.saving.snapshot(step, reason=reason)
+        self.comparison.check(step)
         self.saving.settled(step)
         self.saving.before_update()
 
@@ -176,6 +183,7 @@ def stage(
     events: list[Event] = []
     clock, unusable = [0.0], [""]
     left: list[float | None] = [None]
+    comparison = FakeComparison()
     parts = SavingParts(
         checkpointer=cast(Checkpointer, checkpointer),
         state=cast(TrainState, FakeState()),
@@ -183,6 +191,7 @@ def stage(
         group=None,
         rank=0,
         max_failed_saves=max_failed_saves,
+        comparison=cast(ReplicaComparison, comparison),
         save_timeout_s=save_timeout_s,
         finish_timeout_s=1.0,
         left_s=lambda: left[0],
@@ -201,7 +210,7 @@ def stage(
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
     )
-    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable, left)
+    return Stage(saving, snapshots, link, checkpointer, said, events, clock, unusable, left, comparison)
 
 
 def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
@@ -573,3 +582,28 @@ def test_a_step_that_is_in_storage_already_is_not_waited_for() -> None:
     one.left[0] = 3.0
     one.link.news = [lambda: one.left.__setitem__(0, 0.0)]
     assert one.saving.save_now(9, STOP) == Reached(9, "storage")
+
+
+def test_replicas_are_compared_before_every_snapshot_and_only_then() -> None:
+    one = stage()
+    for step in range(1, 10):
+        one.step(step, reason=INTERVAL if step == 5 else None)
+    assert one.comparison.begun == [step for _, step, _ in one.snapshots.began] == [2, 4, 5, 6, 8]
+
+
+def test_the_last_snapshot_is_not_completed_where_replicas_differ() -> None:
+    one = stage()
+    one.comparison.diverge_at = 3
+    with pytest.raises(ReplicasDivergedError):
+        one.saving.save_now(3, "stop")
+    assert (one.snapshots.began, one.snapshots.delivered) == ([(0, 3, "stop")], [])
+
+
+def test_without_memory_nothing_is_written_where_replicas_differ() -> None:
+    one = stage()
+    one.unusable[0] = "the folder is gone"
+    one.step(1)
+    one.comparison.diverge_at = 2
+    with pytest.raises(ReplicasDivergedError):
+        one.saving.save_now(2, "end")
+    assert (one.snapshots.began, one.checkpointer.saved) == ([], [])

@@ -1,0 +1,47 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.train.divergence import Divergence, describe_divergence, find_divergence
+
+
+@pytest.mark.parametrize(
+    ("digests", "shards", "found"),
+    [
+        ([5], 1, None),
+        ([5, 5], 1, None),
+        ([5, 6], 1, Divergence(disputed=(0, 1))),
+        ([5, 6, 5], 1, Divergence(wrong=(1,))),
+        ([6, 5, 5], 1, Divergence(wrong=(0,))),
+        ([5, 6, 7], 1, Divergence(disputed=(0, 1, 2))),
+        ([5, 5, 6, 6], 1, Divergence(disputed=(0, 1, 2, 3))),
+        ([5, 6, 7, 5, 5], 1, Divergence(wrong=(1, 2))),
+        # Two copies of the model, each on two ranks: shards differ from each other, replicas must not.
+        ([5, 6, 5, 6], 2, None),
+        ([5, 6, 5, 7], 2, Divergence(disputed=(1, 3))),
+        ([5, 6, 5, 6, 5, 7], 2, Divergence(wrong=(5,))),
+        ([4, 6, 5, 6, 5, 7], 2, Divergence(wrong=(0, 5))),
+        # One copy only: nothing to compare with.
+        ([5, 6, 7], 3, None),
+    ],
+)
+def test_who_differs(digests: list[int], shards: int, found: Divergence | None) -> None:
+    assert find_divergence(digests, shards=shards) == found
+
+
+@given(shards=st.integers(1, 4), replicas=st.integers(3, 6), data=st.data())
+def test_one_wrong_rank_is_always_found(shards: int, replicas: int, data: st.DataObject) -> None:
+    digests = [rank % shards for rank in range(shards * replicas)]
+    wrong = data.draw(st.integers(0, len(digests) - 1))
+    digests[wrong] ^= 1 << data.draw(st.integers(0, 62))
+    assert find_divergence(digests, shards=shards) == Divergence(wrong=(wrong,))
+
+
+def test_the_sentence_names_ranks_and_the_host_to_replace() -> None:
+    hosts = ["a", "a", "b", "b"]
+    text = describe_divergence(Divergence(wrong=(2,)), step=40, hosts=hosts)
+    assert "rank 2 on b" in text
+    assert "replace b." in text
+    text = describe_divergence(Divergence(disputed=(1, 3)), step=40, hosts=hosts)
+    assert "rank 1 on a, rank 3 on b" in text
+    assert "devices of a and b," in text
