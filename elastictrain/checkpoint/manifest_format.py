@@ -5,13 +5,12 @@ that differs from what was written is noticed.
 """
 
 import json
-import math
 import re
 from collections.abc import Mapping
 
 import xxhash
 
-from elastictrain.checkpoint.dtypes import BY_NAME
+from elastictrain.bounded_json import DOCUMENT, excess, parse_json
 from elastictrain.checkpoint.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
@@ -21,7 +20,8 @@ from elastictrain.checkpoint.manifest import (
     TensorRecord,
     digest_of,
 )
-from elastictrain.errors import InvalidCheckpointError, UnknownFormatError
+from elastictrain.checkpoint.manifest_check import check_manifest
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError
 
 FORMAT = "elastictrain-checkpoint"
 VERSION = 1
@@ -37,7 +37,8 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of `manifest.json`.
 
-    Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not).
+    Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not); CheckpointError if no reader would
+    take a manifest of that size.
     """
     document: dict[str, object] = {
         "format": FORMAT,
@@ -81,7 +82,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     text = _canonical(document)
     place = text.index(_ALGORITHM_KEY)
-    return b"".join((text[:place], _stated(digest_of(text)), text[place:]))
+    raw = b"".join((text[:place], _stated(digest_of(text)), text[place:]))
+    if (problem := excess(raw, limits=DOCUMENT)) is not None:
+        raise CheckpointError(f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb or shard over fewer ranks")
+    return raw
 
 
 def parse_manifest(raw: bytes, *, where: str) -> Manifest:
@@ -90,9 +94,9 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
     Raises: InvalidCheckpointError or UnknownFormatError, and nothing else, naming `where` and the reason.
     """
     try:
-        document = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise InvalidCheckpointError(f"{where}: {_what_is(raw)} ({type(error).__name__}: {error})") from error
+        document = parse_json(raw, limits=DOCUMENT)
+    except ValueError as error:
+        raise InvalidCheckpointError(f"{where}: {error}" if raw else f"{where}: is empty") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidCheckpointError(f"{where}: is JSON, but not a checkpoint manifest (`format` must be {FORMAT!r})")
     version, algorithm = document.get("version"), document.get("digest_algorithm")
@@ -106,7 +110,7 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
         stated = document.get("digest")
         exact = _canonical(document) == raw
         computed = _digest_without(raw, stated)
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError) as error:
         raise InvalidCheckpointError(f"{where}: is not in canonical form ({type(error).__name__}: {error})") from error
     if stated != computed or not exact:
         raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
@@ -115,16 +119,10 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
         raise unknown
     try:
         manifest = _manifest(document)
-        _check(manifest)
+        check_manifest(manifest)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidCheckpointError(f"{where}: {type(error).__name__}: {error}") from error
     return manifest
-
-
-def _what_is(raw: bytes) -> str:
-    if not raw:
-        return "is empty"
-    return "is cut short or garbled, not JSON" if raw.startswith(b"{") else "is garbled, not JSON"
 
 
 def _stated(digest: object) -> bytes:
@@ -195,29 +193,6 @@ def _tensor(document: Mapping[str, object], name: str) -> TensorRecord:
             for chunk in chunks
         ),
     )
-
-
-def _check(manifest: Manifest) -> None:
-    """What must hold between the parts, so that readers may index without looking."""
-    files = {file.name: file for file in manifest.files}
-    if len(files) != len(manifest.files):
-        raise ValueError("two files have the same name")
-    for name, tensor in manifest.tensors.items():
-        element = BY_NAME.get(tensor.dtype)
-        if element is None:
-            raise ValueError(f"tensor {name!r} has the unknown element type {tensor.dtype!r}")
-        for chunk in tensor.chunks:
-            if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
-                raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
-            if any(o + s > n for o, s, n in zip(chunk.offsets, chunk.sizes, tensor.shape, strict=True)):
-                raise ValueError(f"a chunk of tensor {name!r} reaches beyond the tensor")
-            if chunk.size_bytes != math.prod(chunk.sizes) * element.size_bytes:
-                raise ValueError(f"a chunk of tensor {name!r} has another number of bytes than its sizes say")
-            file = files.get(chunk.file)
-            if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
-                raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
-        if sum(math.prod(chunk.sizes) for chunk in tensor.chunks) != math.prod(tensor.shape):
-            raise ValueError(f"the chunks of tensor {name!r} do not fill it")
 
 
 def _count(value: object, what: str) -> int:

@@ -79,7 +79,9 @@ class Pruner:
         if folder.name not in self._manifests:
             self._manifests[folder.name] = self._read(folder.name)
         manifest = self._manifests[folder.name]
-        return manifest is not None and find_missing(self._store, manifest, folder=folder) is None
+        return (
+            manifest is not None and manifest.step == folder.step and find_missing(self._store, manifest, folder=folder) is None
+        )
 
     def _read(self, folder: str) -> Manifest | None:
         try:

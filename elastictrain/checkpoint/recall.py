@@ -13,6 +13,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.manifest_check import check_manifest
 from elastictrain.checkpoint.memory.header import SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet, held_from_json, look, whole_sets
 from elastictrain.checkpoint.memory.layout import (
@@ -128,7 +129,7 @@ class Recall:
         known = [record for record in records if record is not None]
         try:
             manifest = _manifest(chosen, known)
-        except ElasticTrainError as error:
+        except (ElasticTrainError, ValueError) as error:
             logger.warning("the snapshots of step %d do not fit together: %s", chosen.step, error)
             return primary[0]
         opened, culprit = self._files(primary, known)
@@ -251,4 +252,6 @@ def _manifest(chosen: SnapshotSet, records: Sequence[Record]) -> Manifest:
         versions={},
         state=chosen.state,
     )
-    return build_manifest(written, facts=facts)
+    manifest = build_manifest(written, facts=facts)
+    check_manifest(manifest)
+    return manifest

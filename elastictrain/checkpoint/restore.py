@@ -16,7 +16,7 @@ from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_headers
 from elastictrain.checkpoint.votes import Vote, vote_from_json
-from elastictrain.errors import ConfigError, ElasticTrainError, StorageError
+from elastictrain.errors import ConfigError, ElasticTrainError, InvalidCheckpointError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +60,13 @@ class Loader:
         """Whether tensors may hold parts of a candidate; the same on all ranks."""
 
     def fit_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
-        """Whether it fits the state, before anything is overwritten. Collective: yes."""
+        """Whether its headers are sound and it fits the state, before anything is overwritten; ranks share the headers.
+        Collective: yes.
+        """
         return self._vote(lambda: self._check_fit(folder, manifest))
 
     def load_votes(self, folder: Folder, manifest: Manifest) -> list[Vote]:
-        """Loads; ranks share the check of file headers. Collective: yes."""
+        """Loads. Collective: yes."""
         self.touched = True
         return self._vote(lambda: self._load(folder, manifest))
 
@@ -73,6 +75,8 @@ class Loader:
             vote = Vote("loaded", bytes_read=act())
         except DamagedFileError as error:
             vote = Vote("damaged", file=error.file, message=str(error))
+        except InvalidCheckpointError as error:
+            vote = Vote("damaged", message=str(error))
         except Exception as error:
             # The others wait for this rank's vote, whatever happened; all raise it then.
             if not isinstance(error, ElasticTrainError):
@@ -83,10 +87,11 @@ class Loader:
         return [vote_from_json(value) for value in gather_json(vote.to_json(), group=self._group)]
 
     def _check_fit(self, folder: Folder, manifest: Manifest) -> int:
+        # First: a manifest whose tensors are not those of its files is damaged, and not of another model.
+        verify_headers(folder, manifest, files=manifest.files[self._rank :: self._world_size])
         check_fit(manifest, tensors=self._tensors, optional=self._optional, where=folder.url("").rstrip("/"))
         return 0
 
     def _load(self, folder: Folder, manifest: Manifest) -> int:
-        verify_headers(folder, manifest.files[self._rank :: self._world_size])
         wanted = {name: tensor for name, tensor in self._tensors.items() if name in manifest.tensors}
         return load_tensors(folder, manifest, tensors=wanted)

@@ -8,10 +8,14 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.checkpoint.dtypes import BY_CODE
 from elastictrain.errors import InvalidCheckpointError
 
 ALIGNMENT_BYTES = 8
+LENGTH_BYTES = 8
+"""Before the header: its length."""
+
 MAX_HEADER_BYTES = 100_000_000
 
 
@@ -47,21 +51,22 @@ def decode_header(head: bytes, *, where: str) -> tuple[HeaderEntry, ...]:
     if size_bytes > min(MAX_HEADER_BYTES, len(head) - 8):
         raise InvalidCheckpointError(f"{where}: its header claims {size_bytes} bytes, but only {len(head) - 8} are there")
     try:
-        document = json.loads(head[8 : 8 + size_bytes])
-        entries = [
-            HeaderEntry(
-                key,
-                value["dtype"],
-                tuple(int(n) for n in value["shape"]),
-                int(value["data_offsets"][0]),
-                int(value["data_offsets"][1]),
-            )
-            for key, value in document.items()
-            if key != "__metadata__"
-        ]
+        document = parse_json(head[8 : 8 + size_bytes], limits=DOCUMENT)
+        entries = [_entry(key, value) for key, value in document.items() if key != "__metadata__"]
         unknown = [entry.code for entry in entries if entry.code not in BY_CODE]
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidCheckpointError(f"{where}: its safetensors header is garbled ({type(error).__name__}: {error})") from error
     if unknown:
         raise InvalidCheckpointError(f"{where}: its safetensors header has unknown element types {sorted(set(unknown))}")
     return tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
+
+
+def _entry(key: str, value: Mapping[str, object]) -> HeaderEntry:
+    begin, end = _counts(value["data_offsets"], key)
+    return HeaderEntry(key, str(value["dtype"]), _counts(value["shape"], key), begin, end)
+
+
+def _counts(value: object, key: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        raise TypeError(f"{key!r}: must have a list of whole numbers >= 0, but has {value!r:.80}")
+    return tuple(value)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import xxhash
 
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
-from elastictrain.checkpoint.safetensors_format import decode_header
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, digest_of
+from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.spans import Span, plan_spans
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
 
@@ -137,20 +137,25 @@ def _mismatch(span: Span, data: memoryview) -> ChunkRecord | None:
     return None
 
 
-def verify_headers(folder: Folder, files: Sequence[FileRecord]) -> None:
-    """Checks the headers of `files`.
+def verify_headers(folder: Folder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
+    """Checks the headers of `files`: their digests, and that they tell the same of the tensors as the manifest.
 
     Raises: DamagedFileError, StorageError.
     """
+    placed = chunks_by_file(manifest)
     for file in files:
-        _twice(partial(_check_header, folder, file))
+        _twice(partial(_check_header, folder, file, placed[file.name]))
 
 
-def _check_header(folder: Folder, file: FileRecord) -> None:
+def _check_header(folder: Folder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
     head = _read(folder, file, 0, file.header_bytes)
+    where = folder.url(file.name)
     if digest_of(head) != file.header_digest:
-        raise DamagedFileError(f"{folder.url(file.name)}: its header does not have its digest", file=file.name)
-    decode_header(head, where=folder.url(file.name))
+        raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
+    try:
+        check_shard_header(head, file=file, chunks=placed, where=where)
+    except InvalidCheckpointError as error:
+        raise DamagedFileError(str(error), file=file.name) from error
 
 
 def verify_file(folder: Folder, file: FileRecord) -> None:

@@ -17,13 +17,13 @@ from elastictrain.checkpoint.choose import (
     prefers_memory,
     refusal_message,
 )
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of
+from elastictrain.checkpoint.examine import examine
+from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed
-from elastictrain.checkpoint.second_look import find_missing, read_twice
 from elastictrain.checkpoint.target import list_checkpoints
-from elastictrain.errors import InvalidCheckpointError, NoValidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.storage.store import Store
 
@@ -133,19 +133,12 @@ class Walk:
             self._listed = True
 
     def _examine(self, decision: Resume) -> bytes | Reject:
-        folder: FolderFacts = decision.folder
-        key = key_of(folder.name, MANIFEST_NAME)
-        where = f"{self._store.url}/{key}"
+        folder = decision.folder.name
         try:
-            raw, manifest = read_twice(self._store, key, where=where)
+            found = examine(self._store, decision.folder)
         except ObjectNotFoundError:
-            return Reject(folder.name, MANIFEST_NAME, f"{where} is gone")
-        except InvalidCheckpointError as error:
-            return Reject(folder.name, MANIFEST_NAME, str(error))
-        if manifest.step != folder.step:
-            reason = f"{where} is of step {manifest.step}: files were moved"
-            return Reject(folder.name, MANIFEST_NAME, reason)
-        return find_missing(self._store, manifest, folder=folder) or raw
+            return Reject(folder, MANIFEST_NAME, f"{self._store.url}/{key_of(folder, MANIFEST_NAME)} is gone")
+        return found.raw if found.reject is None else found.reject
 
     def _begin(self, decision: FreshStart) -> None:
         told = {reject.folder for reject in self._rejected}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.counters import counters_of
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
@@ -42,9 +43,11 @@ def restore(
     if result is None:
         seconds = {"total": round(time.monotonic() - began, 4)}
         return Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
-    state.adopt_scalars(result.state)
-    before = result.state.get("data_digest")
-    if before != state.data_digest and on_change == "stop":
+    # The restore has taken no state whose counters are not sound.
+    counters = counters_of(result.state, step=result.step)
+    state.adopt(counters)
+    before = counters.data_digest
+    if before is not None and before != state.data_digest and on_change == "stop":
         message = (
             f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it back, "
             "or set run.on_change=continue"

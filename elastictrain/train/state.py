@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from elastictrain.checkpoint.counters import Counters
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.errors import InvalidCheckpointError
 from elastictrain.train.optimizer import optimizer_tensors
 from elastictrain.train.skipping import SkipCounts
 
@@ -57,14 +57,7 @@ class TrainState:
             "data_digest": self.data_digest,
         }
 
-    def adopt_scalars(self, scalars: JsonState) -> None:
-        """Take the counters of a manifest."""
-        self.step = _count(scalars, "step")
-        self.skips = SkipCounts(_count(scalars, "skipped_in_a_row"), _count(scalars, "skipped_total"))
-
-
-def _count(scalars: JsonState, name: str) -> int:
-    value = scalars.get(name)
-    if not isinstance(value, int) or value < 0:
-        raise InvalidCheckpointError(f"the state in the manifest must have a count `{name}`, but has {value!r}")
-    return value
+    def adopt(self, counters: Counters) -> None:
+        """Take the counters of a checkpoint."""
+        self.step = counters.step
+        self.skips = SkipCounts(counters.skipped_in_a_row, counters.skipped_total)

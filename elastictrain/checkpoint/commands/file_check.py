@@ -1,16 +1,17 @@
 """Reads one file of a checkpoint once, from end to end, and compares every digest that the manifest has of it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event
 
 import xxhash
 
 from elastictrain.checkpoint.commands.speaking import Advance
-from elastictrain.checkpoint.manifest import FileRecord, Manifest
+from elastictrain.checkpoint.manifest import FileRecord
+from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header
 from elastictrain.checkpoint.verified_read import READ_BYTES
-from elastictrain.errors import ObjectNotFoundError
+from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -26,17 +27,14 @@ class DigestedRange:
     what: str
 
 
-def ranges_of(manifest: Manifest) -> Mapping[str, tuple[DigestedRange, ...]]:
-    """By file: its header and the chunks of tensors in it, in the order of their bytes."""
-    found = {file.name: [DigestedRange(0, file.header_bytes, file.header_digest, "its header")] for file in manifest.files}
-    for name, tensor in manifest.tensors.items():
-        for chunk in tensor.chunks:
-            if chunk.size_bytes:
-                end = chunk.start + chunk.size_bytes
-                found[chunk.file].append(
-                    DigestedRange(chunk.start, end, chunk.digest, f"{name} in bytes [{chunk.start}, {end})")
-                )
-    return {file: tuple(sorted(ranges, key=lambda one: one.start)) for file, ranges in found.items()}
+def ranges_of(file: FileRecord, placed: Sequence[PlacedChunk]) -> tuple[DigestedRange, ...]:
+    """The header of a file and the chunks of tensors in it, in the order of their bytes."""
+    found = [DigestedRange(0, file.header_bytes, file.header_digest, "its header")]
+    for one in placed:
+        start, end = one.chunk.start, one.chunk.start + one.chunk.size_bytes
+        if start < end:
+            found.append(DigestedRange(start, end, one.chunk.digest, f"{one.name} in bytes [{start}, {end})"))
+    return tuple(found)
 
 
 class RangeDigests:
@@ -67,16 +65,18 @@ class RangeDigests:
 
 
 def check_file(
-    store: Store, key: str, *, file: FileRecord, ranges: Sequence[DigestedRange], advance: Advance, stopped: Event
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
 ) -> tuple[str, ...]:
-    """What is wrong with the file at `key`, a sentence each; it is read again before anything is. Memory: `READ_BYTES`.
+    """What is wrong with the file at `key`, a sentence each; it is read again before anything is.
+
+    `placed` is what the manifest has in the file, in the order of the bytes. Memory: `READ_BYTES`, and the header.
 
     Raises: StorageError.
     """
-    first = _look(store, key, file=file, ranges=ranges, advance=advance, stopped=stopped)
+    first = _look(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
     if not first:
         return ()
-    second = _look(store, key, file=file, ranges=ranges, advance=lambda _: None, stopped=stopped)
+    second = _look(store, key, file=file, placed=placed, advance=lambda _: None, stopped=stopped)
     if not second:
         logger.warning("%s read wrong once, and right again: %s", f"{store.url}/{key}", first[0])
         return ()
@@ -86,9 +86,9 @@ def check_file(
 
 
 def _look(
-    store: Store, key: str, *, file: FileRecord, ranges: Sequence[DigestedRange], advance: Advance, stopped: Event
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
 ) -> tuple[str, ...]:
-    digests, whole = RangeDigests(ranges), xxhash.xxh3_128()
+    digests, whole, head = RangeDigests(ranges_of(file, placed)), xxhash.xxh3_128(), bytearray()
     try:
         size_bytes = store.stat(key).size_bytes
         if size_bytes != file.size_bytes:
@@ -102,11 +102,22 @@ def _look(
                 return (f"ends at byte {done + count}, too early",)
             whole.update(piece)
             digests.update(piece)
+            head += piece[: max(0, file.header_bytes - done)]
             done += count
             advance(count)
     except ObjectNotFoundError:
         return ("is gone",)
-    if stopped.is_set() or whole.hexdigest() == file.digest:
+    if stopped.is_set():
         return ()
+    if whole.hexdigest() == file.digest and not digests.wrong:
+        return _header_problems(bytes(head), file=file, placed=placed)
     wrong = tuple(f"{one.what} does not have its digest" for one in digests.wrong)
     return wrong or ("does not have its digest, although its header and all tensors in it have theirs",)
+
+
+def _header_problems(head: bytes, *, file: FileRecord, placed: Sequence[PlacedChunk]) -> tuple[str, ...]:
+    try:
+        check_shard_header(head, file=file, chunks=placed, where="its header")
+    except InvalidCheckpointError as error:
+        return (str(error),)
+    return ()

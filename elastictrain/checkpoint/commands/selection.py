@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.choose import FreshStart, Refuse, Reject, decide
 from elastictrain.checkpoint.commands.location import Location
-from elastictrain.checkpoint.folders import ROOT, Listing, key_of, read_listing
+from elastictrain.checkpoint.examine import examine
+from elastictrain.checkpoint.folders import ROOT, Listing, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elastictrain.checkpoint.second_look import find_missing, read_twice
 from elastictrain.checkpoint.verified_read import Folder
-from elastictrain.errors import InvalidCheckpointError, NoValidCheckpointError, ObjectNotFoundError
+from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,15 @@ def find_checkpoint(location: Location, *, step: int | None = None, rejected: Se
             lines = "\n".join(f"  - {reject}" for reject in decision.rejects)
             raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
         facts = decision.folder
-        key = key_of(facts.name, MANIFEST_NAME)
         try:
-            _, manifest = read_twice(run, key, where=f"{run.url}/{key}")
-        except (InvalidCheckpointError, ObjectNotFoundError) as error:
+            found = examine(run, facts)
+        except ObjectNotFoundError as error:
             rejects.append(Reject(facts.name, MANIFEST_NAME, str(error)))
             continue
-        reject = find_missing(run, manifest, folder=facts)
-        if reject is None:
-            return Checkpoint(facts.name, Folder(run, f"{ROOT}/{facts.name}/"), manifest)
-        rejects.append(reject)
+        if found.reject is None and found.manifest is not None:
+            return Checkpoint(facts.name, Folder(run, f"{ROOT}/{facts.name}/"), found.manifest)
+        if found.reject is not None:
+            rejects.append(found.reject)
 
 
 def _nothing(location: Location, listing: Listing, *, which: str) -> str:

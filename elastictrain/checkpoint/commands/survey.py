@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.commands.location import Location
 from elastictrain.checkpoint.commands.rows import Row, State
+from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elastictrain.checkpoint.second_look import find_missing, read_twice
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError, UnknownFormatError
+from elastictrain.errors import ObjectNotFoundError, StorageError, UnknownFormatError
 from elastictrain.storage.store import Store
 
 _READERS = 8
@@ -89,33 +89,31 @@ def _look_at(run: Store, listed: Listed) -> Surveyed | None:
     state, reason = State.UNCOMMITTED, _UNCOMMITTED
     if facts.has_manifest:
         try:
-            manifest = read_twice(run, key_of(facts.name, MANIFEST_NAME), where=MANIFEST_NAME)[1]
+            found = examine(run, facts)
         except ObjectNotFoundError:
             return None
-        except InvalidCheckpointError as error:
-            state, reason = State.DAMAGED, str(error)
         except UnknownFormatError as error:
             # What to do about it is told where somebody wants to use it.
-            state, reason = State.UNKNOWN, str(error).partition(";")[0]
-    if manifest is not None:
-        state, reason = _judge(run, facts, manifest)
+            state, reason = State.UNKNOWN, _short(str(error), run=run, name=facts.name).partition(";")[0]
+        else:
+            manifest, state, reason = found.manifest, State.VALID, ""
+            if found.reject is not None:
+                state, reason = State.DAMAGED, _short(found.reject.reason, run=run, name=facts.name)
     if facts.quarantined:
         state, reason = State.QUARANTINED, _quarantine_reason(run, facts.name)
     return Surveyed(run, listed, state, reason, manifest)
 
 
-def _judge(run: Store, facts: FolderFacts, manifest: Manifest) -> tuple[State, str]:
-    if manifest.step != facts.step:
-        return State.DAMAGED, f"{MANIFEST_NAME} is of step {manifest.step}: files were moved"
-    reject = find_missing(run, manifest, folder=facts)
-    return (State.VALID, "") if reject is None else (State.DAMAGED, reject.reason)
-
-
 def _quarantine_reason(run: Store, name: str) -> str:
-    """What the start that quarantined the folder wrote down, without the URL of the folder."""
+    """What the start that quarantined the folder wrote down."""
     try:
         mark = json.loads(run.read(key_of(name, QUARANTINE_NAME)))
     except (ValueError, RecursionError, StorageError) as error:
         return f"its mark cannot be read ({error})"
     reason = mark.get("reason") if isinstance(mark, dict) else None
-    return reason.replace(f"{run.url}/{key_of(name, '')}", "") if isinstance(reason, str) else "its mark gives no reason"
+    return _short(reason, run=run, name=name) if isinstance(reason, str) else "its mark gives no reason"
+
+
+def _short(reason: str, *, run: Store, name: str) -> str:
+    """Without the URL of the folder, which stands above."""
+    return reason.replace(f"{run.url}/{key_of(name, '')}", "")

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Event
 
-from elastictrain.checkpoint.commands.file_check import check_file, ranges_of
+from elastictrain.checkpoint.commands.file_check import check_file
 from elastictrain.checkpoint.commands.location import Location, locate
 from elastictrain.checkpoint.commands.rows import State
 from elastictrain.checkpoint.commands.speaking import Advance, note, progress, result, result_json
@@ -14,6 +14,7 @@ from elastictrain.checkpoint.commands.texts import plural, size_text
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue
 from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.shard_header import chunks_by_file
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, NoValidCheckpointError, UsageError
 
 _SHOWN_PER_FILE = 4
@@ -90,16 +91,16 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     """
     stopped = Event()
     jobs: list[tuple[Surveyed, FileRecord]] = []
-    ranges = {}
+    placed = {}
     for one in chosen:
         if one.manifest is not None:
             jobs += [(one, file) for file in one.manifest.files]
-            ranges[one.name] = ranges_of(one.manifest)
+            placed[one.name] = chunks_by_file(one.manifest)
 
     def check(job: tuple[Surveyed, FileRecord]) -> tuple[str, ...]:
         one, file = job
-        of_file = ranges[one.name][file.name]
-        return check_file(one.run, key_of(one.name, file.name), file=file, ranges=of_file, advance=advance, stopped=stopped)
+        of_file = placed[one.name][file.name]
+        return check_file(one.run, key_of(one.name, file.name), file=file, placed=of_file, advance=advance, stopped=stopped)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from elastictrain.checkpoint import recall, restore
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, Origin
-from elastictrain.checkpoint.manifest import FileRecord, JsonValue
+from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
@@ -257,11 +257,11 @@ def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path:
         keep(tmp_path, 300, rank=rank, world_size=2, index=1)
     verify, asked = restore.verify_headers, []
 
-    def fail_once(folder: Folder, files: Sequence[FileRecord]) -> None:
+    def fail_once(folder: Folder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
         asked.append(files)
         if len(asked) == 1:
             raise StorageError("nobody knows why")
-        verify(folder, files)
+        verify(folder, manifest, files=files)
 
     monkeypatch.setattr(restore, "verify_headers", fail_once)
     assert restored(bench, recall_of(tmp_path)) == (200, "memory")

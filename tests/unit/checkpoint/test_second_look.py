@@ -93,10 +93,10 @@ def test_a_header_is_read_twice(garble: Garble) -> None:
     assert manifest is not None
     folder = Folder(bench.store, "checkpoints/step-000000001/")
     garble_reads(bench.store, "000.safetensors", garble=garble, times=1)
-    verify_headers(folder, manifest.files)
+    verify_headers(folder, manifest, files=manifest.files)
     garble_reads(bench.store, "000.safetensors", garble=garble, times=2)
     with pytest.raises(DamagedFileError, match=r"000\.safetensors"):
-        verify_headers(folder, manifest.files)
+        verify_headers(folder, manifest, files=manifest.files)
 
 
 @pytest.mark.parametrize(("times", "step"), [(1, 2), (1000, 1)])

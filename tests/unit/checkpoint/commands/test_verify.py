@@ -11,11 +11,12 @@ import pytest
 import xxhash
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.file_check import DigestedRange, RangeDigests, check_file, ranges_of
+from elastictrain.checkpoint.commands.file_check import DigestedRange, RangeDigests, check_file
 from elastictrain.checkpoint.commands.location import locate
 from elastictrain.checkpoint.commands.survey import list_folders, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import key_of
+from elastictrain.checkpoint.shard_header import chunks_by_file
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
 from elastictrain.storage.store import ObjectInfo
 from tests.unit.checkpoint.commands.made import flip, manifest_of, quarantine, save, shard, truncate
@@ -169,7 +170,7 @@ def test_a_file_that_ends_while_it_is_read(run: Path) -> None:
     file = manifest_of(newest(run)).files[1]
     content = shard(newest(run), 1).read_bytes()
     store = Cutting({"x": content[:-1]})
-    found = check_file(store, "x", file=file, ranges=(), advance=lambda _: None, stopped=Event())
+    found = check_file(store, "x", file=file, placed=(), advance=lambda _: None, stopped=Event())
     assert found == (f"ends at byte {len(content) - 1}, too early",)
 
 
@@ -205,7 +206,7 @@ def test_what_reads_wrong_once_is_read_again(places: list[int], problems: int, r
         store,
         key_of("x", FILE),
         file=file,
-        ranges=ranges_of(manifest)[FILE],
+        placed=chunks_by_file(manifest)[FILE],
         advance=lambda _: None,
         stopped=Event(),
     )

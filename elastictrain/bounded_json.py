@@ -1,0 +1,136 @@
+"""JSON from storage, files and peers, parsed within bounds.
+
+`json.loads` takes what no writer of this project makes: a number of 5,000 digits, `NaN`, 200,000 nested brackets, two values
+under one key. Each is refused here before any caller computes with it.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_INTEGER_DIGITS = 20
+"""Enough for every integer of 64 bits with its sign."""
+
+
+class MalformedJsonError(ValueError):
+    """The bytes are no JSON within the limits; the message completes a sentence that begins with the name of their file."""
+
+
+@dataclass(frozen=True, slots=True)
+class JsonLimits:
+    """How much one document may hold. Brackets, commas and colons count as values: Python needs up to 100 bytes for each."""
+
+    max_bytes: int
+    max_values: int
+    max_depth: int = 32
+
+
+RECORD = JsonLimits(max_bytes=1 << 20, max_values=1 << 18)
+"""For a mark, a line of a log, an order, the record of one host or one start."""
+
+DOCUMENT = JsonLimits(max_bytes=256 << 20, max_values=16 << 20)
+"""For what grows with the number of tensors and ranks: manifests, layouts, digests, headers of shard files."""
+
+
+def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits = RECORD) -> Any:
+    """The value in `data`: UTF-8, with finite numbers, integers of at most 64 bits, and each key of an object once.
+
+    Raises: MalformedJsonError.
+    """
+    raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else bytes(data)
+    if (problem := excess(raw, limits=limits)) is not None:
+        raise MalformedJsonError(problem)
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise MalformedJsonError(f"must be UTF-8, but is not at byte {error.start}") from error
+    try:
+        value = json.loads(
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_refuse_constant
+        )
+    except MalformedJsonError:
+        raise
+    except RecursionError as error:
+        raise MalformedJsonError(_too_deep(limits)) from error
+    except ValueError as error:
+        raise MalformedJsonError(f"must be JSON, but is cut short or garbled: {error}") from error
+    _check_depth(value, limits)
+    if "\\u" in text:
+        _check_texts(value)
+    return value
+
+
+def excess(raw: bytes, *, limits: JsonLimits) -> str | None:
+    """What there is too much of in a document, without parsing it; None if it is within its limits."""
+    if len(raw) > limits.max_bytes:
+        return f"must have at most {limits.max_bytes} bytes, but has {len(raw)}"
+    count = sum(raw.count(sign) for sign in (b"[", b"{", b",", b":"))
+    if count > limits.max_values:
+        return f"must have at most {limits.max_values} brackets, commas and colons, but has {count}"
+    return None
+
+
+def _too_deep(limits: JsonLimits) -> str:
+    return f"must have at most {limits.max_depth} nested objects and lists, but has more"
+
+
+def _check_depth(value: object, limits: JsonLimits) -> None:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(limits.max_depth):
+        if not level:
+            return
+        level = [child for one in level for child in _children(one) if isinstance(child, dict | list)]
+    if level:
+        raise MalformedJsonError(_too_deep(limits))
+
+
+def _check_texts(value: object) -> None:
+    """Half of a surrogate pair is no text: whoever prints or stores it later would fail."""
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, str):
+            _check_text(one)
+        elif isinstance(one, dict | list):
+            waiting.extend(_children(one))
+            if isinstance(one, dict):
+                waiting.extend(one)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise MalformedJsonError("must have texts of whole characters, but one holds half of a surrogate pair") from error
+
+
+def _children(one: object) -> list[object]:
+    return list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
+
+
+def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise MalformedJsonError(f"must have each key once, but has {twice[:80]!r} more than once")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > _INTEGER_DIGITS:
+        raise MalformedJsonError(f"must have integers of at most {_INTEGER_DIGITS} digits, but has one of {len(text)}")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise MalformedJsonError(f"must have finite numbers, but has {text[:40]}")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise MalformedJsonError(f"must have finite numbers, but has {text}")

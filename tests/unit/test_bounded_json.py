@@ -1,0 +1,94 @@
+"""Every document is a value of known size or a named refusal."""
+
+import json
+import time
+from contextlib import suppress
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastictrain.bounded_json import DOCUMENT, RECORD, JsonLimits, MalformedJsonError, parse_json
+from tests.unit.examples import examples
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=examples(200))
+@given(VALUES)
+def test_what_a_writer_makes_is_read(value: object) -> None:
+    assert parse_json(json.dumps(value)) == value
+    assert parse_json(json.dumps(value, ensure_ascii=False).encode("utf-8", errors="surrogatepass")) == value
+
+
+@settings(max_examples=examples(200))
+@given(st.binary(max_size=60))
+def test_anything_else_is_refused_with_one_error(data: bytes) -> None:
+    with suppress(MalformedJsonError):
+        parse_json(data)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[" * 200_000,
+        b"[" * 200_000 + b"]" * 200_000,
+        b'{"a":' * 200_000 + b"1" + b"}" * 200_000,
+        b"[" * 33 + b"]" * 33,
+        b"1" * 5_000,
+        b"-" + b"1" * 5_000,
+        b"1e999",
+        b"-1e999",
+        b"NaN",
+        b"[Infinity]",
+        b"[-Infinity]",
+        b'{"a":1,"a":2}',
+        b'{"a":{"b":1,"b":1}}',
+        b'"\xff"',
+        '"text"'.encode("utf-16"),
+        b'\xef\xbb\xbf{"a":1}',
+        b'"\\ud800"',
+        b'{"\\udfff":1}',
+        b"[" + b"0," * (1 << 18) + b"0]",
+        b'"' + b"x" * (1 << 20) + b'"',
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_hostile_documents(data: bytes) -> None:
+    began = time.monotonic()
+    with pytest.raises(MalformedJsonError):
+        parse_json(data)
+    assert time.monotonic() - began < 5.0
+
+
+def test_bounds_hold_to_the_byte() -> None:
+    limits = JsonLimits(max_bytes=5, max_values=3, max_depth=2)
+    assert parse_json(b"[[1]]", limits=limits) == [[1]]
+    assert parse_json(b"[1,2]", limits=limits) == [1, 2]
+    for data in (b"[[1] ]", b"[[[]]", b"[[],0]", b"{}{}:"):
+        with pytest.raises(MalformedJsonError):
+            parse_json(data, limits=limits)
+    with pytest.raises(MalformedJsonError, match="2 nested"):
+        parse_json(b"[[[]]]", limits=JsonLimits(max_bytes=6, max_values=3, max_depth=2))
+
+
+def test_many_keys_of_which_one_is_there_twice() -> None:
+    names = [f'"k{number}":0' for number in range(200_000)]
+    began = time.monotonic()
+    with pytest.raises(MalformedJsonError, match="'k199999'"):
+        parse_json("{" + ",".join([*names, '"k199999":1']) + "}", limits=DOCUMENT)
+    assert time.monotonic() - began < 20.0
+
+
+def test_a_surrogate_pair_is_a_character() -> None:
+    assert parse_json(b'"\\ud83d\\ude00"', limits=RECORD) == "\U0001f600"
