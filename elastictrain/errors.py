@@ -10,6 +10,7 @@
     │   └── PermanentStorageError        74  trying again cannot help
     │       ├── ObjectNotFoundError      74
     │       ├── ObjectExistsError        74  lost a create-if-absent
+    │       ├── IrregularFileError       74  a link, FIFO, socket or device where a file or folder must be
     │       ├── AccessDeniedError        74
     │       └── StorageFullError         74  no space, or over quota
     ├── CheckpointError                  74
@@ -116,6 +117,10 @@ class ObjectNotFoundError(PermanentStorageError):
 
 class ObjectExistsError(PermanentStorageError):
     """A create-if-absent found the object there already."""
+
+
+class IrregularFileError(PermanentStorageError):
+    """A link, FIFO, socket or device has the name of an object, or of a folder above it."""
 
 
 class AccessDeniedError(PermanentStorageError):

@@ -20,7 +20,7 @@ _FOLDER = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One folder, as listed. `files` maps names to sizes in bytes, marks and manifest included."""
+    """One folder, as listed. `files` maps names to sizes in bytes, marks and manifest included; subfolders are not ours."""
 
     name: str
     step: int
@@ -76,7 +76,7 @@ def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
         root, _, rest = info.key.partition("/")
         folder, slash, file = rest.partition("/")
         match = _FOLDER.fullmatch(folder)
-        if root == ROOT and slash and match is not None:
+        if root == ROOT and slash and "/" not in file and match is not None:
             facts = found.setdefault(folder, FolderFacts(folder, int(match[1]), int(match[2] or 1), {}))
             facts.files[file] = info.size_bytes
     return Listing(tuple(sorted(found.values(), key=lambda facts: facts.order, reverse=True)), begun, committed)
@@ -95,9 +95,10 @@ def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Colle
 
     `committed` names folders whose manifest the listing does not show, or that are not free for another reason.
     """
-    taken = {folder.attempt: folder for folder in folders if folder.step == step}
+    listed = {folder.name: folder for folder in folders if folder.step == step}
     attempt = 1
-    while (facts := taken.get(attempt)) and (facts.has_manifest or facts.quarantined or facts.name in committed):
+    while (name := folder_name(step, attempt=attempt)) in committed or (
+        (facts := listed.get(name)) and (facts.has_manifest or facts.quarantined)
+    ):
         attempt += 1
-    stale = tuple(sorted(taken[attempt].files)) if attempt in taken else ()
-    return SaveTarget(folder_name(step, attempt=attempt), stale)
+    return SaveTarget(name, tuple(sorted(listed[name].files)) if name in listed else ())

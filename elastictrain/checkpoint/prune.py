@@ -47,8 +47,8 @@ class Pruner:
             if MANIFEST_NAME in deletion.files or not is_there(self._store, key_of(deletion.folder, MANIFEST_NAME)):
                 self._delete(deletion)
             else:
-                # The listing lags, or a predecessor that is not gone yet has committed since: the next call judges.
-                logger.warning("%s is not deleted: its manifest has appeared meanwhile", deletion.folder)
+                # The listing lags, or a predecessor that is not gone yet has committed since, or it is a link.
+                logger.warning("%s is not deleted: it has a manifest that was not listed", deletion.folder)
         return tuple(deletion.folder for deletion in deletions if deletion.committed)
 
     def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from elastictrain.checkpoint.folders import FolderFacts, key_of
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.verified_read import Readable
-from elastictrain.errors import CheckpointError, ObjectNotFoundError
+from elastictrain.errors import CheckpointError, IrregularFileError, ObjectNotFoundError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -38,17 +38,19 @@ def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Re
     # A listing can lag behind what was written.
     sizes: dict[str, int] = {}
     for file in manifest.files:
-        with suppress(ObjectNotFoundError):
+        with suppress(ObjectNotFoundError, IrregularFileError):
             sizes[file.name] = store.stat(key_of(folder.name, file.name)).size_bytes
     return missing_files(manifest, replace(folder, files=sizes))
 
 
 def is_there(store: Store, key: str) -> bool:
-    """Whether the store, asked for it, has the object. Raises: StorageError."""
+    """Whether the store, asked for it, has the object, or a file system something else of that name. Raises: StorageError."""
     try:
         store.stat(key)
     except ObjectNotFoundError:
         return False
+    except IrregularFileError:
+        return True
     return True
 
 

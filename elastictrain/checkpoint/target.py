@@ -4,10 +4,11 @@ import logging
 import re
 from contextlib import suppress
 
-from elastictrain.checkpoint.folders import ROOT, Listing, choose_target, key_of, read_listing
+from elastictrain.checkpoint.folders import ROOT, Listing, SaveTarget, choose_target, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.second_look import is_there
 from elastictrain.errors import ObjectNotFoundError, StorageError
+from elastictrain.storage.opening import is_blocked
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -18,21 +19,29 @@ _EVENTS_OF_RANK = re.compile(r"(.+)-r\d+\.")
 def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
     """The folder for `step`, now empty of files. Files of the incarnation that is `at_work` are left alone.
 
+    A folder that is a link, or whose manifest is one, is not used.
+
     Raises: StorageError.
     """
     taken: set[str] = set()
     target = choose_target(listing.folders, step=step)
-    while target.stale_files:
-        # A keeper that hangs may go on writing there, under the names that this incarnation's files have.
-        in_use = at_work is not None and any(file.startswith(f"{at_work}-r") for file in target.stale_files)
-        if not in_use and not is_there(store, key_of(target.folder, MANIFEST_NAME)):
-            break
-        # Or committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+    while _is_taken(store, target, at_work=at_work):
         taken.add(target.folder)
         target = choose_target(listing.folders, step=step, committed=taken)
     for file in target.stale_files:
         store.delete(key_of(target.folder, file))
     return target.folder
+
+
+def _is_taken(store: Store, target: SaveTarget, *, at_work: str | None) -> bool:
+    manifest = key_of(target.folder, MANIFEST_NAME)
+    if is_blocked(store, manifest):
+        return True
+    # A saver that hangs may go on writing there, under the names that this incarnation's files have.
+    if at_work is not None and any(file.startswith(f"{at_work}-r") for file in target.stale_files):
+        return True
+    # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+    return bool(target.stale_files) and is_there(store, manifest)
 
 
 def list_checkpoints(store: Store) -> Listing:

@@ -1,6 +1,7 @@
 """From the data keys of a run to its data sets."""
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError
 from elastictrain.storage.local import LocalStore
+from elastictrain.storage.nofollow import describe
 from elastictrain.storage.opening import open_store
 
 
@@ -103,9 +105,11 @@ def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
     for shard in index.shards:
         path = folder / shard.file
         try:
-            size_bytes = path.stat().st_size
+            found = path.lstat()
         except OSError as error:
             raise DataError(f"{path} must be a readable shard, but is not: {error.strerror}; prepare the data again") from None
-        if size_bytes != shard.size_bytes:
-            raise DataError(f"{path} must have {shard.size_bytes} bytes, but has {size_bytes}; prepare the data again")
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path} must be a regular file, but is {describe(found.st_mode) or 'a folder'}")
+        if found.st_size != shard.size_bytes:
+            raise DataError(f"{path} must have {shard.size_bytes} bytes, but has {found.st_size}; prepare the data again")
     return tuple(folder / shard.file for shard in index.shards)

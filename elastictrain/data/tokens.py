@@ -1,9 +1,12 @@
 """Token files as a map-style data set of fixed-length samples."""
 
+import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +14,7 @@ import torch
 
 from elastictrain.data.dataset import Batch
 from elastictrain.data.index import TokenIndex
+from elastictrain.storage.nofollow import open_regular, opened_folder
 
 
 class TokenDataset:
@@ -66,7 +70,8 @@ class TokenDataset:
             size = self._ends[number] - (self._ends[number - 1] if number else 0)
             # An empty file cannot be mapped. The view is a plain array: slicing a memmap costs several times as much.
             if size:
-                tokens = np.memmap(self._paths[number], dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
+                with _opened(self._paths[number]) as file:
+                    tokens = np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
             else:
                 tokens = np.empty(0, dtype=self._dtype)
             self._maps[number] = tokens
@@ -74,3 +79,12 @@ class TokenDataset:
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": [None] * len(self._maps), "_lease": None}
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[IO[bytes]]:
+    folder, _, name = path.rpartition("/")
+    with opened_folder(folder or ".", "") as handle:
+        descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path)
+    with open(descriptor, "rb") as file:  # noqa: PTH123
+        yield file

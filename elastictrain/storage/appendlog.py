@@ -13,7 +13,6 @@ from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog
 from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
-from elastictrain.storage.posix import DurableFolders, sync_folder
 from elastictrain.storage.store import Store
 
 SEGMENT_BYTES = 1 << 20
@@ -34,7 +33,7 @@ def open_append_log(
     `STEM.part-00001.jsonl`, ..., and `close` takes `close_s` at most.
     """
     if isinstance(store, LocalStore):
-        return _FileLog(store.path(key), root=store.root)
+        return _FileLog(store, key)
     return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s, clock=clock)
 
 
@@ -66,17 +65,18 @@ class LostLog:
 class _FileLog:
     """One write per record: the kernel has it when the call returns, whatever then happens to the process."""
 
-    def __init__(self, path: str, *, root: str) -> None:
-        self._path = path
-        self._root = root
+    def __init__(self, store: LocalStore, key: str) -> None:
+        """Raises: StorageError."""
+        self._store = store
+        self._key = key
+        self._path = path = store.path(key)
         self._waiting = bytearray()
         self._failing = False
         self._lost = 0
         self._lost_when_closed = 0
         try:
             # What is in it is not durable before it is closed, so its name need not be either: a start does not wait for it.
-            DurableFolders(root, sync=False).make(os.path.dirname(path))  # noqa: PTH120
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            self._descriptor = store.open_appended(key)
         except OSError as error:
             raise storage_error(fault_of(error), action="append to", url=path, reason=reason_of(error)) from error
         size_bytes = os.fstat(self._descriptor).st_size
@@ -106,13 +106,11 @@ class _FileLog:
         self._write()
         try:
             os.fsync(self._descriptor)
-            folder = os.path.dirname(self._path)  # noqa: PTH120
-            # Fails where somebody has deleted the run: its folder must not be made again.
-            os.stat(folder)  # noqa: PTH116
-            DurableFolders(self._root).make(folder)
-            sync_folder(folder)
+            self._store.make_durable(self._key)
         except OSError as error:
             logger.warning("cannot make %s durable: %s", self._path, error.strerror)
+        except StorageError as error:
+            logger.warning("cannot make %s durable: %s", self._path, error)
         if self._waiting or self._lost:
             logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
         os.close(self._descriptor)

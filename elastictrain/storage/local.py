@@ -2,6 +2,8 @@
 
 A write is a temporary file in the folder of its target, fsync, rename, fsync of the folder. `create` links the finished
 temporary file instead of renaming it, so that the name appears once only and never without its content.
+
+Only the root itself may be a link. Below it every folder and file is opened by `nofollow`.
 """
 
 import os
@@ -10,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from elastictrain.errors import ObjectNotFoundError
+from elastictrain.errors import IrregularFileError, ObjectNotFoundError
 from elastictrain.storage.keys import TEMPORARY_PREFIX, check_key, folder_of
-from elastictrain.storage.posix import DurableFolders, publish_new, sync_folder
+from elastictrain.storage.nofollow import PassedOver, look_at, open_regular
+from elastictrain.storage.posix import DurableFolders, publish, publish_new, sync_folder
 from elastictrain.storage.retry import Retrying
 from elastictrain.storage.store import Bytes, ObjectInfo
 from elastictrain.storage.temporaries import is_abandoned, start_of, this_writer
-from elastictrain.storage.unfinished import UnfinishedFile
+from elastictrain.storage.unfinished import Publish, UnfinishedFile
+from elastictrain.storage.walk import walk_files
 
 T = TypeVar("T")
 
@@ -24,12 +28,15 @@ T = TypeVar("T")
 class LocalStore:
     """Objects are files below a folder, which the first write makes. See `Store` for what each method promises."""
 
-    def __init__(self, root: str, *, url: str, retrying: Retrying, sync: bool = True) -> None:
+    def __init__(
+        self, root: str, *, url: str, retrying: Retrying, sync: bool = True, passed_over: PassedOver | None = None
+    ) -> None:
         """`root` is an absolute path; `url` is what the user wrote for it; `sync`: what is written outlasts a loss of power."""
-        self._root = root.rstrip("/")
+        self._root = os.path.realpath(root)
         self._url = url
         self._retrying = retrying
         self._folders = DurableFolders(self._root, sync=sync)
+        self._passed_over = passed_over or PassedOver()
 
     @property
     def url(self) -> str:
@@ -37,7 +44,7 @@ class LocalStore:
 
     @property
     def root(self) -> str:
-        """The folder that holds all objects."""
+        """The folder that holds all objects; no part of it is a link."""
         return self._root
 
     def path(self, key: str) -> str:
@@ -50,13 +57,13 @@ class LocalStore:
 
         While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
         """
-        return LocalStore(self._root, url=self._url, retrying=self._retrying, sync=False)
+        return LocalStore(self._root, url=self._url, retrying=self._retrying, sync=False, passed_over=self._passed_over)
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
-        path = self.path(key)
+        check_key(key, url=self._url)
 
         def request(_: int) -> bytes:
-            with _opened(path) as (descriptor, size_bytes):
+            with self._opened(key) as (descriptor, size_bytes):
                 position, last = start, size_bytes if end is None else min(end, size_bytes)
                 pieces = []
                 while position < last and (piece := os.pread(descriptor, last - position, position)):
@@ -67,10 +74,11 @@ class LocalStore:
         return self._try("read", key, request)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
-        path, view = self.path(key), buffer.cast("B")
+        check_key(key, url=self._url)
+        view = buffer.cast("B")
 
         def request(_: int) -> int:
-            with _opened(path) as (descriptor, _size):
+            with self._opened(key) as (descriptor, _size):
                 done = 0
                 while done < len(view) and (count := os.preadv(descriptor, [view[done:]], start + done)):
                     done += count
@@ -79,15 +87,15 @@ class LocalStore:
         return self._try("read", key, request)
 
     def write(self, key: str, data: Bytes) -> None:
-        path = self.path(key)
-        self._try("write", key, lambda _: self._put(path, data, os.rename))
+        check_key(key, url=self._url)
+        self._try("write", key, lambda _: self._put(key, data, publish))
 
     def create(self, key: str, data: Bytes) -> None:
-        path = self.path(key)
+        check_key(key, url=self._url)
 
         def request(attempt: int) -> None:
             try:
-                self._put(path, data, publish_new)
+                self._put(key, data, publish_new)
             except FileExistsError:
                 # On a network file system an attempt may have succeeded although its answer was lost.
                 if attempt == 1 or self.read(key) != data:
@@ -97,8 +105,8 @@ class LocalStore:
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["_Writer"]:
-        path = self.path(key)
-        file = self._try("write", key, lambda _: UnfinishedFile(path, folders=self._folders))
+        check_key(key, url=self._url)
+        file = self._try("write", key, lambda _: UnfinishedFile(key, folders=self._folders))
         # A failed write of a stream has no second chance: nobody has the earlier bytes any more.
         once = self._retrying.once()
 
@@ -107,18 +115,62 @@ class LocalStore:
 
         try:
             yield _Writer(file, act)
-            act(lambda: file.finish(os.rename))
+            act(lambda: file.finish(publish))
         except BaseException:
             file.discard()
             raise
 
-    def stat(self, key: str) -> ObjectInfo:
+    def open_appended(self, key: str, *, make: bool = True) -> int:
+        """Descriptor of a file that grows, for reading and appending; without `make` only if its folder is there.
+
+        The file's name is not made durable: `make_durable` does that.
+
+        Raises: OSError; IrregularFileError.
+        """
         path = self.path(key)
+        folder, _, name = key.rpartition("/")
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        if not make:
+            with self._folders.opened(folder) as handle:
+                return open_regular(name, flags, parent=handle, path=path)
+        handle = DurableFolders(self._root, sync=False).make(folder)
+        try:
+            return open_regular(name, flags, parent=handle, path=path)
+        finally:
+            os.close(handle)
+
+    def make_durable(self, key: str) -> None:
+        """Makes the name of an object durable, unless its folder is gone. Raises: OSError; IrregularFileError."""
+        folder = key.rpartition("/")[0]
+        # Somebody may have deleted the run: its folder must not be made again.
+        with self._folders.opened(folder) as handle:
+            os.close(DurableFolders(self._root).make(folder))
+            sync_folder(handle)
+
+    def is_blocked(self, key: str) -> bool:
+        """Whether the object can be neither there nor written: something else has its name, or that of a folder above it.
+
+        Raises: StorageError.
+        """
+        check_key(key, url=self._url)
+
+        def request(_: int) -> bool:
+            try:
+                return stat_modes.S_ISDIR(self._look_at(key).st_mode)
+            except FileNotFoundError:
+                return False
+            except (IrregularFileError, NotADirectoryError):
+                return True
+
+        return self._try("find", key, request)
+
+    def stat(self, key: str) -> ObjectInfo:
+        check_key(key, url=self._url)
 
         def request(_: int) -> ObjectInfo:
-            found = os.stat(path)  # noqa: PTH116
+            found = self._look_at(key)
             if stat_modes.S_ISDIR(found.st_mode):
-                raise FileNotFoundError(path)
+                raise FileNotFoundError(key)
             return ObjectInfo(key, found.st_size, found.st_mtime)
 
         return self._try("find", key, request)
@@ -127,24 +179,15 @@ class LocalStore:
         folder = folder_of(prefix)
         if folder:
             check_key(folder[:-1], url=self._url)
-        for key in self._walk(folder):
-            if not _is_temporary(key):
-                try:
-                    yield self.stat(key)
-                except ObjectNotFoundError:
-                    continue
+        for key, handle in self._walk(folder):
+            if not _is_temporary(key) and (info := self._find_listed(key, handle)):
+                yield info
 
     def delete(self, key: str) -> None:
-        path = self.path(key)
-        folder = os.path.dirname(path)  # noqa: PTH120
+        check_key(key, url=self._url)
 
         def request(_: int) -> None:
-            try:
-                os.unlink(path)  # noqa: PTH108
-                if self._folders.sync:
-                    sync_folder(folder)
-            except FileNotFoundError:
-                pass
+            folder = self._delete(key)
             # A folder is no object: none may be left where the last object of it was.
             self._folders.prune(folder)
 
@@ -155,17 +198,16 @@ class LocalStore:
         here = this_writer()
         names = [
             name
-            for name in self._walk(folder_of(prefix))
+            for name, _ in self._walk(folder_of(prefix))
             if is_abandoned(name.rpartition("/")[2], here=here, start_of=start_of)
         ]
         for name in names:
             with suppress(FileNotFoundError):
-                os.unlink(f"{self._root}/{name}")  # noqa: PTH108
-            self._folders.prune(os.path.dirname(f"{self._root}/{name}"))  # noqa: PTH120
+                self._folders.prune(self._delete(name))
         return tuple(names)
 
-    def _put(self, path: str, data: Bytes, publish: Callable[[str, str], None]) -> None:
-        file = UnfinishedFile(path, folders=self._folders)
+    def _put(self, key: str, data: Bytes, publish: Publish) -> None:
+        file = UnfinishedFile(key, folders=self._folders)
         try:
             file.write(data)
             file.finish(publish)
@@ -173,25 +215,46 @@ class LocalStore:
             file.discard()
             raise
 
-    def _walk(self, folder: str) -> Iterator[str]:
-        """Names of all files below `folder` relative to the root, in order of their whole names."""
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, int]]:
+        """Descriptor and size of a file."""
+        folder, _, name = key.rpartition("/")
+        with self._folders.opened(folder) as handle:
+            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=f"{self._root}/{key}")
+        try:
+            yield descriptor, os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
 
-        def request(_: int) -> list[str]:
-            try:
-                with os.scandir(f"{self._root}/{folder}") as entries:
-                    return sorted(f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries)
-            except FileNotFoundError:
-                return []
-            except NotADirectoryError:
-                if folder == "":
-                    raise
-                return []
+    def _look_at(self, key: str) -> os.stat_result:
+        folder, _, name = key.rpartition("/")
+        with self._folders.opened(folder) as handle:
+            return look_at(name, parent=handle, path=f"{self._root}/{key}")
 
-        for name in self._try("list", folder, request):
-            if name.endswith("/"):
-                yield from self._walk(folder + name)
-            else:
-                yield folder + name
+    def _find_listed(self, key: str, handle: int) -> ObjectInfo | None:
+        """What a listing came upon, if it still is there; `handle` is of its folder."""
+        path = f"{self._root}/{key}"
+        try:
+            found = self._try("find", key, lambda _: look_at(key.rpartition("/")[2], parent=handle, path=path))
+        except ObjectNotFoundError:
+            return None
+        except IrregularFileError:
+            self._passed_over.tell(path, "is a file no more")
+            return None
+        return None if stat_modes.S_ISDIR(found.st_mode) else ObjectInfo(key, found.st_size, found.st_mtime)
+
+    def _delete(self, key: str) -> str:
+        """Deletes the file if it is there; returns its folder."""
+        folder, _, name = key.rpartition("/")
+        with suppress(FileNotFoundError), self._folders.opened(folder) as handle:
+            look_at(name, parent=handle, path=f"{self._root}/{key}")
+            os.unlink(name, dir_fd=handle)
+            if self._folders.sync:
+                sync_folder(handle)
+        return folder
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
+        return walk_files(self._folders, prefix, passed_over=self._passed_over, retrying=self._retrying, url=self._url)
 
     def _try(self, action: str, key: str, request: Callable[[int], T]) -> T:
         return self._retrying.call(request, action=action, url=f"{self._url}/{key}")
@@ -210,16 +273,3 @@ class _Writer:
 
 def _is_temporary(key: str) -> bool:
     return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a file."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        found = os.fstat(descriptor)
-        if stat_modes.S_ISDIR(found.st_mode):
-            raise FileNotFoundError(path)
-        yield descriptor, found.st_size
-    finally:
-        os.close(descriptor)

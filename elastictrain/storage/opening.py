@@ -80,6 +80,14 @@ def without_sync(store: T) -> T:
     return cast(T, store.without_sync()) if isinstance(store, LocalStore) else store
 
 
+def is_blocked(store: Store, key: str) -> bool:
+    """Whether the object can be neither there nor written, since something else has its name or that of a folder above it.
+
+    Only a file system knows such things. Raises: StorageError.
+    """
+    return isinstance(store, LocalStore) and store.is_blocked(key)
+
+
 def check_writable(store: Store) -> None:
     """Creates, reads, lists and deletes a small object, so that a run finds out at its start and not at its first checkpoint.
 

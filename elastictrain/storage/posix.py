@@ -3,11 +3,11 @@
 import ctypes
 import errno
 import os
-import stat
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from threading import Lock
 
-_AT_FDCWD = -100
+from elastictrain.storage.nofollow import look_at, open_subfolder, opened_folder
+
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
 
@@ -26,9 +26,10 @@ def begin_writeback(descriptor: int, start: int, size_bytes: int) -> None:
         sync_file_range(ctypes.c_int(descriptor), offset(start), offset(size_bytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
 
 
-def sync_folder(folder: str) -> None:
+def sync_folder(handle: int) -> None:
     """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # A handle that may be opened without reading the folder cannot be synced.
+    descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -39,70 +40,115 @@ def sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-def publish_new(finished: str, target: str) -> None:
-    """Gives a finished file a second or another name, unless that name is taken.
+def publish(finished: str, target: str, *, folder: int, path: str) -> None:
+    """Gives a finished file in a folder another name there, in the place of the file that has it; `path` is for messages.
 
-    Raises: FileExistsError.
+    Raises: OSError; IrregularFileError.
+    """
+    with suppress(FileNotFoundError):
+        look_at(target, parent=folder, path=path)
+    os.rename(finished, target, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def publish_new(finished: str, target: str, *, folder: int, path: str) -> None:
+    """Gives a finished file in a folder a second or another name there, unless that is taken; `path` is for messages.
+
+    Raises: FileExistsError; OSError; IrregularFileError.
     """
     try:
-        os.link(finished, target)
+        _link_new(finished, target, folder=folder)
+    except FileExistsError:
+        with suppress(FileNotFoundError):
+            look_at(target, parent=folder, path=path)
+        raise
+
+
+def _link_new(finished: str, target: str, *, folder: int) -> None:
+    try:
+        os.link(finished, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
         return
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
     # No hard links here (FAT, some FUSE file systems): a rename that refuses to replace is as good.
-    _rename_new(finished, target)
-
-
-def _rename_new(finished: str, target: str) -> None:
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOTSUP, "the file system has no hard links and this system no renameat2", target)
-    if renameat2(_AT_FDCWD, os.fsencode(finished), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+    if renameat2(folder, os.fsencode(finished), folder, os.fsencode(target), _RENAME_NOREPLACE) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), target)
 
 
-def _is_no_folder(path: str) -> bool:
-    """Whether something else has that name. One look: two could see a folder that goes in between as something else."""
-    try:
-        mode = os.lstat(path).st_mode
-    except OSError:
-        return False
-    return not os.path.isdir(path) if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)  # noqa: PTH112
-
-
 class DurableFolders:
-    """Makes folders under a root, and each one's name durable the first time that this process uses it."""
+    """Opens and makes folders under a root, and makes each one's name durable the first time that this process uses it.
+
+    Folders are named relative to the root, which is ''.
+    """
 
     def __init__(self, root: str, *, sync: bool = True) -> None:
         """Without `sync` no more is made durable than the root, if it is new: for what a loss of power may take."""
-        self._root = root
+        self.root = root
         self.sync = sync
         self._durable: set[str] = set()
         self._lock = Lock()
 
-    def make(self, folder: str) -> None:
-        """Makes `folder`, which is the root or below it, and what is missing above it."""
+    def opened(self, folder: str) -> AbstractContextManager[int]:
+        """Handle of a folder that is there. Raises: OSError; IrregularFileError."""
+        return opened_folder(self.root, folder)
+
+    def make(self, folder: str) -> int:
+        """Makes `folder` and what is missing above it; returns its handle, for the caller to close.
+
+        Raises: OSError, FileNotFoundError if somebody removes it meanwhile; IrregularFileError.
+        """
+        handle, made = self._make_root(), ""
+        try:
+            for name in folder.split("/") if folder else ():
+                made = f"{made}/{name}".lstrip("/")
+                child = self._make_in(handle, name, folder=made)
+                os.close(handle)
+                handle = child
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    def _make_in(self, parent: int, name: str, *, folder: str) -> int:
+        path = f"{self.root}/{folder}"
+        try:
+            child = open_subfolder(name, parent=parent, path=path)
+        except FileNotFoundError:
+            self.forget(folder)
+            with suppress(FileExistsError):
+                os.mkdir(name, dir_fd=parent)
+            child = open_subfolder(name, parent=parent, path=path)
         with self._lock:
-            if folder in self._durable:
-                return
-            chain = [folder]
-            while chain[-1] != "/" and (chain[-1].startswith(f"{self._root}/") or not os.path.lexists(chain[-1])):
-                chain.append(os.path.dirname(chain[-1]))  # noqa: PTH120
-            sync = self.sync or not os.path.isdir(self._root)  # noqa: PTH112
+            durable = folder in self._durable or not self.sync
+        if not durable:
             try:
-                os.makedirs(folder, exist_ok=True)  # noqa: PTH103
-            except FileExistsError as error:
-                if not any(_is_no_folder(one) for one in chain):
-                    # Somebody has made it and removed it again while it was made here.
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), folder) from error
-                # A file is where a folder must be; nobody may take this for an object that exists.
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), folder) from error
-            for parent in chain[1:] if sync else ():
                 # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
                 sync_folder(parent)
-            self._durable.add(folder)
+            except BaseException:
+                os.close(child)
+                raise
+            with self._lock:
+                self._durable.add(folder)
+        return child
+
+    def _make_root(self) -> int:
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+        with suppress(FileNotFoundError):
+            return os.open(self.root, flags)
+        missing = [self.root]
+        while not os.path.lexists(above := os.path.dirname(missing[-1])):  # noqa: PTH120
+            missing.append(above)
+        # Somebody may make one of them, as a folder or not, and remove it again: opening the root tells.
+        with suppress(FileExistsError):
+            os.makedirs(self.root, exist_ok=True)  # noqa: PTH103
+        for one in missing:
+            with opened_folder(os.path.dirname(one), "") as handle:  # noqa: PTH120
+                sync_folder(handle)
+        return os.open(self.root, flags)
 
     def forget(self, folder: str) -> None:
         """`folder` turned out to be gone: somebody deleted the last object in it."""
@@ -111,13 +157,14 @@ class DurableFolders:
 
     def prune(self, folder: str) -> None:
         """Removes `folder` and folders above it as long as they are empty and below the root."""
-        while folder.startswith(f"{self._root}/"):
+        while folder:
             self.forget(folder)
-            with suppress(FileNotFoundError):
+            above, _, name = folder.rpartition("/")
+            with suppress(FileNotFoundError), self.opened(above) as handle:
                 try:
-                    os.rmdir(folder)  # noqa: PTH106
+                    os.rmdir(name, dir_fd=handle)
                 except OSError as error:
                     if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                         return
                     raise
-            folder = os.path.dirname(folder)  # noqa: PTH120
+            folder = above

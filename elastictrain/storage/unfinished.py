@@ -1,9 +1,10 @@
 """A local file under construction: nobody sees it before it is whole and durable."""
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
+from elastictrain.storage.nofollow import open_regular
 from elastictrain.storage.posix import DurableFolders, begin_writeback, sync_folder, write_all
 from elastictrain.storage.store import Bytes
 from elastictrain.storage.temporaries import temporary_name, this_writer
@@ -14,25 +15,45 @@ _PRUNED_AT_MOST = 20
 """How often others may remove the new file's folder, as an empty one, between our making and using it."""
 
 
-class UnfinishedFile:
-    """A temporary file in the folder of its target; `finish` or `discard` ends it."""
+class Publish(Protocol):
+    """Gives a finished file its name, in the same folder: `publish` or `publish_new`."""
 
-    def __init__(self, path: str, *, folders: DurableFolders) -> None:
-        self._path = path
-        self._folder = os.path.dirname(path)  # noqa: PTH120
+    def __call__(self, finished: str, target: str, /, *, folder: int, path: str) -> None:
+        """`folder` is a handle; `path` is for messages."""
+
+
+class UnfinishedFile:
+    """A temporary file in the folder of its target; `finish` or `discard` ends it.
+
+    It keeps a handle of the folder: what somebody puts in the folder's place meanwhile is not touched.
+    """
+
+    def __init__(self, key: str, *, folders: DurableFolders) -> None:
+        """Raises: OSError; IrregularFileError."""
+        folder, _, self._name = key.rpartition("/")
+        self._path = f"{folders.root}/{key}"
         self._sync = folders.sync
-        self._temporary = f"{self._folder}/{temporary_name(this_writer())}"
+        self._temporary = temporary_name(this_writer())
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
+        self._folder = self._descriptor = -1
         for chance in range(_PRUNED_AT_MOST):
             try:
-                folders.make(self._folder)
-                self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+                self._begin(folders, folder)
                 break
             except FileNotFoundError:
-                folders.forget(self._folder)
+                folders.forget(folder)
                 if chance == _PRUNED_AT_MOST - 1:
                     raise
+
+    def _begin(self, folders: DurableFolders, folder: str) -> None:
+        self._folder = folders.make(folder)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._descriptor = open_regular(self._temporary, flags, parent=self._folder, path=self._path)
+        except BaseException:
+            self._close()
+            raise
 
     def write(self, data: Bytes) -> None:
         """Appends; small pieces are gathered."""
@@ -48,27 +69,34 @@ class UnfinishedFile:
                 begin_writeback(self._descriptor, self._on_its_way, self._written - self._on_its_way)
                 self._on_its_way = self._written
 
-    def finish(self, publish: Callable[[str, str], None]) -> None:
-        """Makes the content durable, gives it its name by `publish(temporary, path)`, and makes the name durable."""
+    def finish(self, publish: Publish) -> None:
+        """Makes the content durable, gives it its name, and makes the name durable."""
         self._flush()
         if self._sync:
             os.fsync(self._descriptor)
         descriptor, self._descriptor = self._descriptor, -1
         # A network file system sends what is left when a file is closed, and tells only then that there is no room for it.
         os.close(descriptor)
-        publish(self._temporary, self._path)
+        publish(self._temporary, self._name, folder=self._folder, path=self._path)
         with suppress(FileNotFoundError):
-            os.unlink(self._temporary)  # noqa: PTH108
+            os.unlink(self._temporary, dir_fd=self._folder)
         if self._sync:
             sync_folder(self._folder)
+        self._close()
 
     def discard(self) -> None:
         """Removes the file; never raises, because it runs when something else already has gone wrong."""
-        with suppress(OSError):
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-        with suppress(OSError):
-            os.unlink(self._temporary)  # noqa: PTH108
+        if self._folder >= 0:
+            with suppress(OSError):
+                os.unlink(self._temporary, dir_fd=self._folder)
+        self._close()
+
+    def _close(self) -> None:
+        descriptors, self._descriptor, self._folder = (self._descriptor, self._folder), -1, -1
+        for descriptor in descriptors:
+            with suppress(OSError):
+                if descriptor >= 0:
+                    os.close(descriptor)
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, bytearray()

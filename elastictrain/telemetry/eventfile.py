@@ -1,10 +1,12 @@
 """Files of TensorBoard events that only grow, on a local disk and on an object store."""
 
+import os
 import struct
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Protocol
 
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.posix import write_all
 from elastictrain.storage.store import Store
 
 VERSION = "brain.Event:2"
@@ -60,14 +62,19 @@ def scalars_record(values: Mapping[str, float], *, wall_time: float, step: int) 
 class LocalEventFile:
     """A file that is appended to: TensorBoard keeps reading an open one, so it must not be replaced."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
+    def __init__(self, store: LocalStore, *, key: str) -> None:
+        """Raises: OSError; IrregularFileError."""
+        os.close(store.open_appended(key))
+        self._store = store
+        self._key = key
 
     def append(self, record: bytes) -> None:
         """One write, so that the death of this process leaves whole records."""
-        with self._path.open("ab", buffering=0) as file:
-            file.write(record)
+        descriptor = self._store.open_appended(self._key, make=False)
+        try:
+            write_all(descriptor, memoryview(record))
+        finally:
+            os.close(descriptor)
 
     def flush(self) -> None:
         """Every append is visible at once."""
@@ -106,7 +113,6 @@ class StoredEventFile:
 
 def open_event_file(store: Store, *, key: str, clock: Callable[[], float]) -> EventFile:
     """The event file of that key under `store`; `clock` is wall time."""
-    url = store.url.removeprefix("file://")
-    if "://" in url:
-        return StoredEventFile(store, key=key, clock=clock)
-    return LocalEventFile(Path(url) / key)
+    if isinstance(store, LocalStore):
+        return LocalEventFile(store, key=key)
+    return StoredEventFile(store, key=key, clock=clock)

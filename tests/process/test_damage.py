@@ -1,6 +1,7 @@
 """A run whose checkpoints were damaged behind its back, whose configuration was changed, or that is resumed again and again."""
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -187,3 +188,28 @@ def test_every_resume_continues_and_not_only_the_first(trained: Path, tmp_path: 
     assert resumed[1] > 0
     assert resumed[2:] == stopped[:2]
     assert len(set(resumed)) == 4
+
+
+def test_a_link_in_the_place_of_a_checkpoint_is_neither_written_nor_deleted(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "notes.safetensors").write_text("mine")
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    link = run_dir / "checkpoints/step-000000005"
+    link.symlink_to("../../precious")
+    code, output = start_again(run_dir, "train.steps=10", "checkpoint.keep_last=1", "checkpoint.buffers=0")
+    assert code == 0, output
+    assert [path.name for path in precious.iterdir()] == ["notes.safetensors"]
+    assert link.is_symlink()
+    assert [found.name for found in run_dir.glob("checkpoints/step-*") if found != link] == ["step-000000010"]
+    saved = events(run_dir, "checkpoint_saved")
+    assert [event["checkpoint"] for event in saved] == ["step-000000005-2", "step-000000010"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints/committed.json"])
+def test_a_start_waits_for_no_fifo(name: str, run_dir: Path) -> None:
+    (run_dir / name).unlink()
+    os.mkfifo(run_dir / name)
+    code, output = start_again(run_dir)
+    assert code == (74 if name == "config.yaml" else 0), output

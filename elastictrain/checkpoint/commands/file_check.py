@@ -11,7 +11,7 @@ from elastictrain.checkpoint.commands.speaking import Advance
 from elastictrain.checkpoint.manifest import FileRecord
 from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header
 from elastictrain.checkpoint.verified_read import READ_BYTES
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
+from elastictrain.errors import InvalidCheckpointError, IrregularFileError, ObjectNotFoundError
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -107,6 +107,8 @@ def _look(
             advance(count)
     except ObjectNotFoundError:
         return ("is gone",)
+    except IrregularFileError as error:
+        return (str(error),)
     if stopped.is_set():
         return ()
     if whole.hexdigest() == file.digest and not digests.wrong:

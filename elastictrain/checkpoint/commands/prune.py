@@ -127,7 +127,7 @@ def delete_folder(location: Location, deletion: Deletion) -> bool:
     """Whether the folder was deleted; it is not if it has become a checkpoint since it was listed. Raises: StorageError."""
     run = location.run
     if MANIFEST_NAME not in deletion.files and is_there(run, key_of(deletion.folder, MANIFEST_NAME)):
-        note(f"{deletion.folder} is not deleted: its manifest has appeared meanwhile")
+        note(f"{deletion.folder} is not deleted: it has a manifest that was not listed")
         return False
     for file in deletion.files:
         run.delete(key_of(deletion.folder, file))

@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from elastictrain.config.data import DataGroup
 from elastictrain.data.index import TokenIndex
 from elastictrain.data.opening import open_datasets, open_tokenizer
 from elastictrain.data.split import check_data
-from elastictrain.errors import EXIT_CONFIG, DataError
+from elastictrain.errors import EXIT_CONFIG, DataError, IrregularFileError
 from elastictrain.storage.opening import open_store
 
 TEXT = bytes(range(100)) * 3
@@ -45,6 +46,26 @@ def test_local_files_that_are_not_what_the_index_says(folder: Path, damage: str)
         victim.write_bytes(victim.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"tokens-00001\.bin must"):
         open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_a_shard_is_a_regular_file(folder: Path, tmp_path: Path, kind: str, late: bool) -> None:
+    shard = folder / "tokens-00000.bin"
+    opened = open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={}) if late else None
+    shard.rename(tmp_path / "moved")
+    if kind == "link":
+        shard.symlink_to(tmp_path / "moved")
+    elif kind == "fifo":
+        os.mkfifo(shard)
+    else:
+        shard.mkdir()
+    if opened is not None:
+        with pytest.raises((IrregularFileError, FileNotFoundError), match=shard.name):
+            opened.train[0]
+    else:
+        with pytest.raises(DataError, match=shard.name):
+            open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
 
 
 @pytest.mark.parametrize("below", ["", "/tokens"])

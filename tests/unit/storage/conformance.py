@@ -1,13 +1,16 @@
 """What every store must do: each check gets an empty store."""
 
 import os
+import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
-from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, PermanentStorageError
+from elastictrain.errors import IrregularFileError, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
 
@@ -226,4 +229,96 @@ CHECKS: tuple[Callable[[Store], None], ...] = (
     aborted_stream_leaves_nothing,
     threads_share,
     writable,
+)
+
+
+@contextmanager
+def intruders(outside: Path, places: tuple[Path, ...]) -> Iterator[None]:
+    """Puts something at each place in turn of which a store may use nothing; afterwards `outside` must be as it was."""
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    (outside / "folder").mkdir()
+    (outside / "folder/object").write_bytes(b"precious")
+    links = ("precious", "folder", "nothing", "folder/nothing/deeper")
+    for place, target in zip(places, links, strict=False):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(outside / target)
+    os.mkfifo(places[len(links)])
+    listening = socket.socket(socket.AF_UNIX)
+    folder = os.open(places[len(links) + 1].parent, os.O_RDONLY)
+    try:
+        # The whole path may be longer than the name of a socket can be.
+        listening.bind(f"/proc/self/fd/{folder}/{places[len(links) + 1].name}")
+        yield
+    finally:
+        os.close(folder)
+        listening.close()
+    assert {path.relative_to(outside).as_posix() for path in outside.rglob("*")} == {"precious", "folder", "folder/object"}
+    assert (outside / "precious").read_bytes() == (outside / "folder/object").read_bytes() == b"precious"
+
+
+KINDS = ("link-to-file", "link-to-folder", "dangling", "dangling-deep", "fifo", "socket")
+
+
+def open_write(store: Store, key: str) -> None:
+    with store.open_writer(key) as writer:
+        writer.write(b"x")
+
+
+REQUESTS: tuple[Callable[[Store, str], object], ...] = (
+    lambda store, key: store.read(key),
+    lambda store, key: store.read(key, start=0, end=4),
+    lambda store, key: store.read_into(key, memoryview(bytearray(4))),
+    lambda store, key: store.stat(key),
+    lambda store, key: store.write(key, b"x"),
+    lambda store, key: store.create(key, b"x"),
+    open_write,
+    lambda store, key: store.delete(key),
+)
+
+
+def irregular_files_are_not_objects(store: Store, root: Path, outside: Path) -> None:
+    store.write("a/b/good", b"good")
+    with intruders(outside, tuple(root / "a/b" / kind for kind in KINDS)):
+        assert keys(store) == keys(store, "a") == keys(store, "a/b") == ["a/b/good"]
+        for kind in KINDS:
+            for request in REQUESTS:
+                with pytest.raises(IrregularFileError, match=f"a/b/{kind}"):
+                    request(store, f"a/b/{kind}")
+            with pytest.raises(IrregularFileError, match=f"a/b/{kind}"):
+                keys(store, f"a/b/{kind}")
+        assert sorted(path.name for path in (root / "a/b").iterdir()) == sorted((*KINDS, "good"))
+    assert store.read("a/b/good") == b"good"
+
+
+def irregular_folders_are_not_entered(store: Store, root: Path, outside: Path) -> None:
+    store.write("a/good", b"good")
+    with intruders(outside, tuple(root / "a" / kind for kind in KINDS)):
+        for kind in KINDS:
+            for request in REQUESTS:
+                for key in (f"a/{kind}/object", f"a/{kind}/deep/er/object"):
+                    with pytest.raises(IrregularFileError, match=f"a/{kind}"):
+                        request(store, key)
+            with pytest.raises(IrregularFileError, match=f"a/{kind}"):
+                keys(store, f"a/{kind}/deep")
+        assert sorted(path.name for path in (root / "a").iterdir()) == sorted((*KINDS, "good"))
+    assert keys(store) == ["a/good"]
+
+
+def folder_that_becomes_a_link_is_left_alone(store: Store, root: Path, outside: Path) -> None:
+    """An object that is being written when its folder is taken away goes to where it was begun."""
+    with intruders(outside, tuple(root / "others" / kind for kind in KINDS)):
+        with store.open_writer("a/b/object") as writer:
+            writer.write(b"1")
+            (root / "a/b").rename(root / "a/moved")
+            (root / "a/b").symlink_to(outside / "folder")
+            writer.write(b"2")
+        assert (root / "a/moved/object").read_bytes() == b"12"
+        assert [path.name for path in (root / "a/moved").iterdir()] == ["object"]
+
+
+FOLDER_CHECKS: tuple[Callable[[Store, Path, Path], None], ...] = (
+    irregular_files_are_not_objects,
+    irregular_folders_are_not_entered,
+    folder_that_becomes_a_link_is_left_alone,
 )

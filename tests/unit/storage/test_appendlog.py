@@ -95,7 +95,7 @@ def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(os, "makedirs", denied)
+    monkeypatch.setattr(os, "mkdir", denied)
     with pytest.raises(AccessDeniedError, match=r"a\.jsonl"):
         open_append_log(open_store(str(tmp_path)), "events/a.jsonl", flush_s=1.0)
 

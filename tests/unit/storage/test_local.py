@@ -94,9 +94,9 @@ def test_lost_answer_to_create(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=3), sleep=lambda _: None))
     link, calls = os.link, []
 
-    def carried_out(source: str, target: str) -> None:
+    def carried_out(source: str, target: str, **options: Any) -> None:
         calls.append(target)
-        link(source, target)
+        link(source, target, **options)
         if len(calls) == 1:
             raise OSError(errno.ETIMEDOUT, "lost")
 
@@ -128,9 +128,9 @@ def test_content_then_name_then_folder_become_durable(tmp_path: Path, monkeypatc
         order.append(f"{kind} {Path(path).name if kind == 'folder' else ''}".strip())
         fsync(descriptor)
 
-    def record_rename(source: str, target: str) -> None:
+    def record_rename(source: str, target: str, **options: Any) -> None:
         order.append("rename")
-        rename(source, target)
+        rename(source, target, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(os, "rename", record_rename)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import AccessDeniedError
+from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Bytes, ObjectInfo, ObjectWriter
 from elastictrain.telemetry.eventfile import LocalEventFile, StoredEventFile, open_event_file
 from elastictrain.telemetry.tensorboard import BackgroundScalars, event_file_key, open_scalars
@@ -75,7 +76,7 @@ def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    writer = open_scalars(FakeStore(str(tmp_path)), purge_step=None, flush_s=10.0)
+    writer = open_scalars(open_store(str(tmp_path)), purge_step=None, flush_s=10.0)
     for step in (10, 20):
         writer.write(step, {"loss/train": 1.0 / step, "optimizer/lr": 0.5})
     writer.close(timeout_s=10.0)
@@ -84,7 +85,7 @@ def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Path) -> None:
-    store = FakeStore(str(tmp_path))
+    store = open_store(str(tmp_path))
     wall_time = 1_700_000_000.0
     for purge_step, steps, value in ((None, (1, 2, 3, 4), 1.0), (3, (3,), 2.0)):
         wall_time += 60.0
@@ -123,7 +124,7 @@ def test_an_unchanged_part_is_not_written_again() -> None:
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_local_folder_is_appended_to(tmp_path: Path, scheme: str) -> None:
-    file = open_event_file(FakeStore(f"{scheme}{tmp_path}"), key="tensorboard/x", clock=lambda: 1.0)
+    file = open_event_file(open_store(f"{scheme}{tmp_path}"), key="tensorboard/x", clock=lambda: 1.0)
     assert isinstance(file, LocalEventFile)
     file.append(b"a")
     file.append(b"b")
