@@ -20,9 +20,14 @@ class FailedSaves:
         """After a save that failed."""
         return replace(self, in_a_row=self.in_a_row + 1)
 
+    @property
+    def too_many(self) -> bool:
+        """Whether `check` raises."""
+        return self.in_a_row >= self.limit
+
     def check(self, cause: Exception) -> None:
         """Raises: SavesFailingError once `limit` saves in a row have failed, `cause` being the last reason."""
-        if self.in_a_row >= self.limit:
+        if self.too_many:
             raise SavesFailingError(
                 f"{self.in_a_row} checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is {self.limit}); "
                 f"the last reason: {cause}"

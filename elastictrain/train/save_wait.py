@@ -8,6 +8,7 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.keeper.outstanding import Saved
 from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.fault.wait_notice import WaitNotice, describe_process
 from elastictrain.train.leaving import Verdict, Word, judge, least
 from elastictrain.train.saving import SavingParts, tell_failure
 
@@ -38,18 +39,26 @@ class SaveWait:
         Collective: yes.
         """
         replicating = False
+        notice = WaitNotice(self._parts.say, clock=self._clock)
         while True:
             words = self._hear_all(step, deadline_s=deadline_s, in_a_row=in_a_row)
             verdict = judge(words, replicating=replicating)
             if verdict is not None:
                 return verdict
-            if can_replicate and not replicating and least([word.left_s for word in words]) is not None:
+            left = least([word.left_s for word in words])
+            if can_replicate and not replicating and left is not None:
                 # Nobody trains any more, so nobody is slowed down.
                 self._link.replicate(on=True, unpaced=True)
                 self._link.send(step)
                 replicating = True
             if self._parts.rank == 0:
+                until_s = deadline_s if left is None else min(deadline_s, self._clock() + left)
+                notice.tell(lambda: self._describe(step), until_s=until_s)
                 self._link.wait_for_news(_ROUND_S)
+
+    def _describe(self, step: int) -> str:
+        """What is waited for."""
+        return f"the saver ({describe_process(self._link.pid)}) to write step {step} from host memory to storage"
 
     def _hear_all(self, step: int, *, deadline_s: float, in_a_row: int) -> list[Word]:
         sending, unsent = self._link.sending()

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue
@@ -12,6 +12,7 @@ from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
+from elastictrain.fault.wait_notice import WaitNotice, describe_process
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached, Verdict, copy_limit_s
@@ -58,6 +59,9 @@ class SnapshotSaving:
         self._rounds = Rounds() if link.replicates else None
         self._failed = FailedSaves(parts.max_failed_saves)
         self._told_in_a_row = 0
+        self._last_error = ""
+        """Why the last save failed; rank 0 alone knows."""
+
         self._unheard = 0
         """Failures that rank 0 has told a person, but not the other ranks: one flag a step has room for one."""
 
@@ -110,7 +114,10 @@ class SnapshotSaving:
             self._failed = self._failed.succeeded()
         if failed:
             self._failed = self._failed.failed()
-            self._failed.check(CheckpointError("the log of rank 0 tells it"))
+            if self._failed.too_many:
+                # One flag a step has no room for the reason, which rank 0 alone knows.
+                error = from_first(self._last_error.encode, group=self._parts.group).decode()
+                self._failed.check(CheckpointError(error))
         if unusable:
             if unsaved or self._durable_step >= step:
                 # What was on its way, or has begun since, may never arrive.
@@ -239,6 +246,7 @@ class SnapshotSaving:
                 saved_step = -1
             self._told_in_a_row += 1
             self._unheard += 1
+            self._last_error = failure.error
             tell_failure(self._parts, failure.step, error=failure.error, in_a_row=self._told_in_a_row)
         if saved_step >= 0:
             self._succeeded()
@@ -255,6 +263,7 @@ class SnapshotSaving:
         step = 1 << 62
         # The step that is whole on two hosts stays as long as another slot can be had.
         safe = (self._rounds.safe,) if self._rounds is not None else ()
+        notice = WaitNotice(self._parts.say, clock=self._clock)
         while True:
             status = self._snapshots.status(due=True, none_had=self._none_had)
             cannot = bool(self._unusable()) or self._clock() > deadline
@@ -277,6 +286,8 @@ class SnapshotSaving:
                 return _Found(place)
             if out_of_time:
                 return _Found(None, late=True)
+            if self._parts.rank == 0:
+                notice.tell(lambda: f"the saver ({describe_process(self._link.pid)}) to free host memory", until_s=deadline)
             time.sleep(_PAUSE_S)
 
     def _reached_before(self) -> Reached:

@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -97,6 +98,41 @@ def test_a_stopped_keeper_does_not_stop_training(tmp_path: Path, undisturbed: di
     assert losses(run_dir) == undisturbed
     assert not events(run_dir, "keeper_lost")
     check_nothing_left(tmp_path)
+
+
+def test_a_stopped_keeper_does_not_hold_up_the_end_in_silence(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job/run"
+    unsaved = ("checkpoint.every_steps=0", "checkpoint.snapshot_every_steps=0", "train.steps=4")
+    with one_rank(run_dir, "task.pause_s=0.2", *unsaved) as run:
+        at_step(run_dir, 1)
+        keeper = the_keeper(tmp_path)
+        keeper.suspend()
+        wait_until(lambda: f"kill -CONT {keeper.pid}" in run.output(), timeout_s=30, what="word of the keeper")
+        assert run.process.poll() is None
+        keeper.resume()
+        assert run.wait(60) == 0, run.output()
+    assert [row["step"] for row in events(run_dir, "checkpoint_saved")] == [4]
+    check_nothing_left(tmp_path)
+
+
+def test_every_rank_ends_with_the_error_of_storage(tmp_path: Path) -> None:
+    run_dir = tmp_path / "job/run"
+    often = ("checkpoint.every_steps=2", "train.steps=100000", "task.pause_s=0.02")
+    with torchrun(arguments(run_dir, *often), world_size=2, folder=run_dir.parent) as run:
+        wait_until(lambda: bool(events(run_dir, "checkpoint_saved")), what="a checkpoint")
+        shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+        while not (run_dir / "checkpoints").is_file():
+            # A save that was under way may have made it again.
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+            with suppress(FileExistsError):
+                (run_dir / "checkpoints").touch(exist_ok=False)
+        assert run.wait(60) == 1, run.output()
+    failures = {row["rank"]: row for row in events(run_dir, "failure")}
+    last = max(events(run_dir, "checkpoint_failed"), key=lambda row: row["in_a_row"])
+    assert {rank: row["exit_code"] for rank, row in failures.items()} == {0: 74, 1: 74}
+    assert all(last["error"] in row["error"] for row in failures.values()), failures
+    (run_dir / "checkpoints").unlink()
+    wait_until(lambda: not keepers(tmp_path), timeout_s=60, what="the end of the keeper")
 
 
 def speak(tmp_path: Path, data: bytes) -> bytes:

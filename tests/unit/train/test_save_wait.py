@@ -14,7 +14,7 @@ from elastictrain.train.saving import SavingParts
 def test_a_host_without_a_keeper_says_so_and_nobody_waits_for_it(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first host would wait for its files until the limit of a save, a quarter of an hour."""
     monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value])
-    parts = SimpleNamespace(rank=1, left_s=lambda: None, group=None)
+    parts = SimpleNamespace(rank=1, left_s=lambda: None, group=None, say=lambda text: None)
     link = SimpleNamespace(broken=broken, sending=lambda: (False, False))
     wait = SaveWait(cast(SavingParts, parts), cast(KeeperLink, link))
     (word,) = wait._hear_all(5, deadline_s=0.0, in_a_row=0)

@@ -15,6 +15,7 @@ from elastictrain.checkpoint.keeper.outstanding import Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
+from elastictrain.fault.wait_notice import FIRST_S
 from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached
@@ -105,6 +106,7 @@ class FakeLink:
     sends: tuple[bool, bool] = (False, False)
     replicates: bool = False
     broken: str = ""
+    pid: int = 4242
     replications: list[tuple[bool, bool]] = field(default_factory=list)
     news: list[Callable[[], None]] = field(default_factory=list)
     """What happens while it is waited for, one after another."""
@@ -345,7 +347,7 @@ def test_saves_that_fail_are_told_and_too_many_in_a_row_end_the_run() -> None:
     one.link.failures = [SaveFailure(4, "the disk is full")]
     one.step(5)
     one.link.failures = [SaveFailure(5, "the disk is full")]
-    with pytest.raises(SavesFailingError, match=r"2 checkpoints in a row could not be saved .* the log of rank 0 tells it"):
+    with pytest.raises(SavesFailingError, match=r"2 checkpoints in a row could not be saved .* the disk is full"):
         one.step(6)
     counts = [(event.step, event.in_a_row) for event in one.events if isinstance(event, CheckpointFailed)]
     assert counts == [(2, 1), (4, 1), (5, 2)]
@@ -607,3 +609,38 @@ def test_without_memory_nothing_is_written_where_replicas_differ() -> None:
     with pytest.raises(ReplicasDivergedError):
         one.saving.save_now(2, "end")
     assert (one.snapshots.began, one.checkpointer.saved) == ([], [])
+
+
+@pytest.mark.parametrize("left_s", [None, 20.0])
+def test_whoever_waits_long_for_storage_is_told_what_for_and_until_when(left_s: float | None) -> None:
+    one = stage()
+    one.left[0] = left_s
+
+    def later(seconds: float) -> Callable[[], None]:
+        def wait() -> None:
+            one.clock[0] += seconds
+
+        return wait
+
+    one.link.news = [later(FIRST_S - 0.5), later(0.5), later(1.0), lambda: one.link.saved.append(Saved(9, "step-9", 8))]
+    one.saving.save_now(9, "end")
+    (told,) = one.said
+    assert "step 9" in told
+    assert "process 4242" in told
+    # A save has 90 of 100 s here, and this run has less where it has to go.
+    assert f"{(90 if left_s is None else 25) - FIRST_S:.0f} s more at most" in told
+
+
+def test_whoever_waits_long_for_a_slot_is_told_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = stage()
+    one.snapshots.busy = True
+
+    def sleep(seconds: float) -> None:
+        one.clock[0] += 2.5
+        one.snapshots.busy = one.clock[0] < 2 * FIRST_S
+
+    monkeypatch.setattr("elastictrain.train.snapshot_saving.time.sleep", sleep)
+    one.link.news = [lambda: one.link.saved.append(Saved(9, "step-9", 8))]
+    one.saving.save_now(9, "end")
+    (told,) = one.said
+    assert "process 4242" in told
