@@ -64,7 +64,9 @@ def _dispatch(parsed: argparse.Namespace) -> int:
         return diff_checkpoints(parsed.a, parsed.b, limit=parsed.limit, as_json=parsed.json)
     from elastictrain.checkpoint.commands.export import export_checkpoint
 
-    return export_checkpoint(parsed.url, to=parsed.to, out=parsed.out, step=parsed.step, dtype=parsed.dtype)
+    return export_checkpoint(
+        parsed.url, to=parsed.to, out=parsed.out, step=parsed.step, dtype=parsed.dtype, task_target=parsed.task
+    )
 
 
 def _prune(parsed: argparse.Namespace) -> int:
@@ -175,6 +177,11 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "dcp: a folder of torch.distributed.checkpoint",
     )
     exporting.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (the newest valid one)")
+    exporting.add_argument(
+        "--task",
+        metavar="CLASS",
+        help="for hf: the class of the task, such as recipes.llama.LlamaTask; no module that a stored run names is imported",
+    )
     exporting.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="element type of the model's weights (hf: bf16; others: as stored)"
     )

@@ -1,6 +1,6 @@
 """Writes the weights of a run's checkpoint as Hugging Face safetensors: `python -m recipes.llama.export RUN_DIR OUT`.
 
-The same as `python -m elastictrain.checkpoint export RUN_DIR OUT --to hf`, which takes any run whose task can do it.
+The same as `python -m elastictrain.checkpoint export RUN_DIR OUT --to hf --task recipes.llama.LlamaTask`.
 """
 
 import argparse
@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
         check_task(parsed.run_dir)
-        return export_checkpoint(parsed.run_dir, to="hf", out=parsed.out, step=parsed.step, dtype=parsed.dtype)
+        return export_checkpoint(
+            parsed.run_dir, to="hf", out=parsed.out, step=parsed.step, dtype=parsed.dtype, task_target=_TASKS[0]
+        )
     except ElasticTrainError as error:
         _say(f"error: {error}")
         return error.exit_code

@@ -16,7 +16,7 @@ from elastictrain.checkpoint.commands.location import locate
 from elastictrain.checkpoint.commands.selection import find_checkpoint
 from elastictrain.checkpoint.commands.speaking import note, progress
 from elastictrain.checkpoint.verified_read import DamagedFileError
-from elastictrain.errors import EXIT_OK
+from elastictrain.errors import EXIT_OK, UsageError
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,15 +30,20 @@ class Format:
     only_model: bool = False
 
 
-def export_checkpoint(url: str, *, to: str, out: str, step: int | None, dtype: str | None) -> int:
+def export_checkpoint(
+    url: str, *, to: str, out: str, step: int | None, dtype: str | None, task_target: str | None = None
+) -> int:
     """Writes the newest valid checkpoint at `url`, or that of `step`, to `out`; goes back from one that turns out damaged.
 
     `to` is hf, torch, safetensors or dcp; `dtype` is one of `DTYPES` for the model's weights, None for the format's own choice.
+    `task_target` is the dotted path of the task's class, for hf alone: a module that the stored run names is not imported.
 
     Raises: UsageError; ConfigError; HostUnfitError; NoValidCheckpointError; UnknownFormatError; StorageError.
     """
+    if task_target is not None and to != "hf":
+        raise UsageError(f"--task must be given with --to hf alone, but --to is {to}")
     location = locate(url)
-    task = exporting_task(location.run) if to == "hf" else None
+    task = exporting_task(location.run, target=task_target) if to == "hf" else None
     target = file_target(out) if to == "torch" else folder_target(out)
     chosen = _format(to, task)
     element = DTYPES[dtype or "bf16"] if to == "hf" else DTYPES.get(dtype or "")

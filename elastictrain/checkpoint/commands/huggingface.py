@@ -1,8 +1,9 @@
-"""The ability of a task to write its weights as a Hugging Face folder, and finding the task of a run.
+"""The ability of a task to write its weights as a Hugging Face folder, and making the task with the options of a run.
 
 A task has the ability by defining the method of `ExportsHuggingFace`; like every ability of a task it inherits from nothing.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, cast, runtime_checkable
@@ -11,11 +12,15 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.commands.location import CONFIG_NAME
+from elastictrain.checkpoint.commands.speaking import note
 from elastictrain.config.digest import from_yaml
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct
 from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, UsageError
 from elastictrain.storage.store import Store
+
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,25 +58,27 @@ def read_run_config(run: Store) -> dict[str, object]:
     return from_yaml(text, source=f"{run.url}/{CONFIG_NAME}")
 
 
-def exporting_task(run: Store) -> ExportsHuggingFace:
-    """The task that the run trains, from its configuration. Imports the task's module.
+def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
+    """The task with the options in the run's configuration. Imports the module of `target`, and nothing that the run names.
 
-    Raises: ConfigError; UsageError if the task cannot export; StorageError.
+    Raises: UsageError if `target` is not given, or is no task that can export; ConfigError; StorageError.
     """
     tree = read_run_config(run)
     values, model = (value if isinstance(value := tree.get(name), dict) else {} for name in ("task", "model"))
-    target = values.get("_target_")
+    stored = values.get(TARGET.rpartition(".")[2])
     url = f"{run.url}/{CONFIG_NAME}"
-    if not isinstance(target, str):
-        raise ConfigError([Problem(TARGET, f"must name the task of the run in {url}, but is {target!r}")])
+    if target is None:
+        raise UsageError(_how_to_name(stored, url=url))
     cls, problems = find_task(target)
     if cls is None:
-        raise _config_error(problems, url=url)
+        raise UsageError("; ".join(f"--task {problem.message}" for problem in problems))
     if not callable(getattr(cls, "export_huggingface", None)):
         raise UsageError(
-            f"--to hf must be for a task with the method export_huggingface, but {target} of {url} has none; "
+            f"--task must be a task with the method export_huggingface, but {target} has none; "
             "use --to safetensors, torch or dcp"
         )
+    if stored != target:
+        note(f"{url} names the task {stored!a}; exporting with {target}")
     options = {str(name): value for name, value in values.items() if name != TARGET.rpartition(".")[2]}
     call, problems = check_call(cls, options=options, model=model)
     if call is None:
@@ -80,6 +87,12 @@ def exporting_task(run: Store) -> ExportsHuggingFace:
     if problems:
         raise _config_error(problems, url=url)
     return cast(ExportsHuggingFace, task)
+
+
+def _how_to_name(stored: object, *, url: str) -> str:
+    known = isinstance(stored, str) and len(stored) < _LONGEST_NAME and _DOTTED.fullmatch(stored)
+    typing = f"if you trust that module, add: --task {stored}" if known else "add: --task PACKAGE.MODULE.CLASS"
+    return f"--to hf must be told the task, as a module that {url} names is not imported; {typing}"
 
 
 def _config_error(problems: list[Problem], *, url: str) -> ConfigError:

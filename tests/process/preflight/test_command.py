@@ -32,6 +32,16 @@ def test_a_host_alone_is_told_something_useful_soon(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_module_that_a_stored_run_names_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "trap_of_a_stranger.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w').close()")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("task:\n  _target_: trap_of_a_stranger.Task\n")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = preflight("--run-dir", str(tmp_path / "run"), environment={"PYTHONPATH": path})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not (tmp_path / "sprung").exists()
+
+
 def test_what_fails_ends_with_69_and_its_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     done = preflight("--run-dir", str(tmp_path / "file"))

@@ -46,8 +46,8 @@ def configure(run: Path, target: str, more: str = "") -> None:
     (run / "config.yaml").write_text(f"task:\n  _target_: {target}\n{more}")
 
 
-def export(run: Path, to: str, out: object, *arguments: str) -> int:
-    return main(["export", str(run), str(out), "--to", to, *arguments])
+def export(run: Path, to: str, out: object, *arguments: str, task: str = EXPORTING) -> int:
+    return main(["export", str(run), str(out), "--to", to, *(("--task", task) if to == "hf" and task else ()), *arguments])
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
@@ -163,26 +163,42 @@ def test_hugging_face_is_the_task_s_business(arguments: tuple[str, ...], dtype: 
 
 
 @pytest.mark.parametrize(
-    ("target", "more", "code", "says"),
+    ("task", "more", "code", "says"),
     [
         (
             "tests.unit.checkpoint.commands.tasks.PlainTask",
             "",
             EXIT_USAGE,
-            "but tests.unit.checkpoint.commands.tasks.PlainTask of {}/config.yaml has none; use --to safetensors, torch or dcp",
+            "export_huggingface",
         ),
-        ("nowhere.Task", "", EXIT_CONFIG, "`task._target_` must be in a module that can be imported"),
+        ("nowhere.Task", "", EXIT_USAGE, "--task must be in a module that can be imported"),
+        ("", "", EXIT_USAGE, f"--task {EXPORTING}"),
         (EXPORTING, "  depth: 3\n", EXIT_CONFIG, "`task.depth` is not a key"),
         (EXPORTING, "  width: wide\n", EXIT_CONFIG, "`task.width` must be a whole number"),
-        ("", "", EXIT_CONFIG, "`task._target_` must name the task of the run in {}/config.yaml, but is None"),
     ],
 )
 def test_tasks_that_cannot(
-    target: str, more: str, code: int, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str, more: str, code: int, says: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure(run, target, more)
-    assert export(run, "hf", tmp_path / "out") == code
-    assert says.format(run) in capsys.readouterr().err
+    configure(run, EXPORTING, more)
+    assert export(run, "hf", tmp_path / "out", task=task) == code
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stored", ["", "'x; rm -rf y.Z'", "a" * 500 + ".B", "[1, 2]", "7"])
+def test_only_the_name_of_a_class_is_proposed(
+    stored: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure(run, stored)
+    assert export(run, "hf", tmp_path / "out", task="") == EXIT_USAGE
+    assert capsys.readouterr().err.rstrip().endswith("--task PACKAGE.MODULE.CLASS")
+    assert export(run, "hf", tmp_path / "out") == EXIT_OK
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors", "dcp"])
+def test_the_task_is_for_hugging_face_alone(to: str, run: Path, tmp_path: Path) -> None:
+    assert export(run, to, tmp_path / "out", "--task", EXPORTING) == EXIT_USAGE
     assert not (tmp_path / "out").exists()
 
 
