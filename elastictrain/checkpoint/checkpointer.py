@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from elastictrain.checkpoint.choose import Reject, Standing
 from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
+from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import from_first, revive
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.lineage import Lineage, Origin
@@ -38,6 +39,8 @@ from elastictrain.storage.store import Store
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = JobMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +84,10 @@ class Checkpointer:
         config_digest: str,
         record: Callable[[Event], None],
         generation: int | None = None,
+        job: JobMemory = _NOTHING,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`generation` is that of the hosts, if a launcher started this incarnation."""
+        """`generation` is that of the hosts, if a launcher started this incarnation; `job` is asked on rank 0 only."""
         self._store = store
         self._options = options
         self._group = group
@@ -93,6 +97,7 @@ class Checkpointer:
         self._config_digest = config_digest
         self._record = record
         self._generation = generation
+        self._job = job
         self._clock = clock
         self._saved: SaveResult | None = None
         self._listing = Listing((), begun=False)
@@ -177,6 +182,7 @@ class Checkpointer:
             incarnation=self._incarnation,
             record=self._record,
             clock=self._clock,
+            job=self._job,
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
         if recall is not None:
@@ -202,6 +208,7 @@ class Checkpointer:
     def _look(self, recall: Recall, walk: Walk) -> None:
         """What hosts hold of this run. Collective: yes."""
         recall.look()
+        walk.in_memory = [InMemory(one.facts.incarnation, one.facts.step, recall.name_of(one)) for one in recall.held]
         made = [(one.incarnation, one.step) for one in recall.whole()]
         if not made:
             return
@@ -212,9 +219,9 @@ class Checkpointer:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
                 )
-            return json.dumps([list_incarnations(self._store), off_line]).encode()
+            return json.dumps([[*list_incarnations(self._store), *self._job.incarnations], off_line]).encode()
 
-        # What a run that was deleted, or never had its first event stored, left in memory is not of this run.
+        # What a run that was deleted left in memory is not of this run, unless the same job has trained it.
         incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 

@@ -14,6 +14,8 @@ BEGUN_KEY = f"{ROOT}/begun.json"
 remnants of a first save that was killed, and not checkpoints that lost their manifest."""
 COMMITTED_KEY = f"{ROOT}/committed.json"
 """Present from the first commit of the run on: an empty folder is then the loss of all checkpoints, and no new run."""
+RUN_COMMITTED_KEY = "committed.json"
+"""The same beside the folder of checkpoints, for the case that this folder is lost as a whole."""
 
 _FOLDER = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
 

@@ -93,9 +93,10 @@ class Lineage:
 
     def has(self, incarnation: str, step: int) -> bool:
         """Whether state of `step` that `incarnation` made is on the line. Raises: StorageError."""
-        return is_on_line(incarnation, step, newest=self._newest(), lookup=self._lookup)
+        return is_on_line(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
-    def _newest(self) -> Origin | None:
+    def newest(self) -> Origin | None:
+        """Where the newest generation of hosts went on from, as far as that can be read. Raises: StorageError."""
         # The name begins with the generation: the last one that can be read is the newest.
         for name in reversed(self._names()):
             if (origin := self._lookup(name)) is not None:

@@ -1,4 +1,4 @@
-"""The marks of a run as a whole: `begun.json` and `committed.json`.
+"""The marks of a run as a whole: `begun.json` and `committed.json`, this one in the run folder, too.
 
 `committed.json` outweighs `begun.json`: where both are, the run has committed, and was killed before it removed the other.
 """
@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 
-from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, Listing
+from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, RUN_COMMITTED_KEY, Listing
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import StorageError
 from elastictrain.storage.store import Store
@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 def mark_begun(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
     """A run starts from step 0, and has committed nothing. Raises: StorageError."""
+    # First: a start that ends in between leaves nothing that would excuse lost checkpoints.
     if listing.committed:
-        # First: a start that ends in between leaves nothing that would excuse lost checkpoints.
         store.delete(COMMITTED_KEY)
     if not listing.begun:
+        store.delete(RUN_COMMITTED_KEY)
         store.write(BEGUN_KEY, encode_mark(note))
 
 
@@ -28,11 +29,21 @@ def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonVal
     """The run has a checkpoint. A store that fails is no error: the next save tries again."""
     try:
         if not listing.committed:
+            # First: where the other one is, both are.
+            store.write(RUN_COMMITTED_KEY, encode_mark(note))
             store.write(COMMITTED_KEY, encode_mark(note))
         if listing.begun:
             store.delete(BEGUN_KEY)
     except StorageError as error:
         logger.warning("that the run has a checkpoint could not be noted yet: %s", error)
+
+
+def mark_lost(store: Store, *, note: Mapping[str, JsonValue]) -> None:
+    """The run has committed, and its checkpoints are gone: the next start finds that without a search. Never raises."""
+    try:
+        store.write(RUN_COMMITTED_KEY, encode_mark(note))
+    except StorageError as error:
+        logger.warning("that the run had checkpoints could not be noted: %s", error)
 
 
 def encode_mark(note: Mapping[str, JsonValue]) -> bytes:

@@ -75,14 +75,19 @@ class Recall:
         speaks_for_host: bool,
         group: dist.ProcessGroup | None,
         remote: RemoteFiles | None,
+        names: Sequence[str] = (),
     ) -> None:
-        """`folder` is the run's in host memory; `host` numbers this host in the group; `remote` reaches the others."""
+        """`folder` is the run's in host memory; `host` numbers this host in the group; `remote` reaches the others.
+
+        `names`: of the hosts, by rank.
+        """
         self.folder = folder
         self.run = run
         self._host = host
         self._speaks_for_host = speaks_for_host
         self._group = group
         self._remote = remote
+        self._names = names
         self._rank = 0 if group is None else dist.get_rank(group)
         self._hosts: list[int] = []
         """Of each rank."""
@@ -96,6 +101,15 @@ class Recall:
         rows = [(int(str(row[0])), row[1]) for row in told if isinstance(row, list)]
         self._hosts = [host for host, _ in rows]
         self._held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
+
+    @property
+    def held(self) -> tuple[Held, ...]:
+        """All snapshots of this run that are not forgotten; the same on all ranks."""
+        return tuple(one for one in self._held if one.facts.run == self.run)
+
+    def name_of(self, held: Held) -> str:
+        """The name of the host that holds a snapshot, for a person."""
+        return self._names[held.host] if held.host < len(self._names) else f"number {held.host}"
 
     def best(self) -> SnapshotSet | None:
         """The best step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,17 +17,20 @@ from elastictrain.checkpoint.choose import (
     prefers_memory,
     refusal_message,
 )
+from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, Trace, find_traces, lost_message, of_memory
 from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
-from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed
-from elastictrain.checkpoint.target import list_checkpoints
+from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost
+from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+_NOTHING = JobMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,10 @@ class Walk:
         incarnation: str,
         record: Callable[[Event], None],
         clock: Callable[[], float],
+        job: JobMemory = _NOTHING,
     ) -> None:
         self._store = store
+        self._job = job
         self._on_invalid = on_invalid
         self._incarnation = incarnation
         self._record = record
@@ -72,6 +77,8 @@ class Walk:
         self._listed = False
         self._lineage = Lineage(store)
         self._off_line: frozenset[str] = frozenset()
+        self.in_memory: Sequence[InMemory] = ()
+        """What hosts hold of this run, whole or not."""
 
     def off_line(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
@@ -93,6 +100,7 @@ class Walk:
             if isinstance(decision, Refuse):
                 raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
+                self._refuse_if_lost()
                 self._begin(decision)
                 return Offer()
             found = self._examine(decision)
@@ -139,6 +147,22 @@ class Walk:
         except ObjectNotFoundError:
             return Reject(folder, MANIFEST_NAME, f"{self._store.url}/{key_of(folder, MANIFEST_NAME)} is gone")
         return found.raw if found.reject is None else found.reject
+
+    def _refuse_if_lost(self) -> None:
+        """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""
+        if self._on_invalid == "fresh" or self._listing.begun:
+            # A person, or an earlier start, has seen that nothing is there to go on from.
+            return
+        traces = find_traces(self._store, self._lineage, incarnation=self._incarnation)
+        if self.in_memory:
+            traces += of_memory(self.in_memory, known=list_incarnations(self._store))
+        if self._job.step > 0:
+            traces.append(Trace(self._job.step, "the torchrun or launcher that started this process"))
+        if not traces:
+            return
+        newest = max(traces)
+        mark_lost(self._store, note={"step": newest.step, "found_in": newest.where, **self._signed()})
+        raise NoValidCheckpointError(lost_message(traces, url=f"{self._store.url}/{ROOT}"))
 
     def _begin(self, decision: FreshStart) -> None:
         told = {reject.folder for reject in self._rejected}

@@ -62,6 +62,11 @@ def read_reasons(folder: str) -> list[Reason]:
     return found
 
 
+def leave_text(path: Path, text: str) -> None:
+    """Replace a file as a whole. Never raises."""
+    _leave(path, text, only_if_none=False)
+
+
 def _leave(path: Path, text: str, *, only_if_none: bool) -> None:
     # A thread that finds this process overdue may leave its word while the main thread leaves another.
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")

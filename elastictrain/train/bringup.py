@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.memory.budget import group_limits
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
@@ -39,6 +40,7 @@ from elastictrain.identity import Identity
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
+from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.preflight import RunPreflight
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
 from elastictrain.train.samples import Samples, open_samples
@@ -73,6 +75,7 @@ class Met:
     store: Store
     journal: Journal
     board: Board
+    job: JobNotes
     unwritable: StorageError | None = None
     """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
 
@@ -231,11 +234,12 @@ def _meet(
     whereabouts: Whereabouts,
     stop_request: StopRequested,
 ) -> Met:
-    number = next_incarnation_number(own.store) if identity.rank == 0 else 0
     digest = group_digest(config, data_digest=own.samples.digest)
     introduction = Introduction(identity.host, identity.local_world_size, own.backend, digest)
     timeout_s = config.fault.rendezvous_timeout_s
     rendezvous = connect(identity, timeout_s=timeout_s)
+    job = JobNotes(rendezvous, identity)
+    number = _next_number(own.store, job) if identity.rank == 0 else 0
     incarnation = agree(
         rendezvous,
         identity,
@@ -261,7 +265,12 @@ def _meet(
     except StorageError as error:
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
-    return Met(incarnation, shared, own.store, journal, board, unwritable)
+    return Met(incarnation, shared, own.store, journal, board, job, unwritable)
+
+
+def _next_number(store: Store, job: JobNotes) -> int:
+    """Also where the run folder was deleted under a job that lives, the numbers go on. Raises: StorageError."""
+    return max(next_incarnation_number(store), 1 + max(map(number_of, job.read().incarnations), default=0))
 
 
 def beat_of(mark: Mark, *, options: FaultGroup) -> dict[str, object]:

@@ -111,6 +111,8 @@ def build(
     )
     if identity.speaks:
         record(resume)
+    if identity.local_rank == 0:
+        started.met.job.begin(started.met.incarnation.name, step=resume.step)
     loader = _make_loader(setting, first_step=state.step)
     tokens, flops = _arithmetic(started, state.model)
     observer = make_observer(
@@ -199,6 +201,7 @@ def _saving_parts(
         flush_records=flush_records,
         record=journal.record,
         say=say,
+        committed=setting.started.met.job.committed,
     )
 
 

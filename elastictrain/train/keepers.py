@@ -130,6 +130,7 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
         speaks_for_host=identity.local_rank == 0 and link is not None,
         group=group,
         remote=others,
+        names=[str(row[1]) for row in rows],
     )
     return Memory(recall.folder, recall.run, link, recall, others, trouble, kept)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.counters import counters_of
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
@@ -17,6 +18,7 @@ from elastictrain.train.state import TrainState
 
 def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
     """The checkpointer of this rank."""
+    job = started.met.job.read() if identity.rank == 0 else JobMemory()
     return Checkpointer(
         started.store,
         options=config.checkpoint,
@@ -26,6 +28,7 @@ def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -
         incarnation=started.met.incarnation.name,
         config_digest=config_digest(config),
         record=started.met.journal.record,
+        job=job,
         generation=identity.launcher.generation if identity.launcher is not None else None,
     )
 

@@ -29,7 +29,9 @@ class SaveWait:
 
     def note(self, saved: list[Saved]) -> None:
         """As rank 0: these were committed."""
-        self.saved_step = max(self.saved_step, *(one.step for one in saved)) if saved else self.saved_step
+        if saved:
+            self.saved_step = max(self.saved_step, *(one.step for one in saved))
+            self._parts.committed(self.saved_step)
 
     def until_safe(self, step: int, *, can_replicate: bool, in_a_row: int, deadline_s: float) -> Verdict:
         """Until a step whose snapshot is whole on all ranks is in storage, has failed to get there, or this run has to go.

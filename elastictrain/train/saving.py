@@ -62,6 +62,10 @@ class Saving(Protocol):
         """No more saves. `finished`: the run is complete, and needs no memory any more."""
 
 
+def _ignore(_: int) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavingParts:
     """What both ways of saving work with."""
@@ -86,6 +90,8 @@ class SavingParts:
     flush_records: Callable[[], None]
     record: Callable[[Event], None]
     say: Callable[[str], None]
+    committed: Callable[[int], None] = _ignore
+    """Told by rank 0 of each step that is in storage."""
 
 
 class SynchronousSaving:
@@ -151,6 +157,8 @@ class SynchronousSaving:
             self._failed.check(error)
             return error
         self._failed = self._failed.succeeded()
+        if parts.rank == 0:
+            parts.committed(step)
         return None
 
 

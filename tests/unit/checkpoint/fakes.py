@@ -5,10 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
 from elastictrain.events import Event
 from elastictrain.storage.store import Bytes, ObjectInfo
+
+_NOTHING = JobMemory()
 
 
 class KilledError(BaseException):
@@ -94,7 +97,7 @@ class Bench:
     store: FakeStore = field(default_factory=FakeStore)
     events: list[Event] = field(default_factory=list)
 
-    def checkpointer(self, incarnation: str = "inc1", **options: object) -> Checkpointer:
+    def checkpointer(self, incarnation: str = "inc1", *, job: JobMemory = _NOTHING, **options: object) -> Checkpointer:
         """One of a world of one."""
         return Checkpointer(
             self.store,
@@ -105,6 +108,7 @@ class Bench:
             incarnation=incarnation,
             config_digest="digest",
             record=self.events.append,
+            job=job,
             clock=lambda: 1000.0,
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.dtypes import BY_NAME
-from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY
+from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, RUN_COMMITTED_KEY
 from elastictrain.checkpoint.tensor_bytes import dtype_named
 from elastictrain.errors import (
     CheckpointError,
@@ -213,7 +213,7 @@ def test_all_invalid_and_told_to_start_over() -> None:
     before = set(bench.store.objects)
     assert restored_step(bench, on_invalid="fresh") is None
     assert {event.checkpoint for event in rejects(bench)} == {f"step-{step:09d}" for step in (1, 2, 3)}
-    assert before - {COMMITTED_KEY} <= set(bench.store.objects)
+    assert before - {COMMITTED_KEY, RUN_COMMITTED_KEY} <= set(bench.store.objects)
     save(bench, 1)
     assert restored_step(bench) == 1
     assert "step-000000001-2" in bench.folders()

@@ -1,0 +1,196 @@
+"""Finds out whether a run has committed before, where its folder holds no checkpoint. Free of torch.
+
+Only a start that would begin at step 0 asks. It lists each folder once, reads no more than some thousand names of it, and then
+reads a few objects, the newest first.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from elastictrain.bounded_json import MalformedJsonError, parse_json
+from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
+from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.errors import ObjectNotFoundError
+from elastictrain.storage.store import ObjectInfo, Store
+
+_LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")
+_ENDS_FOLDER = "launch/ends"
+_END = re.compile(rf"{_ENDS_FOLDER}/(\d{{9}})/[^/]+\.json")
+_FOLDER_OF_STEP = re.compile(r"step-(\d{9,})")
+
+_NAMES = 5000
+"""Listed of each folder."""
+
+_NEWEST, _OLDEST = 8, 2
+"""Incarnations whose logs are read. The first one of a run is the most likely to have committed."""
+
+_OBJECTS = 3
+"""Read of each incarnation's logs of the first host, in a bucket where a log is many objects: the first, and the newest."""
+
+_ENDS = 4
+_READ_BYTES = 256 << 10
+"""Of each end of an object: the beginning of a log tells where its incarnation went on from, the end what it committed last."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Trace:
+    """Something that tells of state that no checkpoint holds any more."""
+
+    step: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class JobMemory:
+    """What the job that started this process, a torchrun or a launcher, remembers of the run by itself."""
+
+    incarnations: tuple[str, ...] = ()
+    step: int = 0
+    """The newest that was committed, or taken up by a start; 0 if none."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A snapshot that a host holds."""
+
+    incarnation: str
+    step: int
+    host: str
+
+
+def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Trace]:
+    """What the run folder tells of commits before `incarnation`, newest first. Raises: StorageError."""
+    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_lineage(lineage), _of_ends(store, lineage)]
+    return sorted((trace for trace in found if trace is not None), reverse=True)
+
+
+def of_memory(held: Iterable[InMemory], *, known: Iterable[str]) -> list[Trace]:
+    """The newest snapshot of each host whose incarnation the run folder does not know: it was of this folder once. Pure."""
+    newest: dict[str, int] = {}
+    there = frozenset(known)
+    for one in held:
+        if one.incarnation not in there and one.step > 0:
+            newest[one.host] = max(one.step, newest.get(one.host, 0))
+    return sorted((Trace(step, f"the memory of host {host}") for host, step in newest.items()), reverse=True)
+
+
+def lost_message(traces: Iterable[Trace], *, url: str) -> str:
+    """What a person reads when a run refuses to begin again."""
+    lines = "\n".join(f"  - {trace.where} knows of step {trace.step}" for trace in traces)
+    return (
+        f"{url} holds no checkpoint, but the run is not new:\n{lines}\n"
+        "Put the checkpoints back, from a backup or by mounting the storage that has them; or start over from step 0 with "
+        "`checkpoint.on_invalid=fresh`."
+    )
+
+
+def step_of_mark(data: bytes) -> int:
+    """The step that a mark of a commit names; 0 if it names none. Pure."""
+    try:
+        note = parse_json(data)
+    except MalformedJsonError:
+        return 0
+    if not isinstance(note, dict):
+        return 0
+    match = _FOLDER_OF_STEP.match(str(note.get("checkpoint", "")))
+    step = note.get("step")
+    return int(match[1]) if match is not None else step if type(step) is int else 0
+
+
+@dataclass(frozen=True, slots=True)
+class LogContent:
+    """What the records of one incarnation tell. `began` is None where they do not say where it went on from."""
+
+    step: int = 0
+    began: int | None = None
+
+
+def read_log(pieces: Iterable[bytes]) -> LogContent:
+    """From pieces of logs, whose first and last lines may be cut. Pure."""
+    step, began = 0, None
+    for row in _rows(pieces):
+        number = row.get("step")
+        if type(number) is not int or number < 0:
+            continue
+        if row["event"] == "resume":
+            began = number
+        # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
+        step = max(step, number)
+    return LogContent(step, began)
+
+
+def _rows(pieces: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    for piece in pieces:
+        for line in piece.splitlines():
+            if b'"checkpoint_saved"' not in line and b'"resume"' not in line:
+                continue
+            try:
+                row = parse_json(line)
+            except MalformedJsonError:
+                continue
+            if isinstance(row, dict) and row.get("event") in ("checkpoint_saved", "resume"):
+                yield row
+
+
+def _of_mark(store: Store) -> Trace | None:
+    try:
+        data = store.read(RUN_COMMITTED_KEY, end=_READ_BYTES)
+    except ObjectNotFoundError:
+        return None
+    return Trace(step_of_mark(data), f"{store.url}/{RUN_COMMITTED_KEY}")
+
+
+def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
+    logs: dict[str, list[ObjectInfo]] = {}
+    for info in islice(store.list("events"), _NAMES):
+        match = _LOG.fullmatch(info.key)
+        if match is not None and match[1] != incarnation:
+            logs.setdefault(match[1], []).append(info)
+    names = sorted(logs, reverse=True)
+    for name in dict.fromkeys(names[:_NEWEST] + names[-_OLDEST:]):
+        content = read_log(_pieces(store, logs[name]))
+        if content.step > 0:
+            return Trace(content.step, f"{store.url}/events of {name}")
+        if content.began == 0 and name in names[:_NEWEST]:
+            # The run began anew there, and committed nothing since: what is older was given up.
+            return None
+    return None
+
+
+def _pieces(store: Store, log: list[ObjectInfo]) -> Iterator[bytes]:
+    """Of the logs of the first rank and of its host's saver."""
+    by_writer: dict[str, list[ObjectInfo]] = {}
+    for info in log:
+        by_writer.setdefault(info.key.partition(".")[0], []).append(info)
+    for infos in by_writer.values():
+        for info in dict.fromkeys((*infos[:1], *infos[1:][-(_OBJECTS - 1) :])):
+            try:
+                yield store.read(info.key, end=_READ_BYTES)
+                if info.size_bytes > _READ_BYTES:
+                    yield store.read(info.key, start=max(_READ_BYTES, info.size_bytes - _READ_BYTES), end=info.size_bytes)
+            except ObjectNotFoundError:
+                continue
+
+
+def _of_lineage(lineage: Lineage) -> Trace | None:
+    newest = lineage.newest()
+    return Trace(newest.step, f"the lineage of {newest.incarnation}") if newest is not None and newest.step > 0 else None
+
+
+def _of_ends(store: Store, lineage: Lineage) -> Trace | None:
+    """What launchers wrote down when generations ended; not of those before a start from step 0."""
+    newest = lineage.newest()
+    ends = [info.key for info in islice(store.list(_ENDS_FOLDER), _NAMES) if _END.fullmatch(info.key)]
+    for key in sorted(ends, reverse=True)[:_ENDS]:
+        if newest is not None and int(key.split("/")[2]) < newest.generation:
+            return None
+        try:
+            end = parse_json(store.read(key, end=_READ_BYTES))
+        except (ObjectNotFoundError, MalformedJsonError):
+            continue
+        step = end.get("committed_step") if isinstance(end, dict) else None
+        if type(step) is int and step > 0:
+            return Trace(step, f"{store.url}/{key}")
+    return None

@@ -1,0 +1,76 @@
+"""What a job remembers of its run outside the run folder: in the store of torchrun's agent, and beside a launcher.
+
+Both outlive the workers, and what deletes the run folder does not reach them.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import torch.distributed as dist
+
+from elastictrain.bounded_json import parse_json
+from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.distributed.bounded import within
+from elastictrain.fault.reasons import leave_text
+from elastictrain.identity import Identity
+
+logger = logging.getLogger(__name__)
+
+_KEY = "elastictrain/job"
+_FILE = "job.json"
+_LIMIT_S = 5.0
+_INCARNATIONS = 64
+"""More are not kept: snapshots in host memory are of the last few."""
+
+
+class JobNotes:
+    """Of this rank's job. Nothing here raises, or waits long: notes are of use only where the run folder was deleted."""
+
+    def __init__(self, store: dist.Store, identity: Identity) -> None:
+        self._store = store
+        self._identity = identity
+        launcher = identity.launcher
+        # The folder of a generation lies in the launcher's own.
+        self._file = Path(launcher.folder).parent / _FILE if launcher is not None else None
+        self._incarnations: tuple[str, ...] = ()
+        self._step = 0
+
+    def read(self) -> JobMemory:
+        """What earlier incarnations of this job noted; empty if nothing can be read."""
+        text = within(_LIMIT_S, self._read) if self._identity.launched else None
+        return job_from_json(text or "")
+
+    def begin(self, incarnation: str, *, step: int) -> None:
+        """This incarnation goes on from `step`. On step 0 the run begins anew, and what was before is forgotten."""
+        before = self.read() if step else JobMemory()
+        self._incarnations = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
+        self.committed(max(step, before.step))
+
+    def committed(self, step: int) -> None:
+        """A step is in storage."""
+        self._step = max(self._step, step)
+        if not self._identity.launched:
+            return
+        text = json.dumps({"incarnations": self._incarnations, "step": self._step})
+        if self._identity.rank == 0:
+            within(_LIMIT_S, lambda: self._store.set(_KEY, text))
+        if self._file is not None and self._identity.local_rank == 0:
+            # The first rank may be on another host next time.
+            leave_text(self._file, text)
+
+    def _read(self) -> str:
+        if self._file is not None:
+            return self._file.read_text() if self._file.exists() else ""
+        return self._store.get(_KEY).decode() if self._store.check([_KEY]) else ""
+
+
+def job_from_json(text: str) -> JobMemory:
+    """Nothing, if it cannot be read. Pure."""
+    try:
+        value = parse_json(text)
+        incarnations, step = value["incarnations"], value["step"]
+    except (ValueError, TypeError, KeyError):
+        return JobMemory()
+    names = tuple(one for one in incarnations if isinstance(one, str)) if isinstance(incarnations, list) else ()
+    return JobMemory(names, step if type(step) is int and step > 0 else 0)

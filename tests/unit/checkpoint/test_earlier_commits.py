@@ -1,0 +1,175 @@
+"""A run folder that lost its checkpoints: whatever else knows of them keeps a start from beginning again."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, find_traces, of_memory, read_log, step_of_mark
+from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
+from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.errors import NoValidCheckpointError
+from elastictrain.identity import Identity, Launcher
+from elastictrain.train.job_notes import JobNotes, job_from_json
+from tests.unit.checkpoint.fakes import Bench, FakeStore
+from tests.unit.checkpoint.test_checkpointer import restored_step, save
+
+RESUMED_0 = {"event": "resume", "step": 0}
+RESUMED_40 = {"event": "resume", "step": 40}
+SAVED_40 = {"event": "checkpoint_saved", "step": 40}
+STEP = {"event": "step", "step": 90}
+
+
+def log(*rows: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def lose_checkpoints(bench: Bench) -> None:
+    """`rm -rf RUN/checkpoints`."""
+    for key in [key for key in bench.store.objects if key.startswith("checkpoints/")]:
+        del bench.store.objects[key]
+
+
+def steps(store: FakeStore) -> list[int]:
+    return [trace.step for trace in find_traces(store, Lineage(store), incarnation="000099-me")]
+
+
+def test_a_deleted_folder_of_checkpoints_is_no_new_run() -> None:
+    bench = Bench()
+    save(bench, 1)
+    save(bench, 2)
+    lose_checkpoints(bench)
+    for _ in range(3):
+        with pytest.raises(NoValidCheckpointError) as caught:
+            restored_step(bench)
+        assert caught.value.exit_code == 74
+        assert "checkpoint.on_invalid=fresh" in str(caught.value)
+        assert not any(key.startswith("checkpoints/") for key in bench.store.objects)
+    assert restored_step(bench, on_invalid="fresh") is None
+    # Killed before its first commit, it begins again without being told.
+    assert restored_step(bench) is None
+    save(bench, 1)
+    assert restored_step(bench) == 1
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        {"events/000001-aa-r00000.jsonl": log(RESUMED_0, STEP, SAVED_40, STEP)},
+        {"events/000001-aa-k00000.jsonl": log(SAVED_40)},
+        {"events/000002-bb-r00000.jsonl": log(RESUMED_40, STEP)},
+        {"events/000002-bb-r00000.jsonl": log(STEP), "events/000001-aa-r00000.jsonl": log(RESUMED_0, SAVED_40)},
+        {"events/000001-aa-r00000.part-0.jsonl": log(RESUMED_0), "events/000001-aa-r00000.part-1.jsonl": log(SAVED_40)},
+        {"events/000001-aa-r00000.jsonl": log(RESUMED_0) + log(STEP) * 20_000 + log(SAVED_40)},
+        {"lineage/000000002-000002-bb.json": log({"generation": 2, "incarnation": "000002-bb", "step": 40, "parent": "a"})},
+        {"launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 40})},
+        {RUN_COMMITTED_KEY: b'{"checkpoint": "step-000000040-2"}'},
+        {RUN_COMMITTED_KEY: b'{"step": 40}'},
+    ],
+)  # fmt: skip
+def test_whatever_knows_of_a_commit_stops_a_start_again_and_again(objects: dict[str, bytes]) -> None:
+    bench = Bench(FakeStore(dict(objects)))
+    assert steps(bench.store) == [40]
+    for number in range(30):
+        with pytest.raises(NoValidCheckpointError):
+            restored_step(bench)
+        # A start that is refused has events, too, and they tell nothing.
+        bench.store.objects[f"events/{number + 3:06d}-cc-r00000.jsonl"] = log({"event": "failure", "exit_code": 74})
+    assert restored_step(bench, on_invalid="fresh") is None
+
+
+@pytest.mark.parametrize(
+    "objects",
+    [
+        {},
+        {"events/000001-aa-r00000.jsonl": log({"event": "start"}, RESUMED_0, STEP)},
+        {"events/000001-aa-r00000.jsonl": b'\xff{"event": "checkpoint_saved"\n[]\n{"event": "resume", "step": "x"}\n'},
+        {"events/000001-aa-r00001.jsonl": log(STEP), "events/notes.txt": log(SAVED_40)},
+        # Begun anew by a person, and nothing was committed since.
+        {"events/000001-aa-r00000.jsonl": log(RESUMED_0, SAVED_40), "events/000002-bb-r00000.jsonl": log(RESUMED_0, STEP)},
+        {"lineage/000000001-000001-aa.json": log({"generation": 1, "incarnation": "000001-aa", "step": 0, "parent": ""}),
+         "launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 0})},
+        {"lineage/000000002-000002-bb.json": log({"generation": 2, "incarnation": "000002-bb", "step": 0, "parent": ""}),
+         "launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 40})},
+    ],
+)  # fmt: skip
+def test_a_run_that_never_committed_begins(objects: dict[str, bytes]) -> None:
+    bench = Bench(FakeStore(dict(objects)))
+    assert steps(bench.store) == []
+    assert restored_step(bench) is None
+
+
+def test_looking_takes_few_reads_however_long_the_run_was() -> None:
+    store = FakeStore()
+    for number in range(300):
+        for part in range(40):
+            store.objects[f"events/{number:06d}-aa-r00000.part-{part:05d}.jsonl"] = log(STEP)
+    did: list[str] = []
+    store.before = lambda operation, key: did.append(operation)
+    assert steps(store) == []
+    assert did.count("list") <= 3
+    assert did.count("read") <= 64
+
+
+def test_snapshots_of_incarnations_that_the_folder_forgot() -> None:
+    held = [InMemory("000001-aa", 100, "x"), InMemory("000001-aa", 120, "x"), InMemory("000002-bb", 130, "y")]
+    assert [(trace.step, "x" in trace.where) for trace in of_memory(held, known=["000002-bb"])] == [(120, True)]
+    assert of_memory(held, known=["000001-aa", "000002-bb"]) == []
+
+
+def test_what_the_job_remembers_stops_a_start() -> None:
+    bench = Bench()
+    checkpointer = bench.checkpointer(job=JobMemory(("000001-aa",), 40))
+    with pytest.raises(NoValidCheckpointError):
+        checkpointer.restore(tensors={}, reset=lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("data", "step"),
+    [(b"", 0), (b"[]", 0), (b"{}", 0), (b'{"step": true}', 0), (b"[" * 100_000, 0), (b'{"checkpoint": "step-000000012"}', 12)],
+)
+def test_marks_that_say_nothing(data: bytes, step: int) -> None:
+    assert step_of_mark(data) == step
+
+
+def test_a_log_that_is_cut_anywhere_tells_no_wrong_step() -> None:
+    whole = log(RESUMED_0, STEP, SAVED_40)
+    for start in range(0, len(whole), 3):
+        for end in range(start, len(whole) + 1, 3):
+            assert read_log([whole[start:end]]).step in (0, 40)
+
+
+def identity(folder: Path | None, *, rank: int = 0) -> Identity:
+    launcher = Launcher(1, 1, False, str(folder)) if folder is not None else None
+    return Identity(rank, 2, rank, 2, "here", launched=True, launcher=launcher)
+
+
+def test_torchrun_remembers_what_its_workers_committed() -> None:
+    store = dist.HashStore()
+    first = JobNotes(store, identity(None))
+    assert first.read() == JobMemory()
+    first.begin("000001-aa", step=0)
+    first.committed(40)
+    first.committed(20)
+    second = JobNotes(store, identity(None))
+    assert second.read() == JobMemory(("000001-aa",), 40)
+    second.begin("000002-bb", step=30)
+    assert JobNotes(store, identity(None)).read() == JobMemory(("000001-aa", "000002-bb"), 40)
+    # Told to start over, the run forgets.
+    JobNotes(store, identity(None)).begin("000003-cc", step=0)
+    assert JobNotes(store, identity(None)).read() == JobMemory(("000003-cc",), 0)
+
+
+def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"generation-{number}").mkdir()
+    first = JobNotes(dist.HashStore(), identity(tmp_path / "generation-1"))
+    first.begin("000001-aa", step=0)
+    first.committed(40)
+    assert JobNotes(dist.HashStore(), identity(tmp_path / "generation-2")).read() == JobMemory(("000001-aa",), 40)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"incarnations": 3, "step": "x"}', '{"incarnations": [1], "step": -4}'])
+def test_notes_that_say_nothing(text: str) -> None:
+    assert job_from_json(text) == JobMemory()
