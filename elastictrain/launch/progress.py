@@ -3,7 +3,7 @@
 from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import look
-from elastictrain.checkpoint.memory.place import run_folder, run_name
+from elastictrain.checkpoint.memory.place import is_private, run_folder, run_name
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.storage.store import Store
@@ -29,7 +29,8 @@ def remembered_step(config: RunConfig) -> int:
     """The newest step that all workers of this host have in its memory; 0 if there is none."""
     run = run_name(config.run.dir)
     newest: dict[int, int] = {}
-    for held in look(run_folder(config.checkpoint.memory_dir, config.run.dir), host=0):
+    folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
+    for held in look(folder, host=0) if is_private(folder) else ():
         if not held.replica and held.facts.run == run:
             newest[held.facts.rank] = max(held.facts.step, newest.get(held.facts.rank, 0))
     return min(newest.values(), default=0)

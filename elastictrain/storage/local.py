@@ -16,6 +16,7 @@ from elastictrain.errors import IrregularFileError, ObjectNotFoundError
 from elastictrain.storage.keys import TEMPORARY_PREFIX, check_key, folder_of
 from elastictrain.storage.nofollow import PassedOver, look_at, open_regular
 from elastictrain.storage.posix import DurableFolders, publish, publish_new, sync_folder
+from elastictrain.storage.private import guard_secret, refuse_secret
 from elastictrain.storage.retry import Retrying
 from elastictrain.storage.store import Bytes, ObjectInfo
 from elastictrain.storage.temporaries import is_abandoned, start_of, this_writer
@@ -23,6 +24,11 @@ from elastictrain.storage.unfinished import Publish, UnfinishedFile
 from elastictrain.storage.walk import walk_files
 
 T = TypeVar("T")
+
+_FOR_ALL = 0o666
+"""Less what the user's umask takes away."""
+
+_SECRET = 0o600
 
 
 class LocalStore:
@@ -91,17 +97,33 @@ class LocalStore:
         self._try("write", key, lambda _: self._put(key, data, publish))
 
     def create(self, key: str, data: Bytes) -> None:
-        check_key(key, url=self._url)
+        self._create(key, data, mode=_FOR_ALL)
 
-        def request(attempt: int) -> None:
+    def create_secret(self, key: str, data: Bytes) -> None:
+        """Like `create`, but this user alone can read it."""
+        self._create(key, data, mode=_SECRET)
+
+    def read_secret(self, key: str, *, most_bytes: int) -> bytes:
+        """At most so many bytes of what `create_secret` made. Raises: AccessDeniedError if it may be of another user."""
+        path = self.path(key)
+
+        def own_uid() -> int:
+            probe = UnfinishedFile(key, folders=self._folders, mode=_SECRET)
             try:
-                self._put(key, data, publish_new)
-            except FileExistsError:
-                # On a network file system an attempt may have succeeded although its answer was lost.
-                if attempt == 1 or self.read(key) != data:
-                    raise
+                return probe.owner
+            finally:
+                probe.discard()
 
-        self._try("create", key, request)
+        def request(_: int) -> bytes:
+            try:
+                with self._opened(key) as (descriptor, _size):
+                    guard_secret(descriptor, path=path, own_uid=own_uid)
+                    return os.pread(descriptor, most_bytes, 0)
+            except PermissionError:
+                refuse_secret(self._look_at(key), path=path, own_uid=own_uid)
+                raise
+
+        return self._try("read", key, request)
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["_Writer"]:
@@ -206,8 +228,21 @@ class LocalStore:
                 self._folders.prune(self._delete(name))
         return tuple(names)
 
-    def _put(self, key: str, data: Bytes, publish: Publish) -> None:
-        file = UnfinishedFile(key, folders=self._folders)
+    def _create(self, key: str, data: Bytes, *, mode: int) -> None:
+        check_key(key, url=self._url)
+
+        def request(attempt: int) -> None:
+            try:
+                self._put(key, data, publish_new, mode=mode)
+            except FileExistsError:
+                # On a network file system an attempt may have succeeded although its answer was lost.
+                if attempt == 1 or self.read(key) != data:
+                    raise
+
+        self._try("create", key, request)
+
+    def _put(self, key: str, data: Bytes, publish: Publish, *, mode: int = _FOR_ALL) -> None:
+        file = UnfinishedFile(key, folders=self._folders, mode=mode)
         try:
             file.write(data)
             file.finish(publish)

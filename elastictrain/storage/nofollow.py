@@ -58,20 +58,20 @@ def open_subfolder(name: str, *, parent: int, path: str) -> int:
         _raise_explained(error, name, parent=parent, path=path)
 
 
-def open_regular(name: str, flags: int, *, parent: int, path: str) -> int:
-    """Descriptor of a regular file in `parent`; `path` is for messages.
+def open_regular(name: str, flags: int, *, parent: int, path: str, mode: int = 0o666) -> int:
+    """Descriptor of a regular file in `parent`; `path` is for messages, `mode` for a file that is made.
 
     Raises: OSError, FileNotFoundError also where a folder has the name; IrregularFileError.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(name, flags | safe, 0o666, dir_fd=parent)
+        descriptor = os.open(name, flags | safe, mode, dir_fd=parent)
     except OSError as error:
         _raise_explained(error, name, parent=parent, path=path)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    found = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(found):
         os.close(descriptor)
-        refuse_irregular(mode, path=path)
+        refuse_irregular(found, path=path)
         raise FileNotFoundError(path)
     return descriptor
 

@@ -88,6 +88,19 @@ def is_blocked(store: Store, key: str) -> bool:
     return isinstance(store, LocalStore) and store.is_blocked(key)
 
 
+def create_secret(store: Store, key: str, data: bytes) -> None:
+    """Like `Store.create`; a file is one that this user alone can read. In an object store its permissions decide."""
+    if isinstance(store, LocalStore):
+        store.create_secret(key, data)
+    else:
+        store.create(key, data)
+
+
+def read_secret(store: Store, key: str, *, most_bytes: int) -> bytes:
+    """What `create_secret` made. Raises: StorageError; AccessDeniedError for a file that may be of another user."""
+    return store.read_secret(key, most_bytes=most_bytes) if isinstance(store, LocalStore) else store.read(key)
+
+
 def check_writable(store: Store) -> None:
     """Creates, reads, lists and deletes a small object, so that a run finds out at its start and not at its first checkpoint.
 

@@ -28,11 +28,12 @@ class UnfinishedFile:
     It keeps a handle of the folder: what somebody puts in the folder's place meanwhile is not touched.
     """
 
-    def __init__(self, key: str, *, folders: DurableFolders) -> None:
+    def __init__(self, key: str, *, folders: DurableFolders, mode: int = 0o666) -> None:
         """Raises: OSError; IrregularFileError."""
         folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
         self._sync = folders.sync
+        self._mode = mode
         self._temporary = temporary_name(this_writer())
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
@@ -50,10 +51,15 @@ class UnfinishedFile:
         self._folder = folders.make(folder)
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._descriptor = open_regular(self._temporary, flags, parent=self._folder, path=self._path)
+            self._descriptor = open_regular(self._temporary, flags, parent=self._folder, path=self._path, mode=self._mode)
         except BaseException:
             self._close()
             raise
+
+    @property
+    def owner(self) -> int:
+        """The user that the file system takes this process for."""
+        return os.fstat(self._descriptor).st_uid
 
     def write(self, data: Bytes) -> None:
         """Appends; small pieces are gathered."""

@@ -3,13 +3,11 @@
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Literal, cast
 
 import psutil
@@ -39,6 +37,7 @@ from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.preflight import RunPreflight
@@ -171,7 +170,8 @@ def _check_alone(config: RunConfig, identity: Identity) -> _Own:
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
     if why_cpu and identity.local_rank == 0:
         logger.warning("the CPU is used, and no GPU: %s", why_cpu)
-    dump_prefix = str(Path(tempfile.gettempdir()) / f"elastictrain-{os.getuid()}-flight-r")
+    # torch opens it without a look at what is there.
+    dump_prefix = f"{temporary_folder()}/flight-r"
     for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
         os.environ[variable.name] = variable.value
     task = cast(Task, build_task(config))

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +38,7 @@ from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Status, Verdict, failures
 from elastictrain.storage.opening import without_sync
+from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
 from elastictrain.train.preflight_options import group_options, known_of, link_options
@@ -86,7 +86,7 @@ class RunPreflight:
         self._data_digest = data_digest
         self._past = PastStarts(store, incarnation=incarnation.name)
         self._plan: TransportPlan | None = None
-        self._nccl_log = f"{tempfile.gettempdir()}/elastictrain-{os.getuid()}-nccl-%h-%p.txt"
+        self._nccl_log = f"{temporary_folder()}/nccl-%h-%p.txt"
         self.chosen = self._choose()
 
     def check_hosts(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastictrain.checkpoint.commands.rows import Row, State
 from elastictrain.checkpoint.memory.inventory import Held, look
-from elastictrain.checkpoint.memory.place import run_folder, run_name
+from elastictrain.checkpoint.memory.place import is_private, run_folder, run_name
 
 DEFAULT_MEMORY_DIR = "/dev/shm"  # noqa: S108  # the default of `checkpoint.memory_dir`
 
@@ -15,7 +15,7 @@ def find_in_memory(run_url: str, *, memory_dir: str) -> Sequence[Row]:
     """One row for each step that some rank's whole snapshot is of, newest first. Reads headers only."""
     folder = run_folder(memory_dir, run_url)
     steps: dict[tuple[int, str, int], list[Held]] = defaultdict(list)
-    for held in look(folder, host=0):
+    for held in look(folder, host=0) if is_private(folder) else ():
         if held.facts.run == run_name(run_url):
             steps[(held.facts.step, held.facts.incarnation, held.facts.world_size)].append(held)
     return [_row(folder, step, world_size, of_step) for (step, _, world_size), of_step in sorted(steps.items(), reverse=True)]

@@ -1,14 +1,17 @@
 """The folder of a run in host memory: found by everybody on the host who knows the run, entered by its owner alone."""
 
+import logging
 import os
 import re
-import stat
-from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 
 from elastictrain.errors import ConfigError, Problem
+from elastictrain.storage.failures import reason_of
+from elastictrain.storage.private import NameTakenError, make_private_folder, why_not_private
+
+logger = logging.getLogger(__name__)
 
 _SLOT = re.compile(r"(own|replica)-r(\d{5,})-s(\d)")
 
@@ -56,22 +59,27 @@ def make_private(folder: str) -> None:
     for path in (parent, folder):
         try:
             try:
-                _make(path)
+                make_private_folder(path)
             except FileNotFoundError:
                 # The keeper of this user's last run has just removed the parent, or there never was one.
                 if path == folder:
-                    _make(parent)
-                _make(path)
-            # A link would lead to a folder that somebody else may own; lstat sees the link itself.
-            found = os.lstat(path)
+                    make_private_folder(parent)
+                make_private_folder(path)
+        except NameTakenError as error:
+            message = f"cannot be used: {reason_of(error)}; or set another folder"
+            raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
         except OSError as error:
             raise ConfigError([Problem("checkpoint.memory_dir", f"{path} cannot be made: {error.strerror}")]) from error
-        private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-        if not private:
-            message = f"{path} must be a folder that user {os.getuid()} alone can enter, but has owner {found.st_uid}"
-            raise ConfigError([Problem("checkpoint.memory_dir", f"{message} and mode {stat.filemode(found.st_mode)}")])
 
 
-def _make(path: str) -> None:
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o700)  # noqa: PTH102
+def is_private(folder: str) -> bool:
+    """Whether what is in a run's folder can only be this user's; also if the folder is not there. One that is not is told."""
+    for path in (os.path.dirname(folder), folder):  # noqa: PTH120
+        try:
+            found = os.lstat(path)
+        except OSError:
+            return True
+        if why := why_not_private(path, found, folder=True, own_uid=os.getuid()):
+            logger.warning("snapshots in host memory are passed over: %s", why)
+            return False
+    return True

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import stat
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from elastictrain.fault.hang.stacks import no_stacks_any_more, take_stacks, tell
 from elastictrain.fault.marks import MarksFile, MarksReader
 from elastictrain.fault.watchdog import bound_s, limit_s
 from elastictrain.fault.whereabouts import Mark
+from elastictrain.storage.private import make_private_folder
 
 logger = logging.getLogger(__name__)
 
@@ -124,18 +124,9 @@ def _make_folder(folder: str) -> None:
     for last_try in (False, True):
         try:
             for path in (os.path.dirname(folder), folder):  # noqa: PTH120
-                _make_private(path)
+                make_private_folder(path)
             return
         except FileNotFoundError:
             # The end of another run has removed the parent in between.
             if last_try:
                 raise
-
-
-def _make_private(path: str) -> None:
-    """Raises: OSError if it belongs to somebody else, who could then have any process of ours ended."""
-    with suppress(FileExistsError):
-        os.mkdir(path, 0o700)  # noqa: PTH102
-    found = os.lstat(path)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{path} must be a folder that user {os.getuid()} alone can enter")

@@ -6,9 +6,10 @@ import secrets
 from contextlib import suppress
 from dataclasses import replace
 
-from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.codec import decode, encode
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
+from elastictrain.storage.opening import create_secret, read_secret
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -18,6 +19,7 @@ HOSTS, GENERATIONS, ENDS = f"{ROOT}/hosts", f"{ROOT}/generations", f"{ROOT}/ends
 _TOKEN = f"{ROOT}/token"
 _GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
 _TOKEN_BYTES = 32
+_MOST_TOKEN_BYTES = 4096
 
 
 class Registry:
@@ -32,10 +34,19 @@ class Registry:
         self._listed = False
 
     def token(self) -> bytes:
-        """The run's secret, known to whoever may read its storage; made by whoever comes first."""
+        """The run's secret, known to whoever may read its storage; made by whoever comes first.
+
+        Raises: PermanentStorageError, AccessDeniedError if what is there can be no secret of this run.
+        """
         with suppress(ObjectExistsError):
-            self._store.create(_TOKEN, secrets.token_bytes(_TOKEN_BYTES))
-        return self._store.read(_TOKEN)
+            create_secret(self._store, _TOKEN, secrets.token_bytes(_TOKEN_BYTES))
+        token = read_secret(self._store, _TOKEN, most_bytes=_MOST_TOKEN_BYTES)
+        if len(token) < _TOKEN_BYTES:
+            raise PermanentStorageError(
+                f"{self._store.url}/{_TOKEN} must hold at least {_TOKEN_BYTES} bytes that nobody can guess, but holds "
+                f"{len(token)}; delete it while no launcher of this run is running, and the next one makes a new one"
+            )
+        return token
 
     def write_entry(self, entry: Entry) -> None:
         """Replace a host's line."""

@@ -1,3 +1,4 @@
+import os
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,20 @@ def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
         HostUnfitError, match=r"/none/elastictrain-\d+-launch-\w+ must be a file that this user can lock, but: No such"
     ):
         claim_run("runs/a", folder=f"{tmp_path}/none")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "open to others"])
+def test_a_lock_file_that_is_taken_is_not_used(tmp_path: Path, kind: str) -> None:
+    claim_run("runs/a", folder=str(tmp_path)).close()
+    (path,) = tmp_path.iterdir()
+    match kind:
+        case "fifo":
+            path.unlink()
+            os.mkfifo(path, 0o600)
+        case "link":
+            path.rename(tmp_path / "elsewhere")
+            path.symlink_to(tmp_path / "elsewhere")
+        case _:
+            path.chmod(0o666)
+    with pytest.raises(HostUnfitError, match=rf"{path} must be .* TMPDIR"):
+        claim_run("runs/a", folder=str(tmp_path))

@@ -90,9 +90,7 @@ def test_nothing_is_held_afterwards(job: str) -> None:
 
 def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_path: Path) -> None:
     (tmp_path / f"elastictrain-{os.getuid()}-{job}.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(
-        HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock must be a file that this user can lock, but"
-    ):
+    with pytest.raises(HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock must be a file that user"):
         take_turn(job, say=QUIET.append)
     assert not (tmp_path / "precious").exists()
 

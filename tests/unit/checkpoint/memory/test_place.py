@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.place import is_private, make_private, run_folder, run_name
 from elastictrain.errors import ConfigError
 
 
@@ -48,3 +48,15 @@ def test_the_last_run_of_a_user_may_end_meanwhile(tmp_path: Path, monkeypatch: p
     make_private(f"{tmp_path}/user/run")
     assert taken_away
     assert (tmp_path / "user/run").is_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders to somebody else")
+@pytest.mark.parametrize("of_others", ["user", "user/run"])
+def test_a_folder_of_somebody_else_is_neither_used_nor_read(tmp_path: Path, of_others: str) -> None:
+    make_private(f"{tmp_path}/user/run")
+    assert is_private(f"{tmp_path}/user/run")
+    assert is_private(f"{tmp_path}/none/run")
+    os.chown(tmp_path / of_others, 54_321, 54_321)
+    with pytest.raises(ConfigError, match=rf"checkpoint.memory_dir.* {tmp_path}/{of_others} must .* belongs to user 54321"):
+        make_private(f"{tmp_path}/user/run")
+    assert not is_private(f"{tmp_path}/user/run")

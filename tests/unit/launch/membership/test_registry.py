@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
 from elastictrain.launch.membership.codec import encode
 from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.registry import Registry
@@ -37,9 +37,23 @@ def test_an_empty_store(store: Store) -> None:
 
 def test_all_hosts_have_the_same_secret(store: Store) -> None:
     token = Registry(store).token()
-    assert len(token) >= 16
+    assert len(token) >= 32
     assert Registry(store).token() == token
     assert Registry(FakeStore()).token() != token
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 31])
+def test_a_secret_that_can_be_guessed_is_refused_by_name(store: Store, size_bytes: int) -> None:
+    store.create("launch/token", b"x" * size_bytes)
+    with pytest.raises(PermanentStorageError, match=rf"{store.url}/launch/token .* {size_bytes}; delete it"):
+        Registry(store).token()
+    store.delete("launch/token")
+    assert len(Registry(store).token()) >= 32
+
+
+def test_nobody_else_reads_the_secret(tmp_path: Path) -> None:
+    Registry(open_store(str(tmp_path))).token()
+    assert (tmp_path / "launch/token").stat().st_mode & 0o777 == 0o600
 
 
 def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_power(

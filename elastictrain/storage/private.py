@@ -1,0 +1,135 @@
+"""Names that this user alone may use, in places where every user of the host can make them: /tmp, host memory, a run's folder.
+
+Another user can take such a name first: with a folder of their own, a link, or a pipe. Nothing of theirs is followed or used.
+"""
+
+import errno
+import logging
+import os
+import pwd
+import stat
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastictrain.errors import HostUnfitError
+from elastictrain.storage.failures import reason_of
+
+logger = logging.getLogger(__name__)
+
+_FOR_OTHERS = 0o077
+
+
+class NameTakenError(PermissionError):
+    """Something that is not ours alone has a name that should be; the message says what it is, and what to do."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(errno.EACCES, why)
+
+
+def why_not_private(path: str, found: os.stat_result, *, folder: bool, own_uid: int) -> str:
+    """What is wrong with a name that user `own_uid` alone should be able to use, and what to do; empty if nothing is. Pure.
+
+    `found` is what `lstat` or `fstat` says of it.
+    """
+    right_kind = stat.S_ISDIR(found.st_mode) if folder else stat.S_ISREG(found.st_mode)
+    if right_kind and found.st_uid == own_uid and not found.st_mode & _FOR_OTHERS:
+        return ""
+    kind, use = ("folder", "enter") if folder else ("file", "read and write")
+    who = "its owner or root" if found.st_uid != own_uid else "you"
+    return (
+        f"{path} must be a {kind} that user {_user(own_uid)} alone can {use}, but it belongs to user {_user(found.st_uid)} and "
+        f"is {stat.filemode(found.st_mode)}; it must be removed by {who}"
+    )
+
+
+def make_private_folder(path: str) -> None:
+    """Make one folder for this user alone; one that is there is used if it is just that.
+
+    Raises: OSError; NameTakenError if something else is there.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)  # noqa: PTH102
+    # A link would lead to a folder that somebody else may own; lstat sees the link itself.
+    if why := why_not_private(path, os.lstat(path), folder=True, own_uid=os.getuid()):
+        raise NameTakenError(why)
+
+
+def open_private_file(path: str) -> int:
+    """The descriptor, for reading and writing, of a file for this user alone, which is made if it is not there.
+
+    Raises: OSError; NameTakenError if something else is there.
+    """
+    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+    if why := why_not_private(path, os.fstat(descriptor), folder=False, own_uid=os.getuid()):
+        os.close(descriptor)
+        raise NameTakenError(why)
+    return descriptor
+
+
+def temporary_folder() -> str:
+    """The folder of this user below the one for temporary files, for names that libraries write to without looking.
+
+    Raises: HostUnfitError.
+    """
+    path = f"{tempfile.gettempdir()}/elastictrain-{os.getuid()}"
+    try:
+        make_private_folder(path)
+    except OSError as error:
+        raise HostUnfitError(f"{reason_of(error)}; or set TMPDIR to a folder of your own") from error
+    return path
+
+
+def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int] = os.getuid) -> None:
+    """Of an open file that holds a secret: one that others can read is closed to them, with a warning.
+
+    `own_uid`: asked where another user seems to own it; a file server may have a number of its own for us.
+
+    Raises: NameTakenError for one that is not ours.
+    """
+    found = os.fstat(descriptor)
+    refuse_secret(found, path=path, own_uid=own_uid)
+    if found.st_mode & _FOR_OTHERS:
+        _close_to_others(path, descriptor)
+
+
+def refuse_secret(found: os.stat_result, *, path: str, own_uid: Callable[[], int]) -> None:
+    """Raises: NameTakenError for a secret that belongs to another user."""
+    own = os.getuid()
+    if found.st_uid != own:
+        own = own_uid()
+    if found.st_uid != own:
+        raise NameTakenError(why_not_private(path, found, folder=False, own_uid=own))
+
+
+def _open(path: str, flags: int) -> int:
+    """Raises: OSError; NameTakenError if it fails because of what is there."""
+    try:
+        # A pipe of somebody else must not hold us up.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        with suppress(FileNotFoundError):
+            if why := why_not_private(path, os.lstat(path), folder=False, own_uid=os.getuid()):
+                raise NameTakenError(why) from error
+        raise
+
+
+def _close_to_others(path: str, descriptor: int) -> None:
+    with suppress(OSError):
+        os.fchmod(descriptor, 0o600)
+    if os.fstat(descriptor).st_mode & _FOR_OTHERS:
+        # Some file systems (CIFS, FUSE) show one mode for all files: who may enter the mount may read them.
+        logger.warning("%s holds a secret, and its file system lets other users of this host read it", path)
+    else:
+        logger.warning(
+            "%s holds a secret that other users of this host could read until now; if you do not trust them, delete it while "
+            "nothing of this run is running",
+            path,
+        )
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    except KeyError:
+        return str(uid)
