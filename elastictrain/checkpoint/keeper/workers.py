@@ -5,11 +5,13 @@ import os
 import selectors
 import socket
 import struct
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, Lines, MalformedError, Message, encode
+from elastictrain.net.pending import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +36,20 @@ class Workers:
     """Listens, and calls back from `turn`; everything happens in the thread that calls it."""
 
     def __init__(
-        self, folder: str, *, on_message: Callable[[Connection, Message], None], on_gone: Callable[[Connection], None]
+        self,
+        folder: str,
+        *,
+        on_message: Callable[[Connection, Message], None],
+        on_gone: Callable[[Connection], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._folder = folder
         self._on_message = on_message
         self._on_gone = on_gone
         self._selector = selectors.DefaultSelector()
         self._connections: list[Connection] = []
+        self._pending: PendingConnections[Connection] = PendingConnections(PendingLimits())
         self._agents: dict[int, int] = {}
         self._listener = self._listen()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -94,6 +103,9 @@ class Workers:
         """Wait for something to happen, and deal with it."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
+        # Last: what came while this process was stopped has been read by now.
+        for one in self._pending.take_overdue(now_s=self._clock()):
+            self._drop(one)
 
     def tell(self, message: Message, *, rank: int | None = None) -> None:
         """Send to all workers, or to those of one rank."""
@@ -150,6 +162,10 @@ class Workers:
         one = Connection(connection, pid)
         self._connections.append(one)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
+        # Processes of this user alone reach the socket; one of them that goes wrong must not keep the workers out.
+        given_up = self._pending.add(one, address=str(pid), now_s=self._clock())
+        if given_up is not None:
+            self._drop(given_up)
 
     def _read(self, one: Connection) -> None:
         try:
@@ -167,8 +183,11 @@ class Workers:
             # A worker that is refused must not knock again and again.
             self.answer(one, {"op": "refused", "reason": str(error)})
             self._drop(one)
+        if one.rank >= 0:
+            self._pending.remove(one)
 
     def _drop(self, one: Connection) -> None:
+        self._pending.remove(one)
         if one in self._connections:
             self._connections.remove(one)
             with suppress(KeyError, ValueError):

@@ -11,13 +11,15 @@ from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.peers.keeping import RefusedError, ReplicaSlots
 from elastictrain.checkpoint.peers.reading import locked_snapshot
 from elastictrain.checkpoint.peers.requests import RequestError, get_from_json, put_from_json
-from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, WireError, admit
+from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, PeerHandshake, WireError
 from elastictrain.errors import CheckpointError, TransportError
+from elastictrain.net.handshakes import BACKLOG, HandshakeListener
+from elastictrain.net.pending import PendingLimits
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 64
-"""Served at once, by a thread each; more wait at the door."""
+"""Served at once, by a thread each; more that have the token wait for a place."""
 
 _DRAIN_S = 10.0
 
@@ -46,9 +48,8 @@ class PeerServer:
         self._lock = threading.Lock()
         self._token: bytes | None = None
         self._channels: set[Channel] = set()
-        self._listener: socket.socket | None = None
+        self._door: HandshakeListener[PeerHandshake] | None = None
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._accept, name="peers", daemon=True)
 
     @property
     def port(self) -> int:
@@ -59,13 +60,21 @@ class PeerServer:
         """Begin to listen. Raises: TransportError naming the address."""
         try:
             family, _, _, _, place = socket.getaddrinfo(self._address, self._port, type=socket.SOCK_STREAM)[0]
-            self._listener = socket.create_server((str(place[0]), self._port), family=family, backlog=128)
+            listener = socket.create_server((str(place[0]), self._port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise TransportError(
                 f"other hosts cannot reach snapshots at {self._address}, port {self._port}: {error}"
             ) from error
-        self._port = self._listener.getsockname()[1]
-        self._thread.start()
+        self._port = listener.getsockname()[1]
+        handshake_s = min(self._limits.handshake_s, PendingLimits().handshake_s)
+        self._door = HandshakeListener(
+            [listener],
+            handshake=lambda: PeerHandshake(lambda: self._token),
+            on_admitted=self._admit,
+            limits=PendingLimits(handshake_s=handshake_s),
+            name="peers",
+        )
+        self._door.start()
 
     def set_token(self, token: bytes) -> None:
         """Only who has this token is let in from now on; connections under another one end."""
@@ -87,42 +96,34 @@ class PeerServer:
         """Hang up everywhere; whether all threads ended within the time. A replica that was arriving stays torn."""
         deadline = time.monotonic() + timeout_s
         self._closing.set()
-        self._free.release()
-        if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._thread.join(timeout_s)
-            self._listener.close()
+        closed = self._door is None or self._door.close(timeout_s)
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
             channel.break_off()
         while self._channels and time.monotonic() < deadline:
             time.sleep(0.01)
-        return not self._channels and not self._thread.is_alive()
+        return closed and not self._channels
 
-    def _accept(self) -> None:
-        assert self._listener is not None  # noqa: S101
-        while self._free.acquire() and not self._closing.is_set():
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                self._free.release()
-                if not self._closing.is_set():
-                    # Too many open files, say: others of this process may close theirs.
-                    logger.warning("a peer cannot be let in: %s", error)
-                    self._closing.wait(0.5)
-                continue
-            channel = Channel(connection)
+    def _admit(self, connection: socket.socket, address: str, handshake: PeerHandshake) -> None:
+        channel = Channel(connection)
+        with self._lock:
+            if handshake.used != self._token:
+                # The token was replaced between proof and answer, when `set_token` broke off those that it knew.
+                channel.close()
+                return
+            self._channels.add(channel)
+        try:
+            threading.Thread(target=self._serve, args=(channel, address), name="peer", daemon=True).start()
+        except RuntimeError:
             with self._lock:
-                self._channels.add(channel)
-            threading.Thread(target=self._serve, args=(channel, str(address[0])), name="peer", daemon=True).start()
+                self._channels.discard(channel)
+            raise
 
     def _serve(self, channel: Channel, address: str) -> None:
+        placed = self._free.acquire(timeout=self._limits.idle_s)
         try:
-            # A token that is replaced between proof and answer lets nobody in: `set_token` has broken the connection off.
-            admit(channel, lambda: self._token, limit_s=self._limits.handshake_s)
-            while not self._closing.is_set():
+            while placed and not self._closing.is_set():
                 self._answer(channel, channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s))
         except WireError as error:
             logger.debug("a connection from %s ended: %s", address, error)
@@ -133,7 +134,8 @@ class PeerServer:
             channel.close()
             with self._lock:
                 self._channels.discard(channel)
-            self._free.release()
+            if placed:
+                self._free.release()
 
     def _answer(self, channel: Channel, message: dict[str, JsonValue]) -> None:
         match message.get("op"):

@@ -41,7 +41,9 @@ class Limits:
     """How long one side waits for the other, in seconds; all of what is waited for must have come by then."""
 
     connect_s: float = 5.0
+
     handshake_s: float = 5.0
+    """Of the side that asks; the other one gives it two seconds at most."""
 
     io_s: float = 30.0
     """One frame, or the answer to a request."""
@@ -190,20 +192,29 @@ def introduce(channel: Channel, token: bytes, *, limit_s: float) -> None:
         raise WireError("it does not know the token of this incarnation")
 
 
-def admit(channel: Channel, token: Callable[[], bytes | None], *, limit_s: float) -> bytes:
-    """The server's side of the handshake; returns the token that was used. Raises: WireError.
+class PeerHandshake:
+    """The server's side of the handshake. While there is no token, nobody is let in."""
 
-    `token` is asked when the proof has come; while there is none, nobody is let in.
-    """
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    channel.send_raw(_MAGIC + ours, limit_s=limit_s)
-    theirs = _read_nonce(channel, limit_s=limit_s)
-    proof = channel.receive_raw(_PROOF_BYTES, limit_s=limit_s)
-    known = token()
-    if known is None or not hmac.compare_digest(proof, _proof(known, b"client", ours, theirs)):
-        raise WireError("it does not have the token of this incarnation")
-    channel.send_raw(_proof(known, b"server", ours, theirs), limit_s=limit_s)
-    return known
+    num_bytes = len(_MAGIC) + _NONCE_BYTES + _PROOF_BYTES
+
+    def __init__(self, token: Callable[[], bytes | None]) -> None:
+        """`token` is asked when the proof has come."""
+        self._token = token
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self.used: bytes | None = None
+        """The token that the other side has proven to have."""
+
+    @property
+    def greeting(self) -> bytes:
+        return _MAGIC + self._nonce
+
+    def answer(self, heard: bytes) -> bytes | None:
+        magic, theirs, proof = heard[: len(_MAGIC)], heard[len(_MAGIC) : -_PROOF_BYTES], heard[-_PROOF_BYTES:]
+        known = self._token()
+        if known is None or magic != _MAGIC or not hmac.compare_digest(proof, _proof(known, b"client", self._nonce, theirs)):
+            return None
+        self.used = known
+        return _proof(known, b"server", self._nonce, theirs)
 
 
 def _read_nonce(channel: Channel, *, limit_s: float) -> bytes:

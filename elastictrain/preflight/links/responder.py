@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from elastictrain.errors import HostUnfitError
+from elastictrain.net.handshakes import BACKLOG, HandshakeListener
 from elastictrain.preflight.links.processor import Waiting
 from elastictrain.preflight.links.rates import drain
 from elastictrain.preflight.links.wire import (
@@ -23,15 +24,15 @@ from elastictrain.preflight.links.wire import (
     TRAILER,
     Line,
     LineError,
+    ResponderHandshake,
     Secret,
-    admit,
     answer_frame,
 )
 
 logger = logging.getLogger(__name__)
 
 CONNECTIONS = 64
-"""Served at once, by a thread each; more wait at the door."""
+"""Served at once, by a thread each; more that have the token wait for a place."""
 
 _LARGEST_DATAGRAM = 1 << 16
 _IDLE_S = 2.0
@@ -63,7 +64,7 @@ class Responder:
         self._wall = wall
         self._free = threading.Semaphore(connections)
         self._secret: Secret | None = None
-        self._has_secret = threading.Event()
+        self._doors: list[HandshakeListener[ResponderHandshake]] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -85,20 +86,20 @@ class Responder:
     def set_token(self, token: bytes) -> None:
         """From now on those who have it are answered."""
         self._secret = Secret(token, self.nonce)
-        self._has_secret.set()
+        for door in self._doors:
+            door.wake()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End everything at once: nobody is waited for, but for our own threads."""
+        deadline = time.monotonic() + timeout_s
         self._closing.set()
-        self._has_secret.set()
-        for _ in self._wanted:
-            self._free.release()
+        for door in self._doors:
+            door.close(max(0.0, deadline - time.monotonic()))
         with self._lock:
             found = list(self._open)
         for one in found:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
-        deadline = time.monotonic() + timeout_s
         self._wake_datagrams()
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -107,10 +108,17 @@ class Responder:
 
     def _listen(self, port: int) -> None:
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
-        listener = socket.create_server((self._address, port), family=family, backlog=512)
-        self._open.add(listener)
+        listener = socket.create_server((self._address, port), family=family, backlog=BACKLOG)
         self.tcp_ports += (listener.getsockname()[1],)
-        self._run(self._accept, listener, name="links")
+        door = HandshakeListener(
+            [listener],
+            handshake=lambda: ResponderHandshake(lambda: self._secret),
+            on_admitted=self._admit,
+            is_ready=lambda: self._secret is not None,
+            name="links",
+        )
+        self._doors.append(door)
+        door.start()
 
     def _listen_for_datagrams(self) -> None:
         family, kind, _, _, place = socket.getaddrinfo(self._address, 0, type=socket.SOCK_DGRAM)[0]
@@ -134,31 +142,21 @@ class Responder:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while self._free.acquire() and not self._closing.is_set():
-            try:
-                connection, _ = listener.accept()
-            except OSError as error:
-                self._free.release()
-                if not self._closing.is_set():
-                    logger.warning("a host cannot be let in: %s", error)
-                    self._closing.wait(0.2)
-                continue
-            with self._lock:
-                self._open.add(connection)
+    def _admit(self, connection: socket.socket, _address: str, _handshake: ResponderHandshake) -> None:
+        with self._lock:
+            self._open.add(connection)
+        try:
             threading.Thread(target=self._serve, args=(connection,), name="link", daemon=True).start()
-            if self._closing.is_set():
-                # `close` may have looked before this one was there.
-                with suppress(OSError):
-                    connection.shutdown(socket.SHUT_RDWR)
+        except RuntimeError:
+            with self._lock:
+                self._open.discard(connection)
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
+        placed = self._free.acquire(timeout=_IDLE_S)
         try:
-            line = Line(connection)
-            self._has_secret.wait(_IDLE_S)
-            if self._secret is not None and not self._closing.is_set():
-                admit(line, self._secret, limit_s=_IDLE_S)
-                self._answer(line)
+            if placed and not self._closing.is_set():
+                self._answer(Line(connection))
         except LineError as error:
             logger.debug("a connection ended: %s", error)
         except Exception:
@@ -168,7 +166,8 @@ class Responder:
             with self._lock:
                 self._open.discard(connection)
             connection.close()
-            self._free.release()
+            if placed:
+                self._free.release()
 
     def _answer(self, line: Line) -> None:
         kind, seconds, most_bytes = REQUEST.unpack(line.receive(REQUEST.size, limit_s=_IDLE_S))

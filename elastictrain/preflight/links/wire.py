@@ -9,6 +9,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastictrain.errors import TransportError
@@ -112,17 +113,28 @@ class Secret:
         return hmac.digest(self.token, b"|".join((role, self.nonce.hex().encode(), *challenges)), "sha256")
 
 
-def admit(line: Line, secret: Secret, *, limit_s: float) -> None:
-    """The responder's side. Raises: LineError."""
-    ours = secrets.token_bytes(_NONCE_BYTES)
-    line.send(_MAGIC + ours, limit_s=limit_s)
-    opening = line.receive(len(_MAGIC) + _NONCE_BYTES + _PROOF_BYTES, limit_s=limit_s)
-    theirs, proof = opening[len(_MAGIC) : -_PROOF_BYTES], opening[-_PROOF_BYTES:]
-    # What the client holds against us is our nonce; it must find out that we are another host, so it is not in its proof.
-    expected = Secret(secret.token, b"").proof(b"client", ours, theirs)
-    if not opening.startswith(_MAGIC) or not hmac.compare_digest(proof, expected):
-        raise StrangerError("it does not have the token of this preflight")
-    line.send(secret.proof(b"responder", ours, theirs), limit_s=limit_s)
+class ResponderHandshake:
+    """The responder's side of the handshake."""
+
+    num_bytes = len(_MAGIC) + _NONCE_BYTES + _PROOF_BYTES
+
+    def __init__(self, secret: Callable[[], Secret | None]) -> None:
+        """`secret` is asked when the proof has come."""
+        self._secret = secret
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+    @property
+    def greeting(self) -> bytes:
+        return _MAGIC + self._nonce
+
+    def answer(self, heard: bytes) -> bytes | None:
+        magic, theirs, proof = heard[: len(_MAGIC)], heard[len(_MAGIC) : -_PROOF_BYTES], heard[-_PROOF_BYTES:]
+        secret = self._secret()
+        if secret is None or magic != _MAGIC:
+            return None
+        # What the client holds against us is our nonce; it must find out that we are another host, so it is not in its proof.
+        expected = Secret(secret.token, b"").proof(b"client", self._nonce, theirs)
+        return secret.proof(b"responder", self._nonce, theirs) if hmac.compare_digest(proof, expected) else None
 
 
 def introduce(line: Line, secret: Secret, *, limit_s: float) -> None:

@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.peers.requests import Put, key_of, put_to_json
-from elastictrain.checkpoint.peers.wire import MOST_JSON_BYTES, Channel, WireError, introduce
+from elastictrain.checkpoint.peers.wire import MOST_JSON_BYTES, Channel, PeerHandshake, WireError, introduce
 from elastictrain.errors import TransientStorageError
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, connected, facts_of, fill_slot, host, put_of
 from tests.unit.examples import examples
@@ -97,6 +97,35 @@ STRANGERS = {
     "no proof": b"ETPEER01" + bytes(64),
     "much": secrets.token_bytes(1 << 20),
 }
+
+
+def test_silent_strangers_keep_nobody_out(tmp_path: Path) -> None:
+    """More than are served at once, and more than there is a thread for."""
+    put, data = put_of(facts_of())
+    with host(tmp_path / "b", limits=replace(LIMITS, handshake_s=60.0)) as b, ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(dial(b))
+        before = threading.active_count()
+        with connected(b.peer) as connection:
+            assert connection.put(put, data, before_frame=lambda count: None)
+        assert threading.active_count() <= before + 1
+
+
+def test_a_token_that_is_replaced_between_proof_and_answer_lets_nobody_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with host(tmp_path / "b") as b:
+        answer = PeerHandshake.answer
+
+        def replaced(handshake: PeerHandshake, heard: bytes) -> bytes | None:
+            found = answer(handshake, heard)
+            b.server.set_token(b"of the next incarnation")
+            return found
+
+        monkeypatch.setattr(PeerHandshake, "answer", replaced)
+        connection, _ = admitted(b)
+        with connection:
+            assert ends(connection)
 
 
 @pytest.mark.parametrize("name", STRANGERS)

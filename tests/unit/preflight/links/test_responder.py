@@ -119,14 +119,23 @@ def test_who_comes_before_the_token_waits_for_it() -> None:
     responder.close()
 
 
+def test_silent_strangers_keep_nobody_out(responder: Responder) -> None:
+    with ExitStack() as strangers:
+        for _ in range(300):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", responder.tcp_ports[0])))
+        ping(responder)
+
+
 def test_connections_are_bounded(responder: Responder) -> None:
-    """More wait at the door, and are let in when there is room."""
+    """More wait for a place, and are served when there is one."""
     with ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", responder.tcp_ports[0]))) for _ in range(4)]
-        time.sleep(0.1)
+        first = stack.enter_context(ExitStack())
+        first.enter_context(asked(responder))
+        for _ in range(3):
+            stack.enter_context(asked(responder))
         with pytest.raises(LineError, match="no answer"):
             ping(responder)
-        idle[0].close()
+        first.close()
         ping(responder)
 
 

@@ -1,0 +1,1 @@
+"""What the servers of a run have in common: who is let in, and how many that have not proven themselves are waited for."""
