@@ -53,7 +53,7 @@ from elastictrain.launch.sole import Claim, claim_run
 from elastictrain.launch.supervisor import Parts, Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.turns import take_turn, wait_for_launcher
-from elastictrain.launch.watch.star import Watch
+from elastictrain.launch.watch.mesh import Watch
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.own import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log

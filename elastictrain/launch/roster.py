@@ -70,6 +70,9 @@ class Roster:
         self.attentive = True
         """Whether the other hosts' lines are read; while it trains, only the first host of a group needs them."""
 
+        self.hears: tuple[str, ...] = ()
+        """Whom this host's watch hears, for its line."""
+
         self._posts: deque[Generation | End] = deque()
         self._awake = threading.Event()
         self._closed = threading.Event()
@@ -152,7 +155,7 @@ class Roster:
 
     def _turn(self) -> None:
         # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
-        entry = self._entry
+        entry = replace(self._entry, hears=self.hears)
         while self._posts:
             self._write_post(self._posts[0])
             self._posts.popleft()

@@ -26,7 +26,7 @@ from elastictrain.launch.membership.words import headline, listed
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.torchrun import Torchrun, free_port
-from elastictrain.launch.watch.star import Watch
+from elastictrain.launch.watch.mesh import Watch
 from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,7 @@ class Supervisor:
         parts = self._parts
         while True:
             self._look_after_workers()
+            self._listen()
             code = self._leave_if_asked()
             if code is None:
                 code = self._retry_if_unfit()
@@ -120,8 +121,18 @@ class Supervisor:
                 parts.roster.wake()
             parts.sleep(_BRIEF_TURN_S if parts.clock() < self._hurried_until_s else _TURN_S)
 
+    def _listen(self) -> None:
+        """Have this host's line tell whom it hears, and hosts that wait speak to all that live."""
+        parts = self._parts
+        heard, _ = parts.watch.heard
+        parts.roster.hears = tuple(sorted(heard))
+        waits = self._attempt is None
+        lines = [one.entry for one in parts.roster.known.seen.values()] if waits else []
+        parts.watch.call([line for line in lines if line.state is not HostState.GONE])
+
     def _view(self) -> View:
         known, parts = self._parts.roster.known, self._parts
+        heard, heard_since_s = parts.watch.heard
         return View(
             now_s=parts.clock(),
             me=parts.roster.entry,
@@ -134,6 +145,8 @@ class Supervisor:
             seen=known.seen,
             read_s=known.read_s,
             silent=parts.watch.silent,
+            heard=heard,
+            heard_since_s=heard_since_s,
             expected_hosts=parts.expected_hosts,
             restart_cost_s=self._restart_cost_s,
             most_processes=parts.config.train.global_batch,

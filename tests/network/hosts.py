@@ -157,6 +157,7 @@ class Network:
         self._hosts_file = folder / "hosts"
         self._stack = ExitStack()
         self._hosts: list[Host] = []
+        self._parts: set[int] = set()
 
     def __enter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -174,6 +175,22 @@ class Network:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._stack.close()
+
+    def split(self, *parts: Sequence[Host]) -> None:
+        """From now on hosts reach those of their own part alone, in silence; connections stay open."""
+        for number, part in enumerate(parts):
+            bridge = f"part-{number}"
+            if number not in self._parts:
+                self.switch.ip("link", "add", "name", bridge, "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+                self.switch.ip("link", "set", bridge, "up")
+                self._parts.add(number)
+            for host in part:
+                self.switch.ip("link", "set", host.switch_port, "master", bridge)
+
+    def join(self) -> None:
+        """All hosts reach each other again."""
+        for host in self._hosts:
+            self.switch.ip("link", "set", host.switch_port, "master", "bridge")
 
     def add(self, name: str) -> Host:
         """A new host; it is reached from the others by this name, too, and never takes over the address of another."""

@@ -87,6 +87,10 @@ def bench_planning(folder: Path) -> None:
     assert [row["ranks"] for row in json.loads(rows.read_text())] == [2]
 
 
+def simulate_partitions(folder: Path) -> None:
+    python("simulate_partitions.py", "--seeds", "2", folder=folder)
+
+
 def gpu_preflight(folder: Path) -> None:
     assert "full again" in python("gpu/preflight.py", folder=folder, CUDA_VISIBLE_DEVICES="")
 
@@ -195,6 +199,7 @@ CHECKS: Mapping[str, Check] = {
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
     "setup.sh": setup,
+    "simulate_partitions.py": simulate_partitions,
     "test.sh": check_and_test,
 }
 ELSEWHERE = {

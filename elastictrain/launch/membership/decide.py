@@ -6,9 +6,11 @@ ended may propose the next: storage takes the first proposal of each number and 
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
+from elastictrain.launch.membership import words
 from elastictrain.launch.membership.decisions import Adopt, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.form import find_past, form, nothing_to_save
 from elastictrain.launch.membership.growth import worth_growing
+from elastictrain.launch.membership.hearing import unheard_members
 from elastictrain.launch.membership.lost import missing_member
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 from elastictrain.launch.membership.view import View
@@ -35,7 +37,9 @@ def decide(view: View, options: LaunchGroup) -> Decision:
     past = find_past(view, options)
     if past is None:
         assert newest is not None  # noqa: S101
-        return Wait(f"generation {newest.number}, which trains without this host, to end or to grow")
+        unheard = unheard_members(view, newest)
+        why = f"; {words.no_sound([(view.me.name, name) for name in unheard])}" if unheard else ""
+        return Wait(f"generation {newest.number}, which trains without this host, to end or to grow{why}")
     return form(view, past, options)
 
 

@@ -7,8 +7,9 @@ from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_STOPPED
 from elastictrain.launch.membership import words
 from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
+from elastictrain.launch.membership.hearing import largest_group, pairs_without_sound, settles_s
 from elastictrain.launch.membership.lost import deserted_since_s, is_alive, is_unknown, quiet_s
-from elastictrain.launch.membership.policy import BEGIN, Aftermath, Next, judge
+from elastictrain.launch.membership.policy import BEGIN, Aftermath, Next, is_network_suspected, judge
 from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState, Member, Outcome
 from elastictrain.launch.membership.sight import Seen
 from elastictrain.launch.membership.view import View
@@ -58,18 +59,38 @@ def form(view: View, past: Past, options: LaunchGroup) -> Decision:
     ready = _ready(view, options)
     if not _complete(ready, view, options) and (wait := _wait_for_unknown(view, past, options)) is not None:
         return wait
-    following = _judge(view, past, ready, options)
-    queue = _in_order(ready, past)
+    ready = _in_order(ready, past)
+    queue = largest_group(ready, view)
+    if (wait := _wait_to_hear(view, past, ready, queue, options)) is not None:
+        return wait
+    following = _judge(view, past, ready, queue, options)
     if following.outcome is not Outcome.RUN:
-        return _create(view, past, following, members=_concerned(past, ready), queue=queue)
+        return _create(view, past, following, members=_concerned(past, ready), queue=ready)
     allowed = [entry for entry in queue if entry.host not in following.excluded]
     if len(allowed) < options.min_hosts:
         return _too_few(view, past, allowed, options)
+    if view.me not in queue:
+        names = words.listed(one.name for one in allowed)
+        return Wait(f"{names} to train, and to take in this host later; {words.no_sound(pairs_without_sound(ready, view))}")
     if (wait := _wait_to_join(view, past, allowed, options)) is not None:
         return wait
     members = _numbered(allowed[: options.max_hosts] if options.max_hosts else allowed)
     queue = list(dict.fromkeys([*members, *queue]))
     return _create(view, past, following, members=tuple(_member(entry) for entry in members), queue=queue)
+
+
+def _wait_to_hear(view: View, past: Past, ready: Sequence[Entry], group: Sequence[Entry], options: LaunchGroup) -> Wait | None:
+    """Until it is certain who hears whom."""
+    full = options.max_hosts and len(group) >= options.max_hosts
+    if len(group) < len(ready) and not full:
+        until_s = settles_s(ready, view, options, since_s=past.since_s)
+        missing = words.listed(one.name for one in ready if one not in group)
+        return Wait(f"all hosts to hear {missing}", until_s) if view.now_s < until_s else None
+    if past.generation is None or not is_network_suspected(past.generation, view.ends):
+        return None
+    # Connections may break some time before the watch can know that the network is out.
+    until_s = past.since_s + options.lost_s * 3 / 4
+    return Wait("", until_s) if view.now_s < until_s else None
 
 
 def _wait_for_members(view: View, past: Past, options: LaunchGroup) -> Wait | None:
@@ -189,7 +210,7 @@ def _wait_to_join(view: View, past: Past, ready: Sequence[Entry], options: Launc
     return Wait(f"more hosts to join the {len(ready)}{expected} that are there", until_s)
 
 
-def _judge(view: View, past: Past, ready: Sequence[Entry], options: LaunchGroup) -> Next:
+def _judge(view: View, past: Past, ready: Sequence[Entry], group: Sequence[Entry], options: LaunchGroup) -> Next:
     if past.generation is None:
         return BEGIN
     hosts = frozenset(entry.host for entry in ready)
@@ -197,6 +218,7 @@ def _judge(view: View, past: Past, ready: Sequence[Entry], options: LaunchGroup)
         generation=past.generation,
         ends=view.ends,
         ready=hosts,
+        unheard=hosts.difference(entry.host for entry in group),
         unaware=_unaware(view),
         committed_step=_committed_step(past.generation, view),
     )
@@ -220,7 +242,8 @@ def _too_few(view: View, past: Past, ready: Sequence[Entry], options: LaunchGrou
         for one in view.seen.values()
         if is_alive(one, view, options) and one.entry.host not in {entry.host for entry in ready}
     ]
-    sentence = words.too_few(ready, others, min_hosts=options.min_hosts)
+    pairs = pairs_without_sound([view.me, *(one for one in others if one.state is HostState.READY)], view)
+    sentence = words.too_few(ready, others, min_hosts=options.min_hosts, no_sound_between=pairs)
     if not options.wait_s:
         return Wait(sentence)
     if view.now_s < past.since_s + options.wait_s:

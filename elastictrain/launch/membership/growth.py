@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.launch.membership import words
+from elastictrain.launch.membership.hearing import hearing, unheard_by
 from elastictrain.launch.membership.lost import is_alive
 from elastictrain.launch.membership.records import Entry, Generation, HostState
 from elastictrain.launch.membership.view import View
@@ -50,12 +51,16 @@ def _newcomers(view: View, running: Generation, options: LaunchGroup) -> list[En
 
 
 def _fitting(newcomers: Sequence[Entry], view: View, running: Generation, options: LaunchGroup) -> list[Entry]:
-    """Those that `launch.max_hosts` and the global batch leave room for."""
+    """Those that `launch.max_hosts` and the global batch leave room for, and that all the others hear."""
     room = options.max_hosts - len(running.members) if options.max_hosts else len(newcomers)
     taken: list[Entry] = []
-    processes = running.world_size
-    for entry in newcomers[: max(0, room)]:
+    processes, heard = running.world_size, hearing(view)
+    for entry in newcomers:
+        if len(taken) >= room:
+            break
         if view.most_processes and processes + entry.processes > view.most_processes:
+            continue
+        if unheard_by(entry.host, [*(one.host for one in running.members), *(one.host for one in taken)], heard):
             continue
         taken.append(entry)
         processes += entry.processes

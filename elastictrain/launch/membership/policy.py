@@ -17,6 +17,9 @@ from elastictrain.errors import (
 from elastictrain.launch.membership import blame, words
 from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, Outcome
 
+_MAY_BE_NOTICED = (EXIT_TRANSPORT, EXIT_STOPPED)
+"""What workers say where the network or another host is the cause."""
+
 _BLAMED_TIMES = 3
 """So many failures in a row that one host is to blame for, and it is left out for a while."""
 
@@ -32,6 +35,9 @@ class Aftermath:
 
     unaware: frozenset[str] = frozenset()
     """Hosts that this generation had excluded, and that have not read so yet."""
+
+    unheard: frozenset[str] = frozenset()
+    """Those of `ready` that do not hear all of the others, or are not heard by them: the next generation is without them."""
 
     committed_step: int = 0
     """The newest step that any member's line says is committed: an end that was written while workers still ran knows less."""
@@ -77,6 +83,13 @@ def judge(aftermath: Aftermath, options: LaunchGroup) -> Next:
     return _after_failure(aftermath, (*failures, failure), names, options)
 
 
+def is_network_suspected(generation: Generation, ends: Mapping[str, End]) -> bool:
+    """Whether all that is known of a generation's end is that connections broke: hosts may not hear each other any more."""
+    known = [ends[member.host] for member in generation.members if member.host in ends]
+    cause = blame.find_cause(known)
+    return len(generation.members) > 1 and cause is not None and cause.exit_code in _MAY_BE_NOTICED and not cause.blames
+
+
 def pause_s(times: int, *, options: LaunchGroup) -> float:
     """Before the next start, after `times` failures without progress: none after the first, then longer and longer."""
     if times <= 1:
@@ -112,9 +125,16 @@ def _harmless_reason(aftermath: Aftermath, ends: Mapping[str, End], cause: End |
     away = [host for host in names if host not in aftermath.ready and _said_nothing(ends.get(host))]
     if away:
         return f"{words.listed(names[host] for host in away)} {'is' if len(away) == 1 else 'are'} lost"
-    only_noticed = cause is None or cause.exit_code in (EXIT_TRANSPORT, EXIT_STOPPED)
-    grow = next((end for end in ends.values() if end.kind is EndKind.GROW), None)
-    return grow.reason if grow is not None and only_noticed else None
+    only_noticed = cause is None or cause.exit_code in _MAY_BE_NOTICED
+    if not only_noticed:
+        return None
+    if grow := [end.reason for end in ends.values() if end.kind is EndKind.GROW]:
+        return grow[0]
+    if lost := [end for end in ends.values() if end.kind is EndKind.LOST]:
+        pairs = words.listed(f"{names[end.host]} did not hear {names.get(end.lost, end.lost)}" for end in lost)
+        return f"{pairs}, though all of them live"
+    unheard = [names[host] for host in names if host in aftermath.unheard]
+    return f"not all hosts hear {words.listed(unheard)}" if unheard else None
 
 
 def _said_nothing(end: End | None) -> bool:
@@ -128,18 +148,12 @@ def _failure(generation: Generation, ends: Mapping[str, End], cause: End | None,
         hosts = blame.to_blame(cause, ends, members=tuple(names))
         reason = f"{names[cause.host]}: {cause.reason}"
         return Failure(generation.number, hosts, cause.exit_code, cause.phase, cause.step, committed_step, reason)
-    lost = [end for end in ends.values() if end.kind is EndKind.LOST]
-    if lost:
-        pairs = words.listed(f"{names[end.host]} did not hear {names.get(end.lost, end.lost)}" for end in lost)
-        reason = f"{pairs}, though all of them live: UDP between the launchers' ports does not get through, or they were frozen"
-        hosts = blame.most_accused(ends, members=tuple(names))
-        return Failure(generation.number, hosts, EXIT_TRANSPORT, "", 0, committed_step, reason)
     return Failure(generation.number, (), EXIT_BUG, "", 0, committed_step, "its hosts stopped, and none said why")
 
 
 def _after_failure(aftermath: Aftermath, failures: tuple[Failure, ...], names: Mapping[str, str], options: LaunchGroup) -> Next:
     culprit = _always_to_blame(failures)
-    if culprit is not None and culprit in aftermath.ready and len(aftermath.ready - {culprit}) >= options.min_hosts:
+    if culprit is not None and culprit in aftermath.ready and len(_group(aftermath) - {culprit}) >= options.min_hosts:
         # One is remembered: if the same goes on without this host, it was not to blame.
         return Next(
             outcome=Outcome.RUN,
@@ -162,6 +176,10 @@ def _after_failure(aftermath: Aftermath, failures: tuple[Failure, ...], names: M
         pause_s=pause_s(times, options=options),
         reason=failures[-1].reason,
     )
+
+
+def _group(aftermath: Aftermath) -> frozenset[str]:
+    return aftermath.ready - aftermath.unheard
 
 
 def _always_to_blame(failures: Sequence[Failure]) -> str | None:

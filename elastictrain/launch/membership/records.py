@@ -59,6 +59,9 @@ class Entry:
     committed_step: int = 0
     """The newest step that this host knew to be committed when it had finished with `ended`; 0 if none."""
 
+    hears: tuple[str, ...] = ()
+    """Hosts whose watch this host's watch hears, in order; in a group each must hear each."""
+
 
 class EndKind(StrEnum):
     """Why a generation ended, in the eyes of one of its hosts."""

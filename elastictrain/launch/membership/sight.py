@@ -23,6 +23,9 @@ class Seen:
     since_s: float
     """Since when it has said the same of itself: the same state, and the same generation that it is done with."""
 
+    hears_since_s: float
+    """Since when it has heard the same hosts."""
+
 
 def outdated(seen: Mapping[str, Seen], *, now_s: float) -> list[str]:
     """Hosts whose lines nobody needs any more: each start of a launcher leaves one."""
@@ -45,10 +48,13 @@ def see(before: Mapping[str, Seen], entries: Iterable[Entry], *, own: str, now_s
             continue
         known = before.get(entry.host)
         if known is None:
-            seen[entry.host] = Seen(entry, now_s, fresh=False, since_s=now_s)
+            seen[entry.host] = Seen(entry, now_s, fresh=False, since_s=now_s, hears_since_s=now_s)
         elif entry.beat > known.entry.beat:
             same = (entry.state, entry.ended) == (known.entry.state, known.entry.ended)
-            seen[entry.host] = Seen(entry, now_s, fresh=True, since_s=known.since_s if same else now_s)
+            hears_since_s = known.hears_since_s if entry.hears == known.entry.hears else now_s
+            seen[entry.host] = Seen(
+                entry, now_s, fresh=True, since_s=known.since_s if same else now_s, hears_since_s=hears_since_s
+            )
         else:
             seen[entry.host] = known
     return seen

@@ -40,7 +40,13 @@ class View:
     become silent while storage could not be reached: silence is counted up to here."""
 
     silent: frozenset[str]
-    """Members of the generation in which this host takes part, or last did, that its watch does not hear."""
+    """Members of the generation in which this host takes part, or last did, that its watch has not heard for long."""
+
+    heard: frozenset[str]
+    """Hosts that its watch hears now, members or not."""
+
+    heard_since_s: float
+    """Since when those are the same."""
 
     expected_hosts: int = 0
     """What the cluster promised; 0 if unknown."""

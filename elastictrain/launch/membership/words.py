@@ -20,11 +20,20 @@ def headline(reason: str) -> str:
     return next(iter(reason.splitlines()), "").rstrip(":")
 
 
-def too_few(ready: Sequence[Entry], others: Sequence[Entry], *, min_hosts: int) -> str:
+def no_sound(pairs: Sequence[tuple[str, str]]) -> str:
+    """Which hosts do not hear each other."""
+    return f"UDP between the launchers' ports does not get through: {listed(f'{one} - {other}' for one, other in pairs)}"
+
+
+def too_few(
+    ready: Sequence[Entry], others: Sequence[Entry], *, min_hosts: int, no_sound_between: Sequence[tuple[str, str]] = ()
+) -> str:
     """What a group below its minimum waits for. `others` are alive and cannot take part for now."""
     here = f"ready: {listed(entry.name for entry in ready)}" if ready else "none is ready"
     because = [f"{entry.name} is {entry.state}{f' ({entry.reason})' if entry.reason else ''}" for entry in others]
     missing = f"; {listed(because)}" if because else ""
+    if no_sound_between:
+        missing += f"; {no_sound(no_sound_between)}"
     hosts = "1 host" if min_hosts == 1 else f"{min_hosts} hosts"
     return f"{hosts} (`launch.min_hosts`), of which {len(ready)} {'is' if len(ready) == 1 else 'are'} there ({here}{missing})"
 

@@ -28,6 +28,11 @@ def hear(heard: Heard, hosts: Iterable[str], *, now_s: float) -> Heard:
     return replace(heard, last_s={**heard.last_s, **{host: now_s for host in hosts if host in heard.hosts}})
 
 
+def audible(last_s: Mapping[str, float], *, now_s: float, within_s: float) -> frozenset[str]:
+    """Hosts of which something came within that time."""
+    return frozenset(host for host, heard_s in last_s.items() if now_s - heard_s <= within_s)
+
+
 def look(heard: Heard, *, now_s: float, lost_s: float) -> tuple[Heard, frozenset[str]]:
     """Who has been silent for longer than `lost_s`.
 

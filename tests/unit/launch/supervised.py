@@ -1,8 +1,9 @@
 """A supervisor of host `a` with everything around it made up: time passes only while it sleeps."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import cast
 
 from elastictrain.config.checkpoint import CheckpointGroup
@@ -27,7 +28,7 @@ from elastictrain.launch.records import Recorder
 from elastictrain.launch.roster import Known, Roster
 from elastictrain.launch.supervisor import Parts, Supervisor
 from elastictrain.launch.torchrun import Torchrun
-from elastictrain.launch.watch.star import Watch
+from elastictrain.launch.watch.mesh import Watch
 from tests.unit.launch.membership.made import by_host, entry
 
 BEGAN_S = 1_000.0
@@ -77,6 +78,7 @@ class FakeRoster:
     known: Known
     entry: Entry = field(default_factory=lambda: entry("a"))
     attentive: bool = True
+    hears: tuple[str, ...] = ()
     posts: list[Generation | End] = field(default_factory=list)
 
     def say(
@@ -116,10 +118,15 @@ class FakeWatch:
 
     diary: Diary
     silent: frozenset[str] = frozenset()
+    heard: tuple[frozenset[str], float] = (frozenset(ascii_lowercase), 0.0)
+    called: tuple[str, ...] = ()
     news: bool = False
 
     def follow(self, generation: Generation | None) -> None:
         self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
+
+    def call(self, hosts: Collection[Entry]) -> None:
+        self.called = tuple(one.host for one in hosts)
 
     def say_ended(self) -> None:
         self.diary.note("say ended")

@@ -439,3 +439,12 @@ def test_lines_of_launchers_that_are_long_gone_are_removed() -> None:
         Registry(store).write_entry(replace(entry("c"), beat=2))
         turn(roster)
         assert [line.host for line in Registry(store).entries()] == ["a", "c"]
+
+
+def test_its_line_tells_whom_it_hears() -> None:
+    store = FakeStore()
+    with rostering(store, entry("a", hears="")) as roster:
+        turn(roster)
+        roster.hears = ("b", "c")
+        eventually(lambda: (line := line_in(store)) is not None and line.hears == ("b", "c"))
+        assert roster.entry.hears == ()

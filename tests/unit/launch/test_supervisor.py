@@ -613,3 +613,22 @@ def test_nobody_counts_on_a_host_that_only_waits_for_its_keeper(host: Supervised
     host.end_workers(1, 1, STOPPED)
     assert host.go(5.0) is None
     assert host.roster.entry.state is HostState.GONE
+
+
+def test_its_line_tells_whom_it_hears_and_while_it_waits_it_speaks_to_all_that_live(host: SupervisedHost) -> None:
+    host.watch.heard = (frozenset("cb"), 0.0)
+    host.learn(seen={name: seen(entry(name)) for name in "bc"} | {"d": seen(entry("d", HostState.GONE))})
+    assert host.go(0.3) is None
+    assert host.roster.hears == ("b", "c")
+    assert host.watch.called == ("b", "c")
+    host.run_workers(generation(1, "ab"))
+    assert host.watch.called == ()
+
+
+def test_an_outage_of_the_network_between_two_decisions_is_known_to_the_next_one(host: SupervisedHost) -> None:
+    lines = {"b": seen(entry("b", ended=1), changed_s=host.diary.now_s)}
+    host.watch.heard = (frozenset(), host.diary.now_s)
+    host.run_workers(generation(1, "ab"))
+    host.learn(ends=[end("b", EndKind.LOST, lost="a")], seen=lines)
+    assert host.go(2.0) is None
+    assert not [post for post in host.roster.posts if isinstance(post, Generation)]

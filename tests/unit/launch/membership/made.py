@@ -1,6 +1,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
+from string import ascii_lowercase
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.launch.membership.decide import decide
@@ -13,6 +14,9 @@ OPTIONS = LaunchGroup()
 NOW_S = 10_000.0
 """Everything in a view that nobody dates otherwise happened long before."""
 
+EVERYBODY = (*ascii_lowercase, "aa", *(f"{letter}{number}" for letter in "hz" for number in range(100)))
+"""Hosts that every host hears unless a test says otherwise."""
+
 
 def entry(
     host: str,
@@ -23,12 +27,15 @@ def entry(
     processes: int = 1,
     reason: str = "",
     committed: int = 0,
+    hears: Iterable[str] = EVERYBODY,
 ) -> Entry:
-    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended, committed)
+    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended, committed, tuple(hears))
 
 
-def seen(line: Entry, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0) -> Seen:
-    return Seen(line, changed_s, fresh, since_s)
+def seen(
+    line: Entry, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0, hears_since_s: float = 0.0
+) -> Seen:
+    return Seen(line, changed_s, fresh, since_s, hears_since_s)
 
 
 def member(host: str, *, processes: int = 1) -> Member:
@@ -79,6 +86,8 @@ def view(
     now_s: float = NOW_S,
     read_s: float | None = None,
     silent: Iterable[str] = (),
+    heard: Iterable[str] = EVERYBODY,
+    heard_since_s: float = 0.0,
     expected_hosts: int = 0,
     restart_cost_s: float = 0.0,
     most_processes: int = 0,
@@ -100,6 +109,8 @@ def view(
         seen={one.entry.host: one for one in others},
         read_s=now_s if read_s is None else read_s,
         silent=frozenset(silent),
+        heard=frozenset(heard),
+        heard_since_s=heard_since_s,
         expected_hosts=expected_hosts,
         restart_cost_s=restart_cost_s,
         most_processes=most_processes,

@@ -405,3 +405,72 @@ def test_a_record_that_is_damaged_is_followed_by_another() -> None:
     looked = view(newest=replace(generation(2, ""), reason="its record is damaged"))
     following = created(decide(looked, OPTIONS))
     assert (following.number, following.reason) == (3, "its record is damaged")
+
+
+# Hosts that live and do not hear each other.
+
+
+def of_part(host: str, hears: str, *, number: int = 1, hears_since_s: float = NOW_S) -> Seen:
+    return seen(entry(host, ended=number, hears=hears), since_s=NOW_S - 1.0, hears_since_s=hears_since_s)
+
+
+def apart(*others: Seen, heard: str, hosts: str = "abcd", **more: object) -> View:
+    """Generation 1 of four hosts has ended here, host `a`, because another one was not heard any more."""
+    ends = tuple(end(host, EndKind.LOST, lost=host) for host in hosts)
+    looked = ended(*others, hosts=hosts, ends=ends, heard=frozenset(heard), heard_since_s=NOW_S)
+    return replace(looked, **more)  # type: ignore[arg-type]
+
+
+def test_the_largest_part_goes_on_once_it_is_certain_and_the_others_wait() -> None:
+    looked = apart(of_part("b", "ac"), of_part("c", "ab"), of_part("d", ""), heard="bc")
+    assert isinstance(at(looked, NOW_S + LOST_S / 2 - 0.1), Wait)
+    following = created(at(looked, NOW_S + LOST_S / 2))
+    assert "".join(one.host for one in following.members) == "abc"
+    assert (following.outcome, following.failures) == (Outcome.RUN, ())
+    alone = apart(of_part("b", "cd"), of_part("c", "bd"), of_part("d", "bc"), heard="")
+    assert at(alone, NOW_S + 1e4) == Wait(waits_for(at(alone, NOW_S + 1e4)))
+    assert "a - b" in waits_for(at(alone, NOW_S + 1e4))
+
+
+def test_of_two_equal_parts_that_of_the_first_host_goes_on() -> None:
+    halves = (of_part("b", "a"), of_part("c", "d"), of_part("d", "c"))
+    assert members(at(apart(*halves, heard="b"), NOW_S + LOST_S)) == "ab"
+    assert isinstance(at(apart(*halves, heard="b", hosts="cdab"), NOW_S + LOST_S), Wait)
+
+
+def test_parts_that_are_too_small_wait_until_the_network_is_back() -> None:
+    two = replace(OPTIONS, min_hosts=2)
+    alone = apart(of_part("b", ""), of_part("c", ""), of_part("d", ""), heard="")
+    assert "a - d" in waits_for(at(alone, NOW_S + 600.0, two))
+    # Those that come first wait for those that are heard a moment later.
+    back_s = NOW_S + 600.0
+    coming = apart(of_part("b", "a", hears_since_s=back_s), of_part("c", ""), of_part("d", ""), heard="b")
+    assert isinstance(at(coming, back_s + LOST_S / 4, two), Wait)
+    lines = (of_part(host, "abcd", hears_since_s=back_s + 0.5) for host in "bcd")
+    assert members(at(apart(*lines, heard="bcd"), back_s + 0.5, two)) == "abcd"
+
+
+def test_what_this_host_has_just_begun_to_hear_is_waited_for_as_well() -> None:
+    looked = apart(of_part("b", "a"), of_part("c", ""), heard="b", hosts="abc", heard_since_s=NOW_S + 50.0)
+    assert isinstance(at(looked, NOW_S + 50.0), Wait)
+    assert members(at(looked, NOW_S + 50.0 + LOST_S)) == "ab"
+
+
+def test_a_part_that_is_as_large_as_a_group_may_be_waits_for_nobody() -> None:
+    looked = apart(of_part("b", "a"), of_part("c", ""), of_part("d", ""), heard="b")
+    assert members(at(looked, NOW_S, replace(OPTIONS, max_hosts=2))) == "ab"
+
+
+def test_where_only_connections_broke_it_is_found_out_first_who_is_heard() -> None:
+    ends = tuple(end(host, EndKind.FAILED, 71) for host in "abc")
+    looked = ended(done("b"), done("c"), ends=ends)
+    assert isinstance(at(looked, NOW_S + LOST_S / 2), Wait)
+    assert members(at(looked, NOW_S + LOST_S)) == "abc"
+    killed = (*ends[:2], end("c", EndKind.FAILED, 137))
+    assert members(at(replace(looked, ends={one.host: one for one in killed}), NOW_S)) == "abc"
+
+
+def test_a_run_that_is_done_is_done_for_hosts_that_are_not_heard() -> None:
+    ends = tuple(end(host, EndKind.DONE) for host in "abc")
+    looked = ended(of_part("b", "a"), of_part("c", ""), ends=ends, heard=frozenset("b"))
+    assert created(at(looked, NOW_S + 60.0)).outcome is Outcome.DONE

@@ -98,3 +98,21 @@ def test_a_host_that_is_left_out_is_no_newcomer_until_it_has_rested() -> None:
     running = generation(5, "ab", excluded=("z",))
     assert not grows(training(seen(entry("z", ended=4)), running=running))
     assert grows(training(seen(entry("z", ended=5)), running=running))
+
+
+def test_a_host_that_not_all_members_hear_is_not_taken_in() -> None:
+    def grows_with(hears: str, *, heard: str = "bz", b_hears: str = "az") -> bool:
+        lines = (seen(entry("z", hears=hears)), seen(entry("b", HostState.BUSY, hears=b_hears)))
+        return grows(replace(training(*lines), heard=frozenset(heard)))
+
+    assert grows_with("ab")
+    assert not grows_with("a")
+    assert not grows_with("ab", heard="b")
+    assert not grows_with("ab", b_hears="a")
+
+
+def test_of_hosts_that_do_not_hear_each_other_the_first_is_taken_in() -> None:
+    lines = [seen(entry(host, hears="ab"), since_s=since_s) for host, since_s in (("y", 2.0), ("z", 1.0))]
+    reason = worth_growing(training(*lines), generation(5, "ab"), OPTIONS)
+    assert reason is not None
+    assert reason.startswith("z came")

@@ -29,6 +29,7 @@ def after(
     hosts: str = "abc",
     ready: str = "abc",
     unaware: str = "",
+    unheard: str = "",
     failures: tuple[Failure, ...] = (),
     options: LaunchGroup = OPTIONS,
     ended: Generation | None = None,
@@ -39,6 +40,7 @@ def after(
         ends=by_host(ends),
         ready=frozenset(ready),
         unaware=frozenset(unaware),
+        unheard=frozenset(unheard),
         committed_step=committed,
     )
     return judge(aftermath, options)
@@ -132,13 +134,32 @@ def test_a_group_that_ends_without_a_reason_has_failed() -> None:
     assert "none said why" in remembered.reason
 
 
-def test_a_host_that_was_only_not_heard_is_a_broken_link() -> None:
-    following = after(end("a", LOST, lost="b"), end("b", LOST, lost="a"))
-    (remembered,) = following.failures
-    assert (remembered.exit_code, remembered.hosts) == (EXIT_TRANSPORT, ())
-    assert "a did not hear b and b did not hear a, though all of them live" in remembered.reason
-    (remembered,) = after(end("a", LOST, lost="b"), end("b", LOST, lost="a"), end("c", LOST, lost="a")).failures
-    assert remembered.hosts == ("a",)
+@pytest.mark.parametrize(
+    ("ends", "unheard"),
+    [
+        ([end("a", LOST, lost="b"), end("b", LOST, lost="a")], ""),
+        ([end("a", LOST, lost="b"), failed("b", EXIT_TRANSPORT), failed("c", EXIT_STOPPED)], ""),
+        ([failed("a", EXIT_TRANSPORT), failed("b", EXIT_TRANSPORT), failed("c", EXIT_TRANSPORT)], "c"),
+        ([end("c", LOST, lost="a")], "c"),
+    ],
+)
+def test_a_network_that_is_out_while_all_hosts_live_is_never_the_runs_failure(ends: list[End], unheard: str) -> None:
+    before = (failure(1), failure(2))
+    for failures in ((), before):
+        following = after(*ends, failures=failures, unheard=unheard)
+        assert (following.outcome, following.failures, following.pause_s) == (Outcome.RUN, failures, 0.0)
+
+
+def test_a_crash_while_the_network_is_out_is_a_failure() -> None:
+    ends = (end("a", LOST, lost="c"), failed("b", EXIT_BUG), failed("c", EXIT_TRANSPORT))
+    assert len(after(*ends, unheard="c").failures) == 1
+
+
+def test_who_is_not_heard_makes_no_group_without_the_host_to_blame() -> None:
+    failures = (blamed(1, "b"), blamed(2, "b"))
+    two = replace(OPTIONS, min_hosts=2)
+    assert after(failed("b", KILLED), failures=failures, options=two).excluded == ("b",)
+    assert after(failed("b", KILLED), failures=failures, options=two, unheard="c").excluded == ()
 
 
 @pytest.mark.parametrize(("last", "code"), [(EXIT_STORAGE, EXIT_STORAGE), (EXIT_BUG, EXIT_BUG)])

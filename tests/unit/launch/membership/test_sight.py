@@ -16,23 +16,25 @@ def after(*looks: tuple[float, Entry | None]) -> Seen | None:
 
 
 def test_the_own_line_is_left_out() -> None:
-    assert see({}, [entry("a"), LINE], own="a", now_s=1.0) == {"b": Seen(LINE, 1.0, fresh=False, since_s=1.0)}
+    assert see({}, [entry("a"), LINE], own="a", now_s=1.0) == {
+        "b": Seen(LINE, 1.0, fresh=False, since_s=1.0, hears_since_s=1.0)
+    }
 
 
 def test_a_line_that_was_read_once_may_be_a_leftover() -> None:
-    assert after((1.0, LINE), (9.0, LINE)) == Seen(LINE, 1.0, fresh=False, since_s=1.0)
+    assert after((1.0, LINE), (9.0, LINE)) == Seen(LINE, 1.0, fresh=False, since_s=1.0, hears_since_s=1.0)
 
 
 def test_a_beat_that_grows_is_a_sign_of_life() -> None:
     later = replace(LINE, beat=2)
-    assert after((1.0, LINE), (2.0, later), (3.0, later)) == Seen(later, 2.0, fresh=True, since_s=1.0)
+    assert after((1.0, LINE), (2.0, later), (3.0, later)) == Seen(later, 2.0, fresh=True, since_s=1.0, hears_since_s=1.0)
 
 
 def test_what_it_says_of_itself_dates_from_when_it_was_seen_to_change() -> None:
     busy = replace(LINE, beat=2, state=HostState.BUSY)
     ended = replace(LINE, beat=4, state=HostState.BUSY, ended=1)
     assert after((1.0, LINE), (2.0, busy), (3.0, replace(busy, beat=3))) == Seen(
-        replace(busy, beat=3), 3.0, fresh=True, since_s=2.0
+        replace(busy, beat=3), 3.0, fresh=True, since_s=2.0, hears_since_s=1.0
     )
     found = after((1.0, LINE), (2.0, busy), (4.0, ended))
     assert found is not None
@@ -41,6 +43,13 @@ def test_what_it_says_of_itself_dates_from_when_it_was_seen_to_change() -> None:
     found = after((1.0, LINE), (2.0, replace(LINE, beat=2, master_port=1, reason="?")))
     assert found is not None
     assert found.since_s == 1.0
+
+
+def test_whom_it_hears_dates_from_when_that_was_seen_to_change() -> None:
+    deaf = replace(LINE, beat=2, hears=())
+    found = after((1.0, LINE), (2.0, deaf), (3.0, replace(deaf, beat=3)))
+    assert found is not None
+    assert (found.hears_since_s, found.since_s) == (2.0, 1.0)
 
 
 def test_an_older_line_says_nothing() -> None:
@@ -61,15 +70,15 @@ def test_a_line_that_is_gone_is_forgotten_in_the_end() -> None:
 
 def test_a_line_that_is_there_is_remembered_however_long_nobody_looked() -> None:
     """The first host of a group alone reads while it trains; what the others saw before must not look new to them then."""
-    assert after((1.0, LINE), (9000.0, LINE), (18000.0, LINE)) == Seen(LINE, 1.0, fresh=False, since_s=1.0)
+    assert after((1.0, LINE), (9000.0, LINE), (18000.0, LINE)) == Seen(LINE, 1.0, fresh=False, since_s=1.0, hears_since_s=1.0)
     later = replace(LINE, beat=2)
-    assert after((1.0, LINE), (9000.0, later)) == Seen(later, 9000.0, fresh=True, since_s=1.0)
+    assert after((1.0, LINE), (9000.0, later)) == Seen(later, 9000.0, fresh=True, since_s=1.0, hears_since_s=1.0)
 
 
 def test_what_was_seen_before_is_not_changed() -> None:
     before = see({}, [LINE], own="a", now_s=1.0)
     see(before, [replace(LINE, beat=2)], own="a", now_s=2.0)
-    assert before == {"b": Seen(LINE, 1.0, fresh=False, since_s=1.0)}
+    assert before == {"b": Seen(LINE, 1.0, fresh=False, since_s=1.0, hears_since_s=1.0)}
 
 
 def test_lines_that_nobody_needs_any_more() -> None:

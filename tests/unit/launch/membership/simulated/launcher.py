@@ -1,6 +1,6 @@
 """A launcher as the acting side is: its roster, its watch and its workers, each with the faults that they can have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -64,8 +64,10 @@ class Launcher:
         self.wants_to_leave = False
         self.exit_code: int | None = None
         self.attempt: Attempt | None = None
-        self.neighbours: tuple[str, ...] = ()
+        self.others: tuple[str, ...] = ()
         self.heard_s: dict[str, float] = {}
+        self.heard: frozenset[str] = frozenset()
+        self.heard_since_s = 0.0
         self.followed_s = self.looked_s = 0.0
         self.silent: frozenset[str] = frozenset()
         self.entry = Entry(host, name, name, 7, 29_500, 1, -1, HostState.READY, "", 0, 0)
@@ -87,23 +89,23 @@ class Launcher:
         return not self.gone
 
     def _follow(self, generation: Generation, *, local_s: float) -> None:
-        """The first host hears all others, and each of them hears the first."""
-        hosts = [member.host for member in generation.members]
-        self.neighbours = tuple(hosts[1:]) if hosts[0] == self.host else (hosts[0],)
-        self.heard_s, self.followed_s, self.silent = {}, local_s, frozenset()
+        """All members are missed where they are not heard."""
+        self.others = tuple(member.host for member in generation.members if member.host != self.host)
+        self.followed_s, self.silent = local_s, frozenset()
 
-    def listen(self, *, now_s: float, hears: Callable[[str], bool]) -> None:
+    def listen(self, hosts: Iterable[str], *, now_s: float) -> None:
         """The watch: who is heard, by the own clock; a pause of its own says nothing about the others."""
         local_s = self.clock(now_s)
         if local_s - self.looked_s > max(self.options.lost_s / 2, 2.0):
-            self.followed_s, self.heard_s = local_s, {}
+            self.followed_s = local_s
         self.looked_s = local_s
-        for host in self.neighbours:
-            if hears(host):
-                self.heard_s[host] = local_s
+        self.heard_s.update(dict.fromkeys(hosts, local_s))
+        heard = frozenset(host for host, heard_s in self.heard_s.items() if local_s - heard_s <= self.options.lost_s / 2)
+        if heard != self.heard:
+            self.heard, self.heard_since_s = heard, local_s
         self.silent = frozenset(
             host
-            for host in self.neighbours
+            for host in self.others
             if local_s - max(self.followed_s, self.heard_s.get(host, self.followed_s)) > self.options.lost_s
         )
 
@@ -128,6 +130,8 @@ class Launcher:
             seen=self.seen,
             read_s=self.read_s,
             silent=self.silent,
+            heard=self.heard,
+            heard_since_s=self.heard_since_s,
             expected_hosts=self.expected_hosts,
             stop_limit_s=STOP_LIMIT_S,
             wants_to_leave=self.wants_to_leave,
@@ -142,7 +146,7 @@ class Launcher:
             else:
                 storage.create(post, now_s=now_s)
             self.posts.pop(0)
-        self.entry = replace(self.entry, beat=self.entry.beat + 1)
+        self.entry = replace(self.entry, beat=self.entry.beat + 1, hears=tuple(sorted(self.heard)))
         storage.write_entry(self.entry, now_s=now_s)
         newest = storage.newest(self.newest, now_s=now_s)
         if newest is not None and newest != self.newest:

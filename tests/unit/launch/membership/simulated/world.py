@@ -1,6 +1,6 @@
 """Hosts, their storage, their network and what they train, under a plan of faults; checks after every second what must hold."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
@@ -15,6 +15,7 @@ from tests.unit.launch.membership.simulated.storage import Storage, Weather
 STORM = Weather(late=0.3, longest_lag_s=4.0, failing=0.1, lost=0.05, torn=0.1)
 _MOST_SUPERSEDED_TICKS = 3
 _COMMIT_EVERY = 3
+_BREAKS = 0.05
 
 
 @dataclass(slots=True)
@@ -56,12 +57,18 @@ class World:
         self.all: dict[str, Launcher] = {}
         self.cut_off: set[str] = set()
         self.unheard: set[frozenset[str]] = set()
+        self.deaf: set[tuple[str, str]] = set()
+        """Hosts and whom they do not hear, though those may hear them."""
+
         self.names = names
         self.clocks = {name: Clock(self.random.uniform(0, 1e6), self.random.uniform(0.85, 1.2)) for name in names}
         self.groups: dict[int, Group] = {}
         self.commits: list[tuple[float, Made]] = []
         self.in_flight: list[tuple[float, Made | Resume]] = []
         self.resumes: list[tuple[float, Resume]] = []
+        self.committers: list[int] = []
+        """The generation of each commit, in the order in which they were sent off."""
+
         self._written = False
         for name in names:
             self.start(name)
@@ -91,13 +98,17 @@ class World:
     def newest(self) -> Generation | None:
         return self.storage.generations.get(max(self.storage.generations.rows, default=0), as_of_s=self.now_s)
 
+    def created_s(self, generation: Generation) -> float:
+        """When a generation was proposed."""
+        return self.storage.generations.rows[generation.number][0][0]
+
     def tick(self) -> None:
         self.now_s += 1.0
         turn = self.live()
         self.random.shuffle(turn)
         for launcher in turn:
             if not launcher.frozen:
-                launcher.listen(now_s=self.now_s, hears=lambda host, by=launcher: self._hears(by, host))
+                launcher.listen((host for host in self.all if self._hears(launcher, host)), now_s=self.now_s)
                 launcher.tick(now_s=self.now_s, cut_off=launcher.name in self.cut_off)
         self._train()
         self._land()
@@ -105,8 +116,18 @@ class World:
 
     def _hears(self, by: Launcher, host: str) -> bool:
         other = self.all[host]
-        speaks = other.live and not other.frozen and by.host in other.neighbours
-        return speaks and frozenset((by.name, other.name)) not in self.unheard
+        speaks = other.live and not other.frozen and other is not by
+        return speaks and self._reaches(other, by)
+
+    def _reaches(self, sender: Launcher, receiver: Launcher) -> bool:
+        return self._passes(sender.name, receiver.name)
+
+    def _passes(self, sender: str, receiver: str) -> bool:
+        return frozenset((sender, receiver)) not in self.unheard and (receiver, sender) not in self.deaf
+
+    def connected(self, names: Sequence[str]) -> bool:
+        """Whether each of these hosts reaches each."""
+        return all(self._passes(one, other) for one in names for other in names if one != other)
 
     def _train(self) -> None:
         for launcher in list(self.all.values()):
@@ -134,6 +155,12 @@ class World:
             return
         if any(launcher.frozen == "host" for launcher in at_work):
             return
+        if not self.connected([launcher.name for launcher in at_work]):
+            # Collectives hang, and now and then a connection breaks.
+            for launcher in at_work:
+                if not launcher.frozen and self.random.random() < _BREAKS:
+                    launcher.workers_end(71, now_s=self.now_s)
+            return
         if (
             any(launcher.attempt is not None and launcher.attempt.asked is not None for launcher in at_work)
             and group.stop_in < 0
@@ -149,7 +176,7 @@ class World:
 
     def _notices(self, launcher: Launcher, closed: Iterable[Launcher]) -> bool:
         """Whether workers learn that others are gone: not if their host vanished without a sign, or cannot be reached."""
-        return any(not other.silent_death and frozenset((launcher.name, other.name)) not in self.unheard for other in closed)
+        return any(not other.silent_death and self._reaches(other, launcher) for other in closed)
 
     def _step(self, group: Group, at_work: list[Launcher]) -> None:
         if not group.chosen and group.generation.members[0].name not in self.cut_off:
@@ -180,6 +207,7 @@ class World:
 
     def _commit(self, group: Group) -> None:
         if group.resumed and group.step > (0 if group.parent is None else group.parent.commit.step):
+            self.committers.append(group.generation.number)
             self._send(Made(Commit(group.generation.number, group.step), group.parent))
 
     def _send(self, record: Made | Resume) -> None:
@@ -225,6 +253,11 @@ class World:
         for before, after in pairwise(history):
             if before.commit.step == after.commit.step or not after.stands_on(before):
                 raise BrokenPromiseError(f"{after.commit} does not stand on {before.commit}")
+
+    def trains_now(self) -> bool:
+        """Whether the newest generation trains, and its hosts reach each other."""
+        newest = self.newest()
+        return newest is not None and self.trains() and self.connected([member.name for member in newest.members])
 
     def trains(self) -> bool:
         """Whether the newest generation is at work, whole, and has at least as many hosts as it must."""

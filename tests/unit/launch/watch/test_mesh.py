@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.launch.membership.records import Generation, Member
-from elastictrain.launch.watch.star import Watch
+from elastictrain.launch.membership.records import Entry, Generation, Member
+from elastictrain.launch.watch.mesh import Watch
 from elastictrain.launch.watch.words import Word, seal, unseal
-from tests.unit.launch.membership.made import generation
+from tests.unit.launch.membership.made import entry, generation
 
 TOKEN = b"t" * 32
 LOST_S = 0.08
@@ -109,6 +109,10 @@ def of(watch: Watch, host: str, *, address: str = "127.0.0.1") -> Member:
     return Member(host, host, address, watch.port, 1)
 
 
+def line(peer: Peer) -> Entry:
+    return replace(entry(peer.host), address="127.0.0.1", watch_port=peer.member.watch_port)
+
+
 def has_ipv6() -> bool:
     try:
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as probe:
@@ -144,7 +148,7 @@ def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("Address family not supported by protocol")
         return real(family, *more)
 
-    monkeypatch.setattr("elastictrain.launch.watch.star.socket.socket", without_ipv6)
+    monkeypatch.setattr("elastictrain.launch.watch.mesh.socket.socket", without_ipv6)
     watch = Watch("a", token=TOKEN, lost_s=LOST_S)
     monkeypatch.undo()
     watch.start()
@@ -156,20 +160,91 @@ def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
         watch.close()
 
 
-def test_the_first_host_speaks_to_all_and_the_others_to_the_first_alone() -> None:
+def test_every_host_speaks_to_all_members_and_misses_each_of_them() -> None:
     clock = Clock()
-    with watching("b", clock) as watch, peers("ac") as (a, c):
-        watch.follow(group(5, of(watch, "b"), a.member, c.member))
-        clock.jump(LOST_S / 4)
-        assert a.hear() == c.hear() == Word("b", 5, ended=False)
     with watching("b", clock) as watch, peers("ac") as (a, c):
         watch.follow(group(5, a.member, of(watch, "b"), c.member))
         clock.jump(LOST_S / 4)
-        assert a.hear() == Word("b", 5, ended=False)
+        assert a.hear() == c.hear() == Word("b", 5, ended=False)
+        for _ in range(8):
+            a.say(watch, 5)
+            clock.pass_s(LOST_S / 4)
+        assert watch.silent == {"c"}
+
+
+def test_a_host_that_waits_speaks_to_those_that_it_is_told_of() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("bc") as (b, c):
+        watch.call([line(b), line(c)])
+        # At once, not with the next beat: the clock stands still.
+        assert b.hear() == c.hear() == Word("a", 0, ended=False)
+        watch.call([line(b)])
+        while not c.hears_nothing():
+            pass
+        clock.jump(LOST_S / 4)
+        assert b.hear() == Word("a", 0, ended=False)
         assert c.hears_nothing()
-        # Whoever is not spoken to is not listened for either.
+        assert watch.silent == frozenset()
+
+
+def test_a_host_that_speaks_is_answered_at_once_wherever_it_is_and_only_while_it_speaks() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        b.say(watch, 0)
+        assert b.hear() == Word("a", 0, ended=False)
         clock.pass_s(2 * LOST_S)
-        assert watch.silent == {"a"}
+        while not b.hears_nothing():
+            pass
+        clock.jump(LOST_S / 4)
+        assert b.hears_nothing()
+
+
+def test_who_is_heard_is_known_with_the_time_since_when_member_or_not() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("bz") as (b, z):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        assert watch.heard[0] == frozenset()
+        b.say(watch, 1)
+        eventually(lambda: watch.heard == ({"b"}, clock.now_s))
+        clock.jump(LOST_S / 4)
+        z.say(watch, 1)
+        b.say(watch, 1)
+        eventually(lambda: watch.heard == ({"b", "z"}, clock.now_s))
+        # A new group changes nothing about who gets through.
+        watch.follow(group(2, of(watch, "a"), z.member))
+        assert watch.heard[0] == {"b", "z"}
+        clock.pass_s(LOST_S / 4)
+        z.say(watch, 1)
+        clock.pass_s(LOST_S / 2)
+        eventually(lambda: watch.heard[0] == {"z"})
+        assert watch.silent == frozenset()
+        clock.pass_s(LOST_S)
+        assert watch.heard[0] == frozenset()
+        assert watch.silent == {"z"}
+
+
+def test_what_a_group_without_this_host_says_for_ever_is_news_for_a_while() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(7, of(watch, "a"), b.member))
+        told = []
+        for _ in range(12):
+            b.say(watch, 8)
+            clock.jump(LOST_S / 4)
+            told.append(watch.take_news())
+        assert told[0]
+        assert not any(told[-4:])
+        b.say(watch, 9)
+        clock.jump(LOST_S / 4)
+        assert watch.take_news()
+
+
+def test_nobody_hears_himself() -> None:
+    clock = Clock()
+    with watching("a", clock) as watch, peers("a") as (echo,):
+        echo.say(watch, 1)
+        clock.jump(LOST_S / 4)
+        assert watch.heard[0] == frozenset()
 
 
 def test_a_sign_of_life_counts_for_the_host_that_gives_it() -> None:

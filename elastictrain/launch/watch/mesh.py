@@ -1,0 +1,203 @@
+"""The watch at work: every host speaks to all that it knows to live, and hears who of them gets through to it."""
+
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+
+from elastictrain.launch.membership.records import Entry, Generation, Member
+from elastictrain.launch.watch.silence import Heard, audible, hear, listen_to, look
+from elastictrain.launch.watch.words import Word, seal, unseal
+
+_BEATS_WITHIN_LOST = 8
+_WINDOWS_WITHIN_LOST = 2
+"""A host is heard if anything came from it within this part of the time after which it counts as lost: several beats."""
+
+_DATAGRAM_BYTES = 2048
+_SCOPED_LENGTH = 4
+
+_Target = tuple[str, int] | tuple[str, int, int, int]
+"""A place that a socket sends to."""
+
+
+class Watch:
+    """Speaks and listens on a UDP port of its own, from its own thread."""
+
+    def __init__(self, host: str, *, token: bytes, lost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._host = host
+        self._token = token
+        self._lost_s = lost_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._word = Word(host, 0, ended=False)
+        self._members: Mapping[str, _Target] = {}
+        """Of the generation that is followed."""
+
+        self._called: Mapping[str, _Target] = {}
+        """Other hosts that live."""
+
+        self._sources: dict[str, _Target] = {}
+        """Where hosts speak from that were heard a moment ago: they may know of this one before it knows of them."""
+
+        self._heard: Heard = listen_to((), now_s=clock())
+        self._last_s: dict[str, float] = {}
+        self._audible: frozenset[str] = frozenset()
+        self._audible_since_s = clock()
+        self._silent: frozenset[str] = frozenset()
+        self._news = False
+        self._newest_word = (0, False)
+        self._newest_word_s = clock()
+        self._closed = False
+        self._socket = _bound_socket()
+        self._socket.settimeout(lost_s / _BEATS_WITHIN_LOST)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        """Begin to speak and to listen."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._closed = True
+        self._thread.join(timeout=1.0)
+        self._socket.close()
+
+    def follow(self, generation: Generation | None) -> None:
+        """Watch the members of this generation from now on, or nobody."""
+        others = [member for member in generation.members if member.host != self._host] if generation is not None else []
+        with self._lock:
+            self._members = self._targets_of(others)
+            self._heard = listen_to([member.host for member in others], now_s=self._clock())
+            self._silent = frozenset()
+            if generation is not None:
+                self._word = Word(self._host, generation.number, ended=False)
+
+    def call(self, hosts: Collection[Entry]) -> None:
+        """Speak to these hosts, too, until this is called again: those that live, as far as is known."""
+        called = self._targets_of(hosts)
+        with self._lock:
+            new = set(called.values()).difference(self._called.values())
+            self._called, data = called, seal(self._word, token=self._token)
+        # They need not wait for the next beat to learn who hears them.
+        self._send(data, new)
+
+    def say_ended(self) -> None:
+        """Tell the others that this generation has ended, and that storage says why."""
+        with self._lock:
+            self._word = Word(self._host, self._word.generation, ended=True)
+            targets, data = self._targets(), seal(self._word, token=self._token)
+        self._send(data, targets)
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """Members of the generation that have not been heard for too long."""
+        with self._lock:
+            return self._silent
+
+    @property
+    def heard(self) -> tuple[frozenset[str], float]:
+        """Which hosts are heard now, members or not, and since when it is these."""
+        with self._lock:
+            return self._audible, self._audible_since_s
+
+    def take_news(self) -> bool:
+        """Whether anybody has said, since the last call, that this generation has ended or a newer one is there."""
+        with self._lock:
+            news, self._news = self._news, False
+            return news
+
+    def _targets(self) -> set[_Target]:
+        return {*self._members.values(), *self._called.values(), *self._sources.values()}
+
+    def _targets_of(self, hosts: Collection[Member | Entry]) -> dict[str, _Target]:
+        found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self._host}
+        return {host: target for host, target in found.items() if target is not None}
+
+    def _target(self, name: str, port: int) -> _Target | None:
+        """Where a host hears this one; None if that is no place: a name would have to be looked up, which may take long."""
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return None
+        if not 0 < port < 1 << 16:
+            return None
+        mapped = self._socket.family == socket.AF_INET6 and address.version == 4
+        return (f"::ffff:{address}" if mapped else str(address), port)
+
+    def _run(self) -> None:
+        spoke_s = looked_s = float("-inf")
+        interval_s = self._lost_s / _BEATS_WITHIN_LOST
+        while not self._closed:
+            if self._clock() - spoke_s >= interval_s:
+                spoke_s = self._clock()
+                with self._lock:
+                    targets, data = self._targets(), seal(self._word, token=self._token)
+                self._send(data, targets)
+            word, source = self._receive()
+            is_new = word is not None and source is not None and word.host != self._host and self._note(word, source)
+            if is_new or self._clock() - looked_s >= interval_s / 2:
+                looked_s = self._clock()
+                self._look()
+            if is_new and source is not None:
+                self._send(data, [source])
+
+    def _note(self, word: Word, source: _Target) -> bool:
+        """Remember what was heard; whether its host was not heard before, and is to know soon that it is heard."""
+        now_s = self._clock()
+        with self._lock:
+            self._heard = hear(self._heard, [word.host], now_s=now_s)
+            self._last_s[word.host], self._sources[word.host] = now_s, source
+            told = (word.generation, word.ended)
+            if told > self._newest_word:
+                self._newest_word, self._newest_word_s = told, now_s
+            # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
+            fresh = now_s - self._newest_word_s <= self._lost_s
+            self._news |= fresh and told > (self._word.generation, self._word.ended)
+            return word.host not in self._audible
+
+    def _look(self) -> None:
+        with self._lock:
+            now_s = self._clock()
+            self._heard, self._silent = look(self._heard, now_s=now_s, lost_s=self._lost_s)
+            heard = audible(self._last_s, now_s=now_s, within_s=self._lost_s / _WINDOWS_WITHIN_LOST)
+            if heard != self._audible:
+                self._audible, self._audible_since_s = heard, now_s
+                self._last_s = {host: last_s for host, last_s in self._last_s.items() if host in heard}
+                self._sources = {host: source for host, source in self._sources.items() if host in heard}
+
+    def _receive(self) -> tuple[Word | None, _Target | None]:
+        try:
+            data, source = self._socket.recvfrom(_DATAGRAM_BYTES)
+        except OSError:
+            # Nothing came in time, or an earlier datagram of ours found no listener.
+            return None, None
+        # An address without a scope is the same place as the one in a record.
+        plain = len(source) == _SCOPED_LENGTH and not source[3]
+        return unseal(data, token=self._token), source[:2] if plain else source
+
+    def _send(self, data: bytes, targets: Collection[_Target]) -> None:
+        for target in targets:
+            try:
+                self._socket.sendto(data, target)
+            except OSError:
+                # No route, for now: what does not arrive is what the other side goes by.
+                continue
+
+
+def _bound_socket() -> socket.socket:
+    """On every address of this host, where it can be both IPv6 and IPv4."""
+    with suppress(OSError):
+        found = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            found.bind(("::", 0))
+        except OSError:
+            found.close()
+            raise
+        return found
+    found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    found.bind(("", 0))
+    return found
