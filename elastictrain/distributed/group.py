@@ -11,6 +11,7 @@ import torch.distributed as dist
 from elastictrain.distributed.environment import Backend
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
+from elastictrain.torch_private import read_flight_recorders, set_group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,7 @@ def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, 
     the tight one when the first step is through.
     """
     for group in (None, *groups):
-        # The one way torch has to change the timeout of a group that exists; TorchTitan relies on it too.
-        dist.distributed_c10d._set_pg_timeout(_collective_timeout(timeout_s, backend), group)
+        set_group_timeout(group, _collective_timeout(timeout_s, backend))
 
 
 def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
@@ -84,14 +84,7 @@ def _collective_timeout(timeout_s: float, backend: Backend) -> timedelta:
 
 def flight_recorder() -> str | None:
     """The last collectives of this rank as JSON, if the flight recorder is on and has any."""
-    # NCCL's entries are in a recorder of their own; a build without CUDA has only the other.
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(torch._C._distributed_c10d, name, None)
-        trace = b"" if dump is None else dump()
-        text = trace.decode() if isinstance(trace, bytes) else str(trace)
-        if '"entries"' in text:
-            return text
-    return None
+    return next((trace for trace in read_flight_recorders() if '"entries"' in trace), None)
 
 
 def leave(group: Group) -> None:

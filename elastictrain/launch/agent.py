@@ -72,18 +72,20 @@ def _run(orders: Orders) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     forks = Forks()
-    if hand_out(forks):
-        forks.prepare(orders.processes)
+    unforked = hand_out(forks) or forks.prepare(orders.processes)
+    if unforked:
+        # Before the workers start: the launcher looks when their first step is through.
+        _tell(orders, Answer(unforked=unforked))
     # What ended, and how, is said by the workers and by the launcher.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
         torchrun.run(torchrun.parse_args(list(orders.arguments)))  # type: ignore[no-untyped-call]  # torch annotates neither
     except ChildFailedError as error:
         codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-        _tell(orders, Answer(codes, forks.leaving()))
+        _tell(orders, Answer(codes, forks.leaving(), unforked))
         return _EXIT_FAILED
     except Exception as error:  # noqa: BLE001  # the edge of the process: what ends it is told to the launcher
-        _tell(orders, Answer(leaving=forks.leaving()))
+        _tell(orders, Answer(leaving=forks.leaving(), unforked=unforked))
         reason = explain(error)
         if reason.exit_code != EXIT_TRANSPORT:
             traceback.print_exc()

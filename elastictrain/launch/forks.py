@@ -6,7 +6,6 @@ that it could not have: torchrun forks before it has threads, a store or a devic
 
 import gc
 import importlib
-import inspect
 import json
 import os
 import runpy
@@ -23,9 +22,10 @@ from typing import NoReturn, cast
 from elastictrain.errors import EXIT_BUG, EXIT_OK
 from elastictrain.fault.exits import Process, early_exit_code, identify
 from elastictrain.fault.parent import follow_parent
+from elastictrain.torch_private import COMPILER, intercept_workers
 
 _AHEAD = (
-    "torch._dynamo",  # the first optimizer imports it
+    COMPILER,
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "elastictrain.config.load",
@@ -117,29 +117,34 @@ class Forks:
         self._taken: list[Fork] = []
         self._ask_at_s: float | None = None
 
-    def prepare(self, count: int) -> None:
-        """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork."""
-        if not may_fork():
-            return
+    def prepare(self, count: int) -> str:
+        """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork.
+
+        Returns why there are fewer than `count`; empty if there are not.
+        """
+        if reason := why_no_fork():
+            return reason
         # Collecting garbage would write to, and so copy, pages that all of them share.
         gc.freeze()
         for _ in range(count):
             # What one of them finds no room for, no process number or no file, the next will not find either.
-            if not self._add():
-                return
+            if reason := self._add():
+                return reason
+        return ""
 
-    def _add(self) -> bool:
+    def _add(self) -> str:
+        """Why there is not one more; empty if there is."""
         agent = os.getpid()
         try:
             ours, theirs = socket.socketpair()
-        except OSError:
-            return False
+        except OSError as error:
+            return f"no socket for one more: {error.strerror}"
         try:
             pid = os.fork()
-        except OSError:
+        except OSError as error:
             ours.close()
             theirs.close()
-            return False
+            return f"no process for one more: {error.strerror}"
         if pid == 0:
             ours.close()
             for other in self._waiting:
@@ -149,10 +154,9 @@ class Forks:
         fork = Fork(pid, ours)
         if ours.recv(len(_READY)) == _READY:
             self._waiting.append(fork)
-            return True
+            return ""
         fork.close()
-        fork.wait()
-        return False
+        return f"a fork ended before it was ready (exit code {fork.wait()})"
 
     def take(self, command: Sequence[str], environment: Mapping[str, str]) -> Fork | None:
         """A worker that runs `command`, in exactly this environment; None if none of ours can."""
@@ -181,14 +185,20 @@ class Forks:
         return tuple(process for process in known if identify(process.pid) == process)
 
 
-def may_fork(process: Path = Path("/proc/self")) -> bool:
-    """Whether a fork can use all that this process has: no lock held by a thread that it lacks, no device of its parent's."""
+def why_no_fork(process: Path = Path("/proc/self")) -> str:
+    """Why a fork cannot use all that this process has: a lock held by a thread that it lacks, a device of its parent's.
+
+    Empty if it can.
+    """
     try:
         threads = list((process / "task").iterdir())
         files = list((process / "fd").iterdir())
-    except OSError:
-        return False
-    return len(threads) == 1 and not any(_leads_to(file).startswith(_DEVICES) for file in files)
+    except OSError as error:
+        return f"threads and open files of torchrun cannot be read: {error.strerror}"
+    if len(threads) != 1:
+        return f"torchrun has {len(threads)} threads where its imports should have left one"
+    devices = sorted({target for file in files if (target := _leads_to(file)).startswith(_DEVICES)})
+    return f"torchrun has opened {', '.join(devices)} while it imported what workers need" if devices else ""
 
 
 def _leads_to(link: Path) -> str:
@@ -199,42 +209,20 @@ def _leads_to(link: Path) -> str:
         return ""
 
 
-def hand_out(forks: Forks) -> bool:
+def hand_out(forks: Forks) -> str:
     """Have torchrun, in this process, start its workers from `forks`, as far as these can be what it asks for.
 
-    False if this torchrun does not start its workers in the way that is known here; it then does so as before.
+    Returns why this torchrun cannot, which then starts them as before; empty if it can.
     """
-    try:
-        from torch.distributed.elastic.multiprocessing import api
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-    except ImportError:
-        return False
-    if not _is_known(getattr(api, "get_subprocess_handler", None), SubprocessHandler):
-        return False
 
-    class Handler(SubprocessHandler):
-        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
-            streams = vars(self)
-            plain = all(streams.get(name, "unknown") is None for name in ("_stdout", "_stderr"))
-            fork = forks.take(args, env) if plain else None
-            return super()._popen(args, env) if fork is None else cast("subprocess.Popen[bytes]", fork)
+    def leaves_by_itself(worker: object) -> bool:
+        return isinstance(worker, Fork) and forks.leaves_by_itself(worker)
 
-        def close(self, death_sig: signal.Signals | None = None) -> None:
-            fork = cast("object", self.proc)
-            if death_sig == signal.SIGKILL or not isinstance(fork, Fork) or not forks.leaves_by_itself(fork):
-                super().close(death_sig)
-
-    api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
-    return True
-
-
-def _is_known(get_handler: object, handler: type) -> bool:
-    """Whether the one takes what the other does, and starts a process with what ours does."""
-    methods = {"_popen": ["self", "args", "env"], "close": ["self", "death_sig"]}
-    if not (callable(get_handler) and all(callable(getattr(handler, name, None)) for name in methods)):
-        return False
-    same = [*inspect.signature(get_handler).parameters] == [*inspect.signature(handler).parameters]
-    return same and all([*inspect.signature(getattr(handler, name)).parameters] == names for name, names in methods.items())
+    changes = intercept_workers(
+        start=lambda command, environment: cast("subprocess.Popen[bytes] | None", forks.take(command, environment)),
+        leaves_by_itself=leaves_by_itself,
+    )
+    return "; ".join(changes)
 
 
 def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:

@@ -48,19 +48,23 @@ class Answer:
     leaving: tuple[Process, ...] = ()
     """Workers that may still hold devices and memory, and for which it has not waited."""
 
+    unforked: str = ""
+    """Why its workers, or some of them, are not forks of it; empty if they are."""
+
 
 def write_answer(path: Path, answer: Answer) -> None:
     """Raises: OSError."""
-    path.write_text(json.dumps([dict(answer.codes), [[one.pid, one.started] for one in answer.leaving]]))
+    path.write_text(json.dumps([dict(answer.codes), [[one.pid, one.started] for one in answer.leaving], answer.unforked]))
 
 
 def read_answer(path: Path) -> Answer:
     """An empty one if there is none that can be read."""
     try:
-        codes, leaving = json.loads(path.read_text())
+        codes, leaving, unforked = json.loads(path.read_text())
         return Answer(
             {int(rank): int(code) for rank, code in codes.items()},
             tuple(Process(int(pid), int(started)) for pid, started in leaving),
+            str(unforked),
         )
     except (OSError, ValueError, TypeError, AttributeError):
         return Answer()

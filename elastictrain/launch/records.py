@@ -53,6 +53,14 @@ class NoticeGiven(Event):
     """Unix seconds."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkersNotForked(Event):
+    """Workers of this host are started anew each time, and import torch, so that a restart takes longer."""
+
+    event: ClassVar[str] = "workers_not_forked"
+    reason: str
+
+
 class Recorder:
     """Appends a launcher's events to a log of its own. Never raises: a launcher outlives its storage."""
 

@@ -23,7 +23,8 @@ from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Fi
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 from elastictrain.launch.membership.view import View
 from elastictrain.launch.membership.words import headline, listed
-from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder
+from elastictrain.launch.orders import ANSWER_NAME, read_answer
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
 from elastictrain.launch.roster import Roster
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.watch.mesh import Watch
@@ -96,6 +97,9 @@ class Supervisor:
         """The newest step that this host has known to be committed; storage that does not answer makes it no smaller."""
 
         self._left_step = 0
+        self._unforked = ""
+        """Why workers were not forks, as last said."""
+
         self._said = self._waits_for = ""
         self._waits_since_s = 0.0
         self._retry_s = float("inf")
@@ -332,6 +336,15 @@ class Supervisor:
         if self._stop_cost_s is not None:
             self._restart_cost_s = self._stop_cost_s + self._parts.clock() - attempt.adopted_s
         self._parts.torchrun.prepare()
+        self._say_unforked(attempt.generation)
+
+    def _say_unforked(self, generation: Generation) -> None:
+        """Once: what makes restarts slower is no reason not to train."""
+        unforked = read_answer(self._folder_of(generation) / ANSWER_NAME).unforked
+        if unforked and unforked != self._unforked:
+            self._unforked = unforked
+            self._parts.say(f"each restart imports torch anew, which takes seconds longer: {unforked}")
+            self._parts.recorder.record(generation.number, WorkersNotForked(reason=unforked))
 
     def _leave_if_asked(self) -> int | None:
         """A person, a scheduler or the cloud wants this host back."""

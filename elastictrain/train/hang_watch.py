@@ -1,7 +1,6 @@
 """Everything that a worker does about hangs: it shows where it is, looks at the others, and says whose fault a hang is."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from elastictrain.fault.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.fault.whereabouts import Mark, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.storage.opening import absolute_url
+from elastictrain.torch_private import follow_compilations
 from elastictrain.train.bringup import Met
 from elastictrain.train.lookout import Lookout
 
@@ -195,10 +195,7 @@ class HangWatch:
 
 
 def _follow_compiler(tell: Callable[..., None]) -> None:
-    """Hear of compilations from now on, if anything in this process compiles: what runs without does not pay for the import."""
-    if "torch._dynamo" not in sys.modules:
-        return
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.register_start_callback(lambda _: tell(begins=True))
-    callback_handler.register_end_callback(lambda _: tell(begins=False))
+    """Hear of compilations from now on, if anything in this process compiles."""
+    changes = follow_compilations(begins=lambda: tell(begins=True), ends=lambda: tell(begins=False))
+    if changes:
+        logger.warning("a compilation after the first step counts as a hang if it takes longer than a step may: %s", changes[0])

@@ -5,13 +5,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
-from torchruns import TINY, Run, events, keepers, kill, last_step, losses, memory_arguments, started, train, wait_until
+from torchruns import (
+    TINY,
+    Run,
+    environment,
+    events,
+    keepers,
+    kill,
+    last_step,
+    losses,
+    memory_arguments,
+    started,
+    train,
+    wait_until,
+)
 
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")
@@ -20,11 +33,13 @@ QUICK = ("launch.poll_s=0.2", "launch.lost_s=2", "launch.backoff_s=0.1", "launch
 
 
 @contextmanager
-def launched(arguments: Sequence[str], *, folder: Path, name: str = "launch") -> Iterator[Run]:
+def launched(
+    arguments: Sequence[str], *, folder: Path, name: str = "launch", extra_environment: Mapping[str, str] | None = None
+) -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [*ARGUMENTS, *QUICK, *arguments, f"run.dir={folder}/run"]
     command = [sys.executable, "-m", "elastictrain.launch", *arguments, *memory_arguments(arguments, folder)]
-    with started(command, log=folder / f"{name}.txt") as run:
+    with started(command, log=folder / f"{name}.txt", extra_environment=extra_environment or {}) as run:
         yield run
 
 
@@ -66,6 +81,25 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
     assert [row["event"] for row in events(run_dir) if row["rank"] == -1] == ["generation", "generation_ended"] * 2
     entry = json.loads(next((run_dir / "launch" / "hosts").glob("*.json")).read_text())
     assert entry["state"] == "gone"
+
+
+ANOTHER_THREAD = """
+import sys, threading, time
+if "elastictrain.launch.agent" in sys.orig_argv:
+    threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+"""
+
+
+def test_workers_that_cannot_be_forks_are_told_of(tmp_path: Path) -> None:
+    run_dir, path = tmp_path / "run", tmp_path / "path"
+    path.mkdir()
+    (path / "sitecustomize.py").write_text(ANOTHER_THREAD)
+    extra = {"PYTHONPATH": os.pathsep.join([str(path), environment()["PYTHONPATH"]])}
+    with launched(["train.steps=12"], folder=tmp_path, extra_environment=extra) as run:
+        assert run.wait(120) == 0, run.output()
+    (told,) = events(run_dir, "workers_not_forked")
+    assert "threads" in told["reason"]
+    assert told["reason"] in run.output()
 
 
 def test_a_killed_torchrun_takes_its_workers_with_it_before_the_next_one_starts(

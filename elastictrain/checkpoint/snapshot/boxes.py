@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
 from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.errors import CheckpointError
+from elastictrain.torch_private import local_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +43,13 @@ def box_of(name: str, tensor: Tensor, *, rank: int, world_size: int) -> Box:
     coordinate = mesh.get_coordinate()
     if coordinate is None or any(isinstance(placement, Partial) for placement in tensor.placements):
         raise CheckpointError(f"{name!r} is spread over the ranks in a way that cannot be saved: {tensor.placements}")
-    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    sizes, offsets = local_box(tensor)
     replicas, replica = 1, 0
     for dim, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             replica = replica * mesh.size(dim) + coordinate[dim]
             replicas *= mesh.size(dim)
-    return Box(Item(name, dtype_name(tensor.dtype), shape, tuple(offsets), tuple(sizes)), replicas, replica)
+    return Box(Item(name, dtype_name(tensor.dtype), shape, offsets, sizes), replicas, replica)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from elastictrain.errors import EXIT_BUG
-from elastictrain.launch.forks import Fork, Forks, hand_out, may_fork
+from elastictrain.launch.forks import Fork, Forks, hand_out, why_no_fork
 
 
 def process(folder: Path, *, threads: int = 1, files: tuple[str, ...] = ("/dev/null", "socket:[12]")) -> Path:
@@ -23,26 +24,26 @@ def process(folder: Path, *, threads: int = 1, files: tuple[str, ...] = ("/dev/n
 
 
 def test_a_process_with_one_thread_and_no_device_may_fork(tmp_path: Path) -> None:
-    assert may_fork(process(tmp_path))
+    assert why_no_fork(process(tmp_path)) == ""
 
 
 def test_a_process_with_threads_may_not_fork(tmp_path: Path) -> None:
-    assert not may_fork(process(tmp_path, threads=2))
+    assert "2 threads" in why_no_fork(process(tmp_path, threads=2))
 
 
 @pytest.mark.parametrize("device", ["/dev/nvidiactl", "/dev/nvidia0", "/dev/nvidia-uvm", "/dev/kfd"])
 def test_a_process_with_a_device_may_not_fork(device: str, tmp_path: Path) -> None:
-    assert not may_fork(process(tmp_path, files=("/dev/null", device)))
+    assert device in why_no_fork(process(tmp_path, files=("/dev/null", device)))
 
 
 def test_what_is_no_link_any_more_is_no_device(tmp_path: Path) -> None:
     folder = process(tmp_path)
     (folder / "fd" / "7").touch()
-    assert may_fork(folder)
+    assert why_no_fork(folder) == ""
 
 
 def test_where_the_kernel_shows_nothing_nobody_forks(tmp_path: Path) -> None:
-    assert not may_fork(tmp_path)
+    assert why_no_fork(tmp_path)
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def torchrun_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("torchrun_as_before")
 def test_the_torch_that_is_installed_takes_our_workers() -> None:
     before = api.get_subprocess_handler
-    assert hand_out(Forks())
+    assert hand_out(Forks()) == ""
     assert api.get_subprocess_handler is not before
 
 
@@ -62,15 +63,27 @@ def other(entrypoint: str) -> None:
     """What takes something else."""
 
 
+def takes_more(
+    entrypoint: str, args: object, env: object, stdout: object, stderr: object, local_rank_id: int, where: object
+) -> None:
+    """What the class it makes does not take."""
+
+
 @pytest.mark.usefixtures("torchrun_as_before")
 @pytest.mark.parametrize(
-    "what",
+    ("what", "name"),
     [
-        "module moved", "class renamed", "function renamed", "function changed", "method renamed", "method changed",
-        "other method changed",
+        ("module moved", "SubprocessHandler._popen"),
+        ("class renamed", "SubprocessHandler._popen"),
+        ("function renamed", "get_subprocess_handler"),
+        ("function changed", "get_subprocess_handler"),
+        ("function takes more", "get_subprocess_handler"),
+        ("method renamed", "SubprocessHandler._popen"),
+        ("method changed", "SubprocessHandler._popen"),
+        ("other method changed", "SubprocessHandler.close"),
     ],
-)  # fmt: skip
-def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+)
+def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     package = "torch.distributed.elastic.multiprocessing.subprocess_handler"
     match what:
         case "module moved":
@@ -81,6 +94,8 @@ def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypat
             monkeypatch.delattr(api, "get_subprocess_handler")
         case "function changed":
             monkeypatch.setattr(api, "get_subprocess_handler", other)
+        case "function takes more":
+            monkeypatch.setattr(api, "get_subprocess_handler", takes_more)
         case "method renamed":
             monkeypatch.delattr(SubprocessHandler, "_popen")
         case "method changed":
@@ -88,7 +103,9 @@ def test_a_torch_that_has_changed_starts_its_workers_itself(what: str, monkeypat
         case "other method changed":
             monkeypatch.setattr(SubprocessHandler, "close", other)
     before = getattr(api, "get_subprocess_handler", None)
-    assert not hand_out(Forks())
+    changed = hand_out(Forks())
+    assert torch.__version__ in changed
+    assert name in changed
     assert getattr(api, "get_subprocess_handler", None) is before
 
 
@@ -107,7 +124,7 @@ class Taken(Forks):
 def test_a_worker_whose_output_goes_to_an_unknown_place_is_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     forks, started = Taken(), []
     monkeypatch.setattr(SubprocessHandler, "_popen", lambda self, args, env: started.append(args))
-    assert hand_out(forks)
+    assert hand_out(forks) == ""
     one = api.get_subprocess_handler("program", (), {}, "", "", 0, None)
     assert (forks.asked, len(started)) == (1, 1)
     del one._stdout
@@ -131,7 +148,7 @@ class Worker(Fork):
 def handlers_of(*workers: Worker, forks: Forks, monkeypatch: pytest.MonkeyPatch) -> list[SubprocessHandler]:
     left = [*workers]
     monkeypatch.setattr(SubprocessHandler, "_popen", lambda self, args, env: left.pop(0))
-    assert hand_out(forks)
+    assert hand_out(forks) == ""
     return [api.get_subprocess_handler("program", (), {}, "", "", 0, None) for _ in workers]
 
 

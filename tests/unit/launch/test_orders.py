@@ -28,14 +28,17 @@ def test_arguments_that_are_no_text_come_back_as_they_are() -> None:
     assert decode(encode(orders)) == orders
 
 
-@pytest.mark.parametrize("answer", [Answer(), Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101)))])
+@pytest.mark.parametrize(
+    "answer", [Answer(), Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101))), Answer(unforked="2 threads")]
+)
 def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> None:
     write_answer(tmp_path / "answer", answer)
     assert read_answer(tmp_path / "answer") == answer
 
 
 @pytest.mark.parametrize(
-    "text", [None, "", "{", "[]", "{}", "[{}]", "[[], []]", '[{"a": 1}, []]', '[{"0": 1}, [[1]]]', "[{}, 3]"]
+    "text",
+    [None, "", "{", "[]", "{}", "[{}]", "[[], []]", '[{"a": 1}, [], ""]', '[{"0": 1}, [[1]], ""]', '[{}, 3, ""]', "[{}, []]"],
 )
 def test_an_answer_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:
     if text is not None:

@@ -6,7 +6,7 @@ import pytest
 
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Event
-from elastictrain.launch.records import GenerationBegun, GenerationEnded, NoticeGiven, Recorder
+from elastictrain.launch.records import GenerationBegun, GenerationEnded, NoticeGiven, Recorder, WorkersNotForked
 from elastictrain.storage.appendlog import open_append_log, read_appended
 from elastictrain.storage.opening import open_store
 
@@ -32,6 +32,7 @@ NOTICE = NoticeGiven(reason="AWS takes it", leave=True, deadline=1900000000.0)
             },
         ),
         (NOTICE, {"event": "notice", "reason": "AWS takes it", "leave": True, "deadline": 1900000000.0}),
+        (WorkersNotForked(reason="2 threads"), {"event": "workers_not_forked", "reason": "2 threads"}),
     ],
 )
 def test_a_record_among_those_of_the_run(event: Event, fields: dict[str, object], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
 from elastictrain.launch.orders import ANSWER_NAME, Answer, write_answer
-from elastictrain.launch.records import GenerationEnded
+from elastictrain.launch.records import GenerationEnded, WorkersNotForked
 from elastictrain.launch.roster import Known
 from tests.unit.launch.membership.made import end, entry, generation, seen
 from tests.unit.launch.supervised import SupervisedHost
@@ -537,6 +537,22 @@ def test_the_next_torchrun_is_prepared_once_training_has_begun(host: SupervisedH
         host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
     assert host.diary.when("prepare") == near(3.0, 13.0)
+
+
+def test_workers_that_are_no_forks_are_told_of_once(host: SupervisedHost) -> None:
+    for number, unforked in ((1, ""), (2, "2 threads"), (3, "2 threads"), (4, "")):
+        host.run_workers(generation(number, "ab"))
+        write_answer(host.folder_of(number) / ANSWER_NAME, Answer(unforked=unforked))
+        assert host.go(0.5) is None
+        # Nobody knows before the workers have begun.
+        assert len(host.sentences("2 threads")) == (number > 2)
+        host.begin_training(number)
+        assert host.go(0.5) is None
+        assert len(host.sentences("2 threads")) == (number > 1)
+        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
+        assert host.go(1.0) is None
+    told = [(number, event) for number, event in host.recorder.events if isinstance(event, WorkersNotForked)]
+    assert told == [(2, WorkersNotForked(reason="2 threads"))]
 
 
 @pytest.mark.parametrize(("committed", "remembered", "resumed"), [(9, 4, 5), (4, 9, 5), (4, 5, 9)])
