@@ -170,15 +170,23 @@ class LocalStore:
             sync_folder(handle)
 
     def is_blocked(self, key: str) -> bool:
-        """Whether the object can be neither there nor written: something else has its name, or that of a folder above it.
+        """Whether the object can be neither there nor written: something else has its name, or that of its folder.
 
-        Raises: StorageError.
+        Raises: StorageError, also if something else has the name of a folder further up: no other folder beside this one would
+            help then.
         """
         check_key(key, url=self._url)
+        folder, _, name = key.rpartition("/")
 
         def request(_: int) -> bool:
             try:
-                return stat_modes.S_ISDIR(self._look_at(key).st_mode)
+                with self._folders.opened(folder.rpartition("/")[0]):
+                    pass
+            except FileNotFoundError:
+                return False
+            try:
+                with self._folders.opened(folder) as handle:
+                    return stat_modes.S_ISDIR(look_at(name, parent=handle, path=self.path(key)).st_mode)
             except FileNotFoundError:
                 return False
             except (IrregularFileError, NotADirectoryError):

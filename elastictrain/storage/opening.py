@@ -81,9 +81,9 @@ def without_sync(store: T) -> T:
 
 
 def is_blocked(store: Store, key: str) -> bool:
-    """Whether the object can be neither there nor written, since something else has its name or that of a folder above it.
+    """Whether the object can be neither there nor written, since something else has its name or that of its folder.
 
-    Only a file system knows such things. Raises: StorageError.
+    Only a file system knows such things. Raises: StorageError, also if something else has the name of a folder further up.
     """
     return isinstance(store, LocalStore) and store.is_blocked(key)
 

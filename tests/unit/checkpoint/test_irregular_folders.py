@@ -8,7 +8,7 @@ import pytest
 
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.target import clear_target, list_checkpoints
-from elastictrain.errors import EXIT_OK, EXIT_STORAGE
+from elastictrain.errors import EXIT_OK, EXIT_STORAGE, PermanentStorageError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import save
 
@@ -79,6 +79,20 @@ def test_a_save_takes_another_folder(plant: Callable[[Path, Path], None], run: P
     store = open_store(str(run))
     assert clear_target(store, list_checkpoints(store), step=5) == "step-000000005-2"
     assert content(precious) == before
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "fifo"])
+def test_a_save_fails_where_no_folder_can_be_used(kind: str, run: Path, precious: Path) -> None:
+    (run / "checkpoints").rename(run.parent / "moved")
+    listing = list_checkpoints(open_store(str(run)))
+    if kind == "file":
+        (run / "checkpoints").write_bytes(b"")
+    elif kind == "link":
+        (run / "checkpoints").symlink_to(precious)
+    else:
+        os.mkfifo(run / "checkpoints")
+    with pytest.raises(PermanentStorageError):
+        clear_target(open_store(str(run)), listing, step=5)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "000001-aa-r00000-000.safetensors", "quarantine.json"])
