@@ -49,6 +49,7 @@ from elastictrain.launch.probing import count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.roster import Roster
+from elastictrain.launch.saver import ask_to_flush
 from elastictrain.launch.sole import Claim, claim_run
 from elastictrain.launch.supervisor import Parts, Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
@@ -234,6 +235,7 @@ def _put_together(
         check_host=partial(why_unfit, config, surroundings, processes=entry.processes),
         committed_step=partial(committed_step, store),
         remembered_step=partial(remembered_step, config),
+        ask_to_flush=partial(ask_to_flush, config),
         say=say,
     )
 

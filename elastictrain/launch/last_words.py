@@ -2,6 +2,7 @@
 
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.launch.membership.decisions import Wait
+from elastictrain.launch.saver import FinalSave
 
 
 def say_waiting(wait: Wait, *, now_s: float) -> str:
@@ -11,13 +12,29 @@ def say_waiting(wait: Wait, *, now_s: float) -> str:
     return f"waiting for {wait.for_what}, for {max(0.0, wait.until_s - now_s):.0f} s at most"
 
 
-def last_words(code: int, reason: str, *, run_dir: str, committed_step: int) -> str:
+def last_words(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
     """One paragraph: what happened, what is saved, what to type next."""
     reason = reason.removesuffix(".")
-    saved = f"step {committed_step} is saved in {run_dir}" if committed_step else f"{run_dir} holds no step to go on from"
+    saved = _saved(final, run_dir=run_dir)
     if code == EXIT_OK:
         return f"done: {reason}; {saved}."
     return f"stopped with exit code {code}: {reason}; {saved}. {_advice(code)}"
+
+
+def _saved(final: FinalSave, *, run_dir: str) -> str:
+    if final.committed_step is None:
+        saved = f"{run_dir} does not answer, so what is saved there is unknown"
+    elif final.committed_step:
+        saved = f"step {final.committed_step} is saved in {run_dir}"
+    else:
+        saved = f"{run_dir} holds no step to go on from"
+    if not final.unsaved_step:
+        return saved
+    if final.saver:
+        how = f"the saver (process {final.saver}) goes on writing it to storage as long as this host or container lives"
+    else:
+        how = "nobody writes it to storage"
+    return f"{saved}; step {final.unsaved_step} is in the memory of this host only, and {how}"
 
 
 def _advice(code: int) -> str:

@@ -11,8 +11,8 @@ from elastictrain.storage.store import Store
 _LISTING_S = 5.0
 
 
-def committed_step(store: Store) -> int:
-    """The step in storage that a start would go on from; 0 if there is none, or storage does not answer in time."""
+def committed_step(store: Store) -> int | None:
+    """The step in storage that a start would go on from; 0 if there is none, None if storage does not answer in time."""
 
     def newest() -> int:
         listed = read_listing(store.list(ROOT)).folders
@@ -22,7 +22,7 @@ def committed_step(store: Store) -> int:
             committed, _ = Lineage(store).line_first(committed)
         return committed[0].step if committed else 0
 
-    return within(_LISTING_S, newest) or 0
+    return within(_LISTING_S, newest)
 
 
 def remembered_step(config: RunConfig) -> int:

@@ -26,6 +26,7 @@ from elastictrain.launch.membership.words import headline, listed
 from elastictrain.launch.orders import ANSWER_NAME, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
 from elastictrain.launch.roster import Roster
+from elastictrain.launch.saver import FinalSave, Saver, await_final_save
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.watch.mesh import Watch
 from elastictrain.storage.failures import reason_of
@@ -45,8 +46,12 @@ _DEAD_GROUP_S = 1.5
 _WORTH_SAYING_S = 1.5
 """A wait that is over sooner is of no interest to anybody."""
 
+_LAST_WORDS_S = 1.0
+_SHARE_OF_THE_END = 0.25
+"""What is kept of the time before a deadline to say what is saved."""
+
 _LEAVING_LIMIT_S = 10.0
-"""How long the last words of a launcher may take to reach storage."""
+"""How long what a launcher leaves for the others may take to reach storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +72,14 @@ class Parts:
     check_host: Callable[[], str]
     """Why this host is unfit; empty if it is not."""
 
-    committed_step: Callable[[], int]
-    """The step in storage that a start would go on from."""
+    committed_step: Callable[[], int | None]
+    """The step in storage that a start would go on from; None where storage does not answer."""
 
     remembered_step: Callable[[], int]
     """The newest step in this host's memory."""
+
+    ask_to_flush: Callable[[], Saver | None]
+    """Have this host's saver write what only memory has; None if there is no saver."""
 
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -284,7 +292,7 @@ class Supervisor:
         """How it ended here."""
         parts, folder = self._parts, self._folder_of(attempt.generation)
         # What a start would go on from is progress, wherever it is kept.
-        known = (parts.committed_step(), parts.remembered_step(), read_begun(str(folder)) or 0)
+        known = (parts.committed_step() or 0, parts.remembered_step(), read_begun(str(folder)) or 0)
         self._committed_step = max(self._committed_step, *known)
         remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=self._committed_step)
         self._left_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)
@@ -391,22 +399,36 @@ class Supervisor:
         parts.torchrun.close()
         # Before anything is waited for: the others are not to count on this host.
         parts.roster.say(HostState.GONE, reason=reason)
-        if code == EXIT_STOPPED:
-            self._wait_for_keeper()
+        final = self._final_save() if code != EXIT_OK else FinalSave(parts.committed_step())
+        # Before more is waited for: whoever ends this process at a deadline leaves no time after it.
+        parts.say(last_words(code, reason, run_dir=parts.config.run.dir, final=final))
         parts.roster.close(limit_s=_LEAVING_LIMIT_S)
         parts.watch.close()
         request = parts.stop_request()
         left_s = request.deadline_s - parts.clock() if request is not None and request.deadline_s is not None else GONE_WITHIN_S
         parts.torchrun.wait_until_gone(min(left_s, GONE_WITHIN_S))
-        parts.say(last_words(code, reason, run_dir=parts.config.run.dir, committed_step=parts.committed_step()))
         return code
 
-    def _wait_for_keeper(self) -> None:
-        """What workers could only leave in memory is on its way to storage, and in a container all ends with this process."""
-        request = self._parts.stop_request()
-        until_s = request.deadline_s if request is not None and request.deadline_s is not None else self._parts.clock()
-        while self._parts.clock() < until_s and self._parts.committed_step() < self._left_step:
-            self._parts.sleep(_TURN_S)
+    def _final_save(self) -> FinalSave:
+        """What only memory has is brought to storage: in a container all ends with this process, the saver too."""
+        parts, request = self._parts, self._parts.stop_request()
+        now_s = parts.clock()
+        if request is None:
+            until_s = now_s + parts.config.fault.notice_s
+        elif request.deadline_s is None:
+            # Nobody ends this host, and the saver goes on.
+            until_s = now_s
+        else:
+            until_s = request.deadline_s - min(_LAST_WORDS_S, _SHARE_OF_THE_END * max(0.0, request.deadline_s - now_s))
+        return await_final_save(
+            max(self._left_step, parts.remembered_step()),
+            until_s=until_s,
+            committed_step=parts.committed_step,
+            ask=parts.ask_to_flush,
+            say=parts.say,
+            clock=parts.clock,
+            sleep=parts.sleep,
+        )
 
     def _left_s(self) -> float:
         """Until our own limit on the time that all may take."""

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +35,24 @@ QUICK = ("launch.poll_s=0.2", "launch.lost_s=2", "launch.backoff_s=0.1", "launch
 
 @contextmanager
 def launched(
-    arguments: Sequence[str], *, folder: Path, name: str = "launch", extra_environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    name: str = "launch",
+    inside: Sequence[str] = (),
+    extra_environment: Mapping[str, str] | None = None,
 ) -> Iterator[Run]:
     folder.mkdir(parents=True, exist_ok=True)
     arguments = [*ARGUMENTS, *QUICK, *arguments, f"run.dir={folder}/run"]
-    command = [sys.executable, "-m", "elastictrain.launch", *arguments, *memory_arguments(arguments, folder)]
+    command = [*inside, sys.executable, "-m", "elastictrain.launch", *arguments, *memory_arguments(arguments, folder)]
     with started(command, log=folder / f"{name}.txt", extra_environment=extra_environment or {}) as run:
         yield run
+
+
+def launcher_of(pid: int) -> psutil.Process:
+    """The launcher, which is a child where a namespace was made for it."""
+    family = [psutil.Process(pid), *children_of(pid)]
+    return next(one for one in family if "elastictrain.launch" in one.cmdline() and "unshare" not in one.cmdline())
 
 
 def children_of(pid: int) -> list[psutil.Process]:
@@ -161,6 +173,44 @@ def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Pa
             keeper.resume()
         assert run.wait(30) == 75, run.output()
     assert f"step {stop['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
+    wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
+
+
+IN_A_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
+"""The launcher is process 1 of a namespace of its own: all that is left ends with it."""
+
+
+@pytest.mark.parametrize(("slow", "inside"), [(True, ()), (False, IN_A_CONTAINER)], ids=["slow storage", "container"])
+def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, inside: tuple[str, ...], tmp_path: Path) -> None:
+    if inside and subprocess.run([*inside, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to make a namespace of processes")
+    run_dir, memory = tmp_path / "run", tmp_path / "host-memory"
+    memory.mkdir()
+    # Nothing is in storage, and a snapshot in memory.
+    unsaved = ["checkpoint.every_steps=0", "checkpoint.snapshot_every_steps=4", "train.steps=100000", "fault.notice_s=40"]
+    with launched([*PACED, *unsaved, f"checkpoint.memory_dir={memory}"], folder=tmp_path, inside=inside) as run:
+        wait_until(lambda: bool(events(run_dir, "snapshot")), what="a snapshot")
+        (keeper,) = keepers(tmp_path)
+        if slow:
+            # As a disk that takes its time.
+            keeper.suspend()
+        workers, launcher = run.workers(), launcher_of(run.process.pid)
+        for disturb in (psutil.Process.suspend, psutil.Process.kill):
+            for worker in workers:
+                disturb(worker)
+        if not slow:
+            wait_until(lambda: "generation 1 has ended here" in run.output(), what="the end of the generation")
+        launcher.terminate()
+        if slow:
+            # Inside the namespace it has another number.
+            wait_until(lambda: "kill -CONT" in run.output(), timeout_s=30, what="word of the saver")
+            assert run.process.poll() is None
+            keeper.resume()
+        assert run.wait(60) == 75, run.output()
+    (saved,) = events(run_dir, "checkpoint_saved")
+    assert saved["reason"] == "flush"
+    assert saved["step"] >= max(row["step"] for row in events(run_dir, "snapshot"))
+    assert f"step {saved['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
     wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
 
 

@@ -32,6 +32,9 @@ class Life:
     flushed: bool
     """Whether what was only in memory has been written, or cannot be."""
 
+    asked: bool = False
+    """Whether a launcher that starts nobody again waits for what is only in memory to be written."""
+
 
 def decide(life: Life) -> Decision:
     """A keeper stays as long as anybody may come back, and leaves nothing unwritten."""
@@ -39,6 +42,10 @@ def decide(life: Life) -> Decision:
         return "stay"
     if life.finished and not life.workers:
         return "leave"
-    if life.workers or life.agents or (not life.ever and life.age_s < ALONE_S):
+    if life.workers:
         return "stay"
-    return "leave" if life.flushed else "flush"
+    if not life.asked and (life.agents or (not life.ever and life.age_s < ALONE_S)):
+        return "stay"
+    if not life.flushed:
+        return "flush"
+    return "stay" if life.asked else "leave"

@@ -91,7 +91,9 @@ class Keeper:
             self._watch_save()
             if self._ever and not self._workers.connections and not self._workers.agents:
                 self._saver.hurry()
-            decision = decide(self._life())
+            life = self._life()
+            self._tell_flushed(life)
+            decision = decide(life)
             if decision == "flush":
                 self._flushing.look(self._desk.station, look(self._folder, host=0))
             elif decision == "leave" and self._nobody_at_the_door():
@@ -128,7 +130,17 @@ class Keeper:
             saving=self._saver.busy or self._flushing.busy or self._num_digesting > 0 or bool(self._tasks),
             finished=self._finished,
             flushed=self._flushing.over,
+            asked=bool(self._workers.asking),
         )
+
+    def _tell_flushed(self, life: Life) -> None:
+        """A launcher waits for nothing any more."""
+        if life.saving or not life.flushed:
+            return
+        for one in self._workers.asking:
+            if not one.told_flushed:
+                one.told_flushed = True
+                self._workers.answer(one, {"op": "flushed"})
 
     def _later(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -155,8 +167,8 @@ class Keeper:
             case "finish":
                 if one.rank >= 0 and one.incarnation == self._incarnation:
                     self._finished = True
-            case "bye":
-                one.said_goodbye = True
+            case "bye" | "flush" as op:
+                one.said_goodbye, one.asks_to_flush = op == "bye", op == "flush"
             case other:
                 raise MalformedError(f"{other!r} is no message to a keeper")
 

@@ -30,6 +30,10 @@ class Connection:
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False
+    asks_to_flush: bool = False
+    """A launcher, which waits until nothing is left to be written."""
+
+    told_flushed: bool = False
 
 
 class Workers:
@@ -60,6 +64,11 @@ class Workers:
     def connections(self) -> list[Connection]:
         """Workers that have introduced themselves and are there."""
         return [one for one in self._connections if one.rank >= 0]
+
+    @property
+    def asking(self) -> list[Connection]:
+        """Launchers that wait until what is only in memory is written."""
+        return [one for one in self._connections if one.asks_to_flush]
 
     @property
     def agents(self) -> int:

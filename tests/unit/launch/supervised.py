@@ -179,6 +179,21 @@ class FakeTorchrun:
 
 
 @dataclass
+class FakeSaver:
+    """Writes until a moment that a test sets."""
+
+    diary: Diary
+    until_s: float = float("inf")
+    pid: int = 4242
+
+    def writes(self) -> bool:
+        return self.diary.elapsed_s < self.until_s
+
+    def close(self) -> None:
+        self.diary.note("close saver")
+
+
+@dataclass
 class FakeRecorder:
     """Keeps events."""
 
@@ -204,6 +219,8 @@ class SupervisedHost:
         self.committed_steps: dict[float, int] = {0.0: 0}
         """By the second from which storage holds them."""
 
+        self.storage_answers = True
+        self.saver: FakeSaver | None = FakeSaver(diary)
         self.remembered_step = 0
         self._supervisor = Supervisor(self._parts(launch or LaunchGroup(), fault or FaultGroup()))
 
@@ -261,7 +278,13 @@ class SupervisedHost:
         self.diary.note("check")
         return self.unfit
 
-    def _committed_step(self) -> int:
+    def _ask_to_flush(self) -> FakeSaver | None:
+        self.diary.note("ask to flush")
+        return self.saver
+
+    def _committed_step(self) -> int | None:
+        if not self.storage_answers:
+            return None
         return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)
 
     def _parts(self, launch: LaunchGroup, fault: FaultGroup) -> Parts:
@@ -278,6 +301,7 @@ class SupervisedHost:
             check_host=self._check,
             committed_step=self._committed_step,
             remembered_step=lambda: self.remembered_step,
+            ask_to_flush=self._ask_to_flush,
             say=lambda text: self.said.append((self.diary.elapsed_s, text)),
             clock=self.diary.clock,
             sleep=self.diary.sleep,

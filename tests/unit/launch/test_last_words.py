@@ -2,6 +2,7 @@ import pytest
 
 from elastictrain.launch.last_words import last_words, say_waiting
 from elastictrain.launch.membership.decisions import Wait
+from elastictrain.launch.saver import FinalSave
 
 
 @pytest.mark.parametrize(
@@ -18,7 +19,7 @@ def test_what_is_waited_for(wait: Wait, sentence: str) -> None:
 
 def test_the_end_of_a_run() -> None:
     assert (
-        last_words(0, "the last step is done", run_dir="s3://bucket/run", committed_step=400)
+        last_words(0, "the last step is done", run_dir="s3://bucket/run", final=FinalSave(400))
         == "done: the last step is done; step 400 is saved in s3://bucket/run."
     )
 
@@ -35,9 +36,27 @@ def test_the_end_of_a_run() -> None:
     ],
 )
 def test_what_to_type_next(code: int, advice: str) -> None:
-    paragraph = last_words(code, "why", run_dir="runs/x", committed_step=12)
+    paragraph = last_words(code, "why", run_dir="runs/x", final=FinalSave(12))
     assert paragraph == f"stopped with exit code {code}: why; step 12 is saved in runs/x. {advice}"
 
 
 def test_nothing_is_saved_yet() -> None:
-    assert "; runs/x holds no step to go on from. " in last_words(75, "why", run_dir="runs/x", committed_step=0)
+    assert "; runs/x holds no step to go on from. " in last_words(75, "why", run_dir="runs/x", final=FinalSave(0))
+
+
+@pytest.mark.parametrize(
+    ("final", "says"),
+    [
+        (FinalSave(None), "; runs/x does not answer, so what is saved there is unknown. "),
+        (
+            FinalSave(30, 40, 4242),
+            "; step 30 is saved in runs/x; step 40 is in the memory of this host only, and the saver (process 4242) ",
+        ),
+        (
+            FinalSave(0, 40),
+            "; runs/x holds no step to go on from; step 40 is in the memory of this host only, and nobody writes it",
+        ),
+    ],
+)
+def test_what_is_not_saved_is_said_too(final: FinalSave, says: str) -> None:
+    assert says in last_words(75, "why", run_dir="runs/x", final=final)

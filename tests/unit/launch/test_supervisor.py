@@ -17,7 +17,7 @@ from elastictrain.launch.orders import ANSWER_NAME, Answer, write_answer
 from elastictrain.launch.records import GenerationEnded, WorkersNotForked
 from elastictrain.launch.roster import Known
 from tests.unit.launch.membership.made import end, entry, generation, seen
-from tests.unit.launch.supervised import SupervisedHost
+from tests.unit.launch.supervised import FakeSaver, SupervisedHost
 
 RETRY_S = 20.0
 STOP_LIMIT_S = 7.0
@@ -277,8 +277,57 @@ class TestWaitingForTheKeeper:
 
     def test_it_stays_until_the_deadline_at_most(self, host: SupervisedHost) -> None:
         host.committed_steps[0.0] = 6
-        assert self.left_at(host, STOPPED) == pytest.approx(29.0, abs=0.15)
-        assert "step 6 is saved in runs/x" in host.said[-1][1]
+        # One second of the 30 is for the last words.
+        assert self.left_at(host, STOPPED) == pytest.approx(28.0, abs=0.15)
+        assert "step 6 is saved in runs/x; step 7 is in the memory of this host only" in host.said[-1][1]
+        assert "process 4242" in host.said[-1][1]
+
+    def test_a_long_wait_is_told(self, host: SupervisedHost) -> None:
+        host.committed_steps |= {0.0: 6, 20.0: 7}
+        self.left_at(host, STOPPED)
+        (told,) = host.sentences("waiting for the saver")
+        assert "process 4242" in told
+        assert "step 7" in told
+
+    def test_workers_that_were_killed_leave_no_word_but_a_snapshot(self, host: SupervisedHost) -> None:
+        """Nobody starts again, so the saver is to write it now: as pid 1 of a container this process ends it, too."""
+        host.committed_steps |= {0.0: 0, 9.0: 40}
+        host.remembered_step = 40
+        host.run_workers(generation(1, "ab"))
+        host.end_workers(1, -9)
+        host.ask(notice_s=30.0)
+        assert host.go(100.0) == 75
+        assert host.diary.when("ask to flush") == near(0.2)
+        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
+        assert "step 40 is saved in runs/x" in host.said[-1][1]
+
+    def test_it_does_not_stay_when_the_saver_has_nothing_more_to_write(self, host: SupervisedHost) -> None:
+        host.committed_steps[0.0] = 30
+        host.remembered_step = 40
+        host.saver = FakeSaver(host.diary, until_s=4.0)
+        assert self.left_at(host) == pytest.approx(3.0, abs=0.3)
+        assert "step 30 is saved in runs/x; step 40 is in the memory of this host only, and nobody" in host.said[-1][1]
+
+    def test_it_does_not_stay_where_there_is_no_saver(self, host: SupervisedHost) -> None:
+        host.remembered_step, host.saver = 40, None
+        assert self.left_at(host) == pytest.approx(0.0)
+        assert "step 40 is in the memory of this host only, and nobody" in host.said[-1][1]
+
+    def test_a_run_that_is_given_up_is_saved_as_well(self, tmp_path: Path) -> None:
+        host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=0.0), fault=FaultGroup(notice_s=20.0))
+        host.committed_steps |= {0.0: 30, 9.0: 40}
+        host.remembered_step = 40
+        host.run_workers(generation(1, "ab"))
+        host.end_workers(1, 1, UNFIT)
+        assert host.go(60.0) == 69
+        assert host.diary.elapsed_s == pytest.approx(9.0, abs=0.15)
+        assert "step 40 is saved in runs/x" in host.said[-1][1]
+
+    def test_storage_that_does_not_answer_is_not_taken_for_empty(self, host: SupervisedHost) -> None:
+        host.storage_answers = False
+        host.ask(notice_s=30.0)
+        assert host.go(60.0) == 75
+        assert "runs/x does not answer" in host.said[-1][1]
 
     def test_it_does_not_stay_where_nobody_ends_it(self, host: SupervisedHost) -> None:
         assert self.left_at(host, STOPPED, notice_s=None) == pytest.approx(0.0)
