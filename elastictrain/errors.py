@@ -11,6 +11,7 @@
     │       ├── ObjectNotFoundError      74
     │       ├── ObjectExistsError        74  lost a create-if-absent
     │       ├── IrregularFileError       74  a link, FIFO, socket or device where a file or folder must be
+    │       ├── ObjectTooLargeError      74  it is not what was written under that name
     │       ├── AccessDeniedError        74
     │       └── StorageFullError         74  no space, or over quota
     ├── CheckpointError                  74
@@ -121,6 +122,10 @@ class ObjectExistsError(PermanentStorageError):
 
 class IrregularFileError(PermanentStorageError):
     """A link, FIFO, socket or device has the name of an object, or of a folder above it."""
+
+
+class ObjectTooLargeError(PermanentStorageError):
+    """An object has more bytes than any that is written under its name."""
 
 
 class AccessDeniedError(PermanentStorageError):

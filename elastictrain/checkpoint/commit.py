@@ -84,12 +84,12 @@ def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
         # whether it is ours.
         if not _holds(store, key, raw):
             raise
-    if store.read(key) != raw:
+    if store.read(key, end=len(raw) + 1) != raw:
         raise CheckpointError(f"{store.url}/{key} does not read back as it was written")
 
 
 def _holds(store: Store, key: str, raw: bytes) -> bool:
     try:
-        return store.read(key) == raw
+        return store.read(key, end=len(raw) + 1) == raw
     except StorageError:
         return False

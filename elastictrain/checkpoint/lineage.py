@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.folders import FolderFacts
-from elastictrain.errors import ObjectNotFoundError
+from elastictrain.errors import ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -118,10 +120,10 @@ class Lineage:
         assert self._keys is not None  # noqa: S101
         key = self._keys[incarnation]
         try:
-            origin = Origin(**json.loads(self._store.read(key)))
+            origin = Origin(**parse_json(read_bounded(self._store, key)))
         except ObjectNotFoundError:
             return None
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError, ObjectTooLargeError):
             logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
             return None
         return origin if _is_sound(origin, incarnation) else None

@@ -7,9 +7,11 @@ import json
 import logging
 from collections.abc import Mapping
 
-from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, RUN_COMMITTED_KEY, Listing
+from elastictrain.bounded_json import parse_json
+from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, QUARANTINE_NAME, RUN_COMMITTED_KEY, Listing, key_of
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import StorageError
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -49,3 +51,13 @@ def mark_lost(store: Store, *, note: Mapping[str, JsonValue]) -> None:
 def encode_mark(note: Mapping[str, JsonValue]) -> bytes:
     """The bytes of a mark, for a person to read."""
     return json.dumps(dict(note), indent=1).encode() + b"\n"
+
+
+def quarantine_reason(store: Store, folder: str) -> str:
+    """What the start that quarantined a folder wrote down."""
+    try:
+        mark = parse_json(read_bounded(store, key_of(folder, QUARANTINE_NAME)))
+    except (ValueError, StorageError) as error:
+        return f"its mark cannot be read ({error})"
+    reason = mark.get("reason") if isinstance(mark, dict) else None
+    return reason if isinstance(reason, str) else "its mark gives no reason"

@@ -9,7 +9,14 @@ from elastictrain.checkpoint.folders import FolderFacts, key_of
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.verified_read import Readable
-from elastictrain.errors import CheckpointError, IrregularFileError, ObjectNotFoundError
+from elastictrain.errors import (
+    CheckpointError,
+    InvalidCheckpointError,
+    IrregularFileError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+)
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -55,5 +62,8 @@ def is_there(store: Store, key: str) -> bool:
 
 
 def _read(store: Readable, key: str, *, where: str) -> tuple[bytes, Manifest]:
-    raw = store.read(key)
+    try:
+        raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
+    except ObjectTooLargeError as error:
+        raise InvalidCheckpointError(str(error)) from error
     return raw, parse_manifest(raw, where=where)

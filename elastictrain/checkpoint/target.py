@@ -8,6 +8,7 @@ from elastictrain.checkpoint.folders import ROOT, Listing, SaveTarget, choose_ta
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.second_look import is_there
 from elastictrain.errors import ObjectNotFoundError, StorageError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.opening import is_blocked
 from elastictrain.storage.store import Store
 
@@ -60,7 +61,7 @@ def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
     own = key_of(folder, f"{incarnation}-r")
     try:
         with suppress(ObjectNotFoundError):
-            if f'"{incarnation}-r'.encode() in store.read(key_of(folder, MANIFEST_NAME)):
+            if f'"{incarnation}-r'.encode() in read_bounded(store, key_of(folder, MANIFEST_NAME), most_bytes=DOCUMENT_BYTES):
                 # Training has stopped waiting for this save, and has committed the same step by itself.
                 return
         for info in list(store.list(f"{ROOT}/{folder}")):

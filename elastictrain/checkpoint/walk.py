@@ -22,7 +22,7 @@ from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
-from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost
+from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
 from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
@@ -184,14 +184,9 @@ class Walk:
         for reject in decision.rejects:
             folder = self._listing.folder(reject.folder)
             if reject.folder not in told and folder is not None and folder.quarantined:
-                rejects.append(Reject(reject.folder, reject.file, f"{reject.reason}: {self._noted(reject.folder)}"))
+                rejects.append(
+                    Reject(reject.folder, reject.file, f"{reject.reason}: {quarantine_reason(self._store, reject.folder)}")
+                )
             else:
                 rejects.append(reject)
         return rejects
-
-    def _noted(self, folder: str) -> str:
-        try:
-            mark = json.loads(self._store.read(key_of(folder, QUARANTINE_NAME)))
-        except (ValueError, RecursionError, StorageError) as error:
-            return f"its mark cannot be read ({error})"
-        return str(mark.get("reason")) if isinstance(mark, dict) else "its mark says nothing"

@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.schema import DATACLASSES
+from elastictrain.config.stored_yaml import parse_stored_yaml
 from elastictrain.errors import ConfigError
 
 _ANSWER: Mapping[str, frozenset[str]] = {
@@ -131,14 +130,14 @@ def _escaped(value: object) -> object:
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
-def from_yaml(text: str, *, source: str) -> dict[str, object]:
-    """The tree in a stored config.yaml; `source` is its URL, for the error.
+def from_yaml(data: bytes | str, *, source: str) -> dict[str, object]:
+    """The tree in a stored config.yaml; `source` is its URL, for the error. Nothing in it is resolved.
 
-    Raises: ConfigError if it is not a mapping in YAML.
+    Raises: ConfigError if it is not a mapping of plain values in YAML.
     """
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        tree = parse_stored_yaml(data)
+    except ValueError as error:
         raise ConfigError(f"{source} must be the YAML that a run wrote, but cannot be read: {error}") from error
     if not isinstance(tree, dict) or not tree or not all(isinstance(values, dict) for values in tree.values()):
         raise ConfigError(f"{source} must be the YAML that a run wrote, but holds no groups of keys")

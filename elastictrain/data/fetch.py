@@ -10,6 +10,7 @@ from threading import Event, Lock
 
 import xxhash
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.data.cache import CacheFolder, Lease, explained
 from elastictrain.data.index import Shard, TokenIndex
 from elastictrain.errors import DataError, ObjectNotFoundError
@@ -49,7 +50,7 @@ class _Verified:
         self._folder = folder
         self._lock = Lock()
         try:
-            self._files: dict[str, object] = dict(json.loads((folder / _VERIFIED_FILE).read_text()))
+            self._files: dict[str, object] = dict(parse_json((folder / _VERIFIED_FILE).read_text(), limits=DOCUMENT))
         except (OSError, ValueError, TypeError):
             self._files = {}
 

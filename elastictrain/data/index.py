@@ -13,7 +13,9 @@ from typing import Literal
 
 import xxhash
 
-from elastictrain.errors import DataError, ObjectNotFoundError
+from elastictrain.bounded_json import DOCUMENT, parse_json
+from elastictrain.errors import DataError, ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
@@ -107,7 +109,7 @@ def decode_index(data: bytes, *, url: str) -> TokenIndex:
     Raises: DataError if it is not an index of this version, or was damaged.
     """
     try:
-        record = json.loads(data)
+        record = parse_json(data, limits=DOCUMENT)
     except ValueError as error:
         raise DataError(f"{url} must be a JSON file, but is damaged ({error}); prepare the data again") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
@@ -151,7 +153,9 @@ def read_index(store: Store) -> TokenIndex:
     if isinstance(store, LocalStore):
         _refuse_file(store)
     try:
-        data = store.read(INDEX_FILE)
+        data = read_bounded(store, INDEX_FILE, most_bytes=DOCUMENT_BYTES)
+    except ObjectTooLargeError as error:
+        raise DataError(f"{error}: it is no index of token files; prepare the data again") from None
     except ObjectNotFoundError:
         unfinished = any(True for _ in store.list())
         raise DataError(

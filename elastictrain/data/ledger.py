@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.data.assignment import Portion
 from elastictrain.data.order import sample_at
 from elastictrain.events import AppendLog
@@ -70,7 +71,7 @@ def read_ledger(store: Store) -> Iterator[Row]:
             continue
         for line in store.read(info.key).splitlines():
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 yield Row(
                     incarnation=name["incarnation"],
                     rank=int(name["rank"]),

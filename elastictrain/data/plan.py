@@ -7,6 +7,7 @@ from pathlib import Path
 
 import xxhash
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.data.index import Shard, TokenIndex, TokenizerDescription
 from elastictrain.errors import DataError
 
@@ -98,7 +99,7 @@ def encode_progress(progress: Progress) -> bytes:
 def decode_progress(data: bytes, *, url: str) -> Progress:
     """Reads `prepare.json`; `url` is for messages. Raises: DataError."""
     try:
-        record = json.loads(data)
+        record = parse_json(data, limits=DOCUMENT)
         return Progress(
             plan=str(record["plan"]),
             shards=tuple(Shard(**shard) for shard in record["shards"]),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from elastictrain.data.index import INDEX_FILE, Shard, TokenIndex, TokenType, decode_index, encode_index
+from elastictrain.data.index import INDEX_FILE, Shard, TokenIndex, TokenType, decode_index, encode_index, read_index
 from elastictrain.data.plan import (
     PROGRESS_FILE,
     Document,
@@ -24,7 +24,8 @@ from elastictrain.data.plan import (
     shard_name,
 )
 from elastictrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
-from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError
+from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
 
 _logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def prepare(
     description = tokenizer.description
     start = _claim(store, plan=plan)
     if start is None:
-        return Prepared(decode_index(store.read(INDEX_FILE), url=f"{store.url}/{INDEX_FILE}"), 0, already_complete=True)
+        return Prepared(read_index(store), 0, already_complete=True)
     if start.shards:
         _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
     if tokenizer_file is not None:
@@ -137,9 +138,11 @@ def _claim(store: Store, *, plan: str) -> Progress | None:
 def _look(store: Store, *, plan: str) -> Progress | None:
     def read(key: str) -> bytes | None:
         try:
-            return store.read(key)
+            return read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
         except ObjectNotFoundError:
             return None
+        except ObjectTooLargeError as error:
+            raise DataError(f"{error}; delete that folder to prepare the data again") from None
 
     progress, index = read(PROGRESS_FILE), read(INDEX_FILE)
     return choose_start(

@@ -9,13 +9,15 @@ import numpy.typing as npt
 import xxhash
 
 from elastictrain.data.index import TokenIndex, TokenizerDescription
-from elastictrain.errors import DataError, ObjectNotFoundError, UsageError
+from elastictrain.errors import DataError, ObjectNotFoundError, ObjectTooLargeError, UsageError
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceModel
 
 TOKENIZER_FILE = "tokenizer.json"
+_MOST_BYTES = 256 << 20
 _SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _BAR = "\n\N{BOX DRAWINGS LIGHT HORIZONTAL}\n".encode()
 
@@ -129,7 +131,9 @@ def tokenizer_of(store: Store, index: TokenIndex) -> Tokenizer:
         return ByteTokenizer()
     url = f"{store.url}/{TOKENIZER_FILE}"
     try:
-        data = store.read(TOKENIZER_FILE)
+        data = read_bounded(store, TOKENIZER_FILE, most_bytes=_MOST_BYTES)
+    except ObjectTooLargeError as error:
+        raise DataError(f"{error}: it is no tokenizer; copy the right one there") from None
     except ObjectNotFoundError:
         raise DataError(f"{url} must be the tokenizer of these token files, but does not exist; copy it there") from None
     if xxhash.xxh3_128_hexdigest(data) != index.tokenizer.digest:

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from elastictrain.bounded_json import parse_json
+
 logger = logging.getLogger(__name__)
 
 _BEGUN_NAME = "begun.json"
@@ -42,7 +44,7 @@ def leave_begun(folder: str, *, resumed_step: int) -> None:
 def read_begun(folder: str) -> int | None:
     """The step whose state the generation took up; None if its first step was not through."""
     try:
-        step = json.loads((Path(folder) / _BEGUN_NAME).read_text())
+        step = parse_json((Path(folder) / _BEGUN_NAME).read_text())
     except (OSError, ValueError):
         return None
     return step if type(step) is int else None
@@ -53,7 +55,7 @@ def read_reasons(folder: str) -> list[Reason]:
     found = []
     for path in sorted(Path(folder).glob("rank-*.json")):
         try:
-            values = json.loads(path.read_text())
+            values = parse_json(path.read_text())
             reason = Reason(**{field.name: values[field.name] for field in fields(Reason)})
         except (OSError, ValueError, KeyError, TypeError):
             continue

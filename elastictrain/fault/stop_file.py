@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.bounded_json import parse_json
+
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 16
@@ -23,7 +25,7 @@ class StopNote:
 def parse_stop_note(data: bytes) -> StopNote:
     """Raises: ValueError that says what the note must be and is not."""
     try:
-        facts = json.loads(data)
+        facts = parse_json(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it must be JSON, but is {data[:40]!r}") from error
     reason = facts.get("reason") if isinstance(facts, dict) else None

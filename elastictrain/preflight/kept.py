@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from elastictrain.bounded_json import parse_json
+
 _MOST_BYTES = 1 << 20
 _FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
@@ -20,7 +22,7 @@ def load_kept(path: Path) -> Mapping[str, object] | None:
         with open(descriptor, "rb") as file:  # noqa: PTH123
             if not _is_trusted(os.fstat(descriptor), path.parent):
                 return None
-            row = json.loads(file.read(_MOST_BYTES))
+            row = parse_json(file.read(_MOST_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

@@ -1,10 +1,11 @@
 """What the records of a run tell of its earlier starts: how ranks ended, and what preflights found."""
 
-import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.errors import StorageError
 from elastictrain.preflight.history import STARTS, Findings
 from elastictrain.preflight.policy import Ended
@@ -79,40 +80,45 @@ class PastStarts:
 def last_word(data: bytes, *, rank: int) -> Ended | None:
     """How a rank ended, by the last line of its records; None if it did not say."""
     lines = data.decode(errors="replace").strip().splitlines()
-    try:
-        row = json.loads(lines[-1]) if lines else {}
-    except ValueError:
+    rows, _ = _rows(lines[-1:])
+    if not rows or rows[0].get("event") not in ("failure", "stop"):
         return None
-    if not isinstance(row, dict) or row.get("event") not in ("failure", "stop"):
-        return None
-    code = row.get("exit_code")
+    code = rows[0].get("exit_code")
     return Ended(rank, code) if isinstance(code, int) else None
 
 
 def world_size_in(data: bytes) -> int | None:
     """Of the group whose start is among these records."""
-    for line in data.splitlines():
-        if b'"start"' not in line:
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("event") == "start" and isinstance(row.get("world_size"), int):
+    rows, _ = _rows(line for line in data.splitlines() if b'"start"' in line)
+    for row in rows:
+        if row.get("event") == "start" and isinstance(row.get("world_size"), int):
             return int(row["world_size"])
     return None
 
 
 def findings_in(data: bytes) -> list[Findings]:
-    """What the records of one incarnation tell of its preflight of hosts."""
-    found: list[Findings] = []
-    for line in data.decode(errors="replace").splitlines():
-        if '"preflight"' not in line:
-            continue
+    """What the records of one incarnation tell of its preflight of hosts; lines that are no records are counted and skipped."""
+    whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
+    rows, num_skipped = _rows(line for line in whole.splitlines() if b'"preflight"' in line)
+    if num_skipped:
+        logger.warning("%d lines of an earlier start's events are no records, and are skipped", num_skipped)
+    return [
+        [one for one in row["findings"] if isinstance(one, dict)]
+        for row in rows
+        if row.get("stage") == "hosts" and isinstance(row.get("findings"), list)
+    ]
+
+
+def _rows(lines: Iterable[bytes | str]) -> tuple[list[dict[str, Any]], int]:
+    """The records in lines of a log, and how many lines are none."""
+    rows, num_skipped = [], 0
+    for line in lines:
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
-            continue
-        if isinstance(row, dict) and row.get("stage") == "hosts" and isinstance(row.get("findings"), list):
-            found.append([one for one in row["findings"] if isinstance(one, dict)])
-    return found
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            num_skipped += 1
+    return rows, num_skipped

@@ -37,6 +37,7 @@ from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Status, Verdict, failures
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
@@ -221,7 +222,7 @@ class RunPreflight:
     def _read(self, key: str, decode: Callable[[bytes], T | None]) -> T | None:
         """What earlier starts have kept."""
         # A file server that hangs is what the checks are about to find: it must not hang us before.
-        return within(_READ_S, lambda: decode(self._store.read(key)))
+        return within(_READ_S, lambda: decode(read_bounded(self._store, key)))
 
     def _write(self, key: str, data: bytes) -> None:
         """Keep it for the next start."""

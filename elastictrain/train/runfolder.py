@@ -2,8 +2,9 @@
 
 import re
 
+from elastictrain.checkpoint.stored_config import read_stored_config
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.digest import changed_answers, from_yaml, to_yaml
+from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, StorageError
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable
@@ -26,7 +27,7 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     if isinstance(store, LocalStore):
         store.sweep_temporaries("checkpoints")
-    stored = _stored_config(store)
+    stored = read_stored_config(store)
     has_checkpoints = any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints"))
     if stored is None or config.run.on_change == "continue" or not has_checkpoints:
         return
@@ -43,7 +44,7 @@ def store_config(store: Store, config: RunConfig) -> None:
     """Keep the resolved configuration with the run, if it is not there already."""
     data = to_yaml(config).encode()
     try:
-        there = store.read(CONFIG_FILE) == data
+        there = store.read(CONFIG_FILE, end=len(data) + 1) == data
     except ObjectNotFoundError:
         there = False
     if not there:
@@ -57,11 +58,3 @@ def next_incarnation_number(store: Store) -> int:
     """
     matches = (_TRACE.match(info.key) for folder in ("events", "lineage") for info in store.list(folder))
     return 1 + max((int(match.group(1)) for match in matches if match), default=0)
-
-
-def _stored_config(store: Store) -> dict[str, object] | None:
-    try:
-        data = store.read(CONFIG_FILE)
-    except ObjectNotFoundError:
-        return None
-    return from_yaml(data.decode("utf-8", errors="replace"), source=f"{store.url}/{CONFIG_FILE}")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from elastictrain.checkpoint.commands.location import CONFIG_NAME
 from elastictrain.checkpoint.commands.speaking import note
-from elastictrain.config.digest import from_yaml
+from elastictrain.checkpoint.stored_config import read_stored_config
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct
-from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, UsageError
+from elastictrain.errors import ConfigError, Problem, UsageError
 from elastictrain.storage.store import Store
 
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
@@ -51,11 +51,10 @@ class ExportsHuggingFace(Protocol):
 
 def read_run_config(run: Store) -> dict[str, object]:
     """The tree in the run's config.yaml. Raises: ConfigError; StorageError."""
-    try:
-        text = run.read(CONFIG_NAME).decode("utf-8", errors="replace")
-    except ObjectNotFoundError as error:
-        raise ConfigError(f"{run.url} must be the folder of a run, but has no {CONFIG_NAME}") from error
-    return from_yaml(text, source=f"{run.url}/{CONFIG_NAME}")
+    tree = read_stored_config(run)
+    if tree is None:
+        raise ConfigError(f"{run.url} must be the folder of a run, but has no {CONFIG_NAME}")
+    return tree
 
 
 def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:

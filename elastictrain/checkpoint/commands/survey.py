@@ -1,6 +1,5 @@
 """What is in the checkpoint folders of a run: their manifests and the sizes of their files, not the bytes of tensors."""
 
-import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from elastictrain.checkpoint.commands.rows import Row, State
 from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elastictrain.errors import ObjectNotFoundError, StorageError, UnknownFormatError
+from elastictrain.checkpoint.marks import quarantine_reason
+from elastictrain.errors import ObjectNotFoundError, UnknownFormatError
 from elastictrain.storage.store import Store
 
 _READERS = 8
@@ -100,18 +100,8 @@ def _look_at(run: Store, listed: Listed) -> Surveyed | None:
             if found.reject is not None:
                 state, reason = State.DAMAGED, _short(found.reject.reason, run=run, name=facts.name)
     if facts.quarantined:
-        state, reason = State.QUARANTINED, _quarantine_reason(run, facts.name)
+        state, reason = State.QUARANTINED, _short(quarantine_reason(run, facts.name), run=run, name=facts.name)
     return Surveyed(run, listed, state, reason, manifest)
-
-
-def _quarantine_reason(run: Store, name: str) -> str:
-    """What the start that quarantined the folder wrote down."""
-    try:
-        mark = json.loads(run.read(key_of(name, QUARANTINE_NAME)))
-    except (ValueError, RecursionError, StorageError) as error:
-        return f"its mark cannot be read ({error})"
-    reason = mark.get("reason") if isinstance(mark, dict) else None
-    return _short(reason, run=run, name=name) if isinstance(reason, str) else "its mark gives no reason"
 
 
 def _short(reason: str, *, run: Store, name: str) -> str:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, fields
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.keeper.messages import FACTS_NAME
 from elastictrain.checkpoint.memory.records import read_file, write_file
 from elastictrain.errors import InvalidCheckpointError
@@ -33,7 +34,7 @@ def load_facts(folder: str) -> RunFacts:
     """Raises: InvalidCheckpointError naming the file."""
     path = f"{folder}/{FACTS_NAME}"
     try:
-        document = json.loads(read_file(path, most_bytes=1 << 20))
+        document = parse_json(read_file(path, most_bytes=1 << 20))
         if document.keys() != {field.name for field in fields(RunFacts)}:
             raise TypeError(f"its fields are {sorted(document)}")
         return RunFacts(**document)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Container, Sequence
 from typing import TypeVar
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.keeper.meeting import (
     PENDING,
     Begun,
@@ -25,6 +26,7 @@ from elastictrain.checkpoint.keeper.meeting import (
 )
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
 
 T = TypeVar("T")
@@ -148,7 +150,11 @@ class Hosts:
                 if what == "failed":
                     raise CheckpointError(f"the host of rank {first_rank} could not save: {self._told(info.key)}")
                 read.add(info.key)
-                others.extend(decode_parts(self._store.read(info.key), where=f"{self._store.url}/{info.key}"))
+                others.extend(
+                    decode_parts(
+                        read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), where=f"{self._store.url}/{info.key}"
+                    )
+                )
             return True if not missing_ranks((*own, *others), world_size=world_size) else None
 
         complete, waited_s = self._poll(look, patience, alike_s=wrote_s)
@@ -175,13 +181,13 @@ class Hosts:
     def _begun(self) -> Begun | None:
         key = begin_key(self._incarnation, self._step)
         try:
-            return begun_from_bytes(self._store.read(key), where=f"{self._store.url}/{key}")
+            return begun_from_bytes(read_bounded(self._store, key), where=f"{self._store.url}/{key}")
         except ObjectNotFoundError:
             return None
 
     def _told(self, key: str) -> str:
         try:
-            return str(json.loads(self._store.read(key))["reason"])
+            return str(parse_json(read_bounded(self._store, key))["reason"])
         except (StorageError, ValueError, TypeError, KeyError) as error:
             return f"no reason can be read ({error})"
 

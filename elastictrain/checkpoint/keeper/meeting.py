@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.memory.layout import (
     RankDigests,
@@ -72,7 +73,7 @@ class Begun:
 def begun_from_bytes(data: bytes, *, where: str) -> Begun:
     """The inverse of `to_bytes`. Raises: InvalidCheckpointError naming `where`."""
     try:
-        document = json.loads(data)
+        document = parse_json(data, limits=DOCUMENT)
         return Begun(str(document["folder"]), str(document["attempt"]))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
@@ -112,7 +113,7 @@ def encode_parts(parts: Sequence[RankPart]) -> bytes:
 def decode_parts(data: bytes, *, where: str) -> list[RankPart]:
     """The inverse. Raises: InvalidCheckpointError naming `where`."""
     try:
-        document = json.loads(data)
+        document = parse_json(data, limits=DOCUMENT)
         layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in document["layouts"].items()}
         return [RankPart(int(rank), layouts[name], digests_from_json(digests)) for rank, name, digests in document["ranks"]]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

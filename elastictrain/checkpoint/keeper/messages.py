@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.manifest import JsonValue
 
 Message: TypeAlias = dict[str, JsonValue]
@@ -44,7 +45,7 @@ class Lines:
 
 def _message(line: bytes) -> Message:
     try:
-        message = json.loads(line)
+        message = parse_json(line)
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"a message is no JSON: {error}") from error
     if not isinstance(message, dict) or not isinstance(message.get("op"), str):

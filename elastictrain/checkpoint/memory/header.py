@@ -18,6 +18,7 @@ from enum import IntEnum
 
 import xxhash
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import CheckpointError
 
@@ -88,7 +89,7 @@ def read_header(page: bytes | memoryview) -> SnapshotFacts | None:
     if magic != _MAGIC or state != SlotState.COMPLETE or len(body) != length or xxhash.xxh3_128_digest(body) != digest:
         return None
     try:
-        return facts_from_json(json.loads(body))
+        return facts_from_json(parse_json(body))
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

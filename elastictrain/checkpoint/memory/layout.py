@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, ShardFile, plan_files
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
@@ -78,7 +79,7 @@ class RankLayout:
 def layout_from_bytes(data: bytes, *, where: str) -> RankLayout:
     """The inverse of `RankLayout.to_bytes`. Raises: InvalidCheckpointError naming `where`."""
     try:
-        document = json.loads(data)
+        document = parse_json(data, limits=DOCUMENT)
         layout = RankLayout(
             tuple(_item(*values) for values in document["items"]),
             _positive(document["shard_bytes"]),

@@ -9,6 +9,7 @@ from threading import local
 
 import xxhash
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.checkpoint.layout import ShardFile
 from elastictrain.checkpoint.manifest import digest_of
 from elastictrain.checkpoint.memory.header import SnapshotFacts
@@ -47,7 +48,7 @@ def read_file(path: str, *, most_bytes: int = _MOST_BYTES) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         if os.fstat(descriptor).st_size > most_bytes:
             raise OSError(0, "it is too large", path)
-        return file.read()
+        return file.read(most_bytes)
 
 
 def layout_path(folder: str, digest: str) -> str:
@@ -87,7 +88,7 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
         stated, _, text = read_file(f"{slot_path}.digests").partition(b"\n")
         if stated.decode() != digest_of(text):
             return None
-        document = json.loads(text)
+        document = parse_json(text, limits=DOCUMENT)
         if (document["incarnation"], document["step"], document["layout"]) != (facts.incarnation, facts.step, facts.layout):
             return None
         return digests_from_json(document)

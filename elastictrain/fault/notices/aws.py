@@ -4,11 +4,11 @@ Source: the EC2 user guide, "Spot Instance interruption notices", "EC2 instance 
 Instance Metadata Service" (version 2: a token first, then everything with it).
 """
 
-import json
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.fault.notices.metadata import Answer, MetadataError, MetadataService, unexpected
 from elastictrain.fault.notices.notice import Notice
 
@@ -101,7 +101,7 @@ class AwsSource:
 
 def _object(body: bytes) -> dict[str, object]:
     try:
-        facts = json.loads(body)
+        facts = parse_json(body)
     except (ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}

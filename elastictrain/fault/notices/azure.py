@@ -3,9 +3,9 @@
 Source: the Azure documentation, "Scheduled Events for Linux VMs", and "Azure Instance Metadata Service".
 """
 
-import json
 from email.utils import parsedate_to_datetime
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.fault.notices.metadata import MetadataService, unexpected
 from elastictrain.fault.notices.notice import Notice
 
@@ -26,7 +26,7 @@ def parse_events(body: bytes, *, machine: str) -> Notice | None:
 
     Events of other machines of the same set are in the document, too. Raises: ValueError if it is no such document.
     """
-    document = json.loads(body)
+    document = parse_json(body)
     if not isinstance(document, dict) or not isinstance(document.get("Events"), list):
         raise ValueError("no list `Events`")
     found: list[Notice] = []

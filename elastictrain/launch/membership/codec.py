@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from enum import StrEnum
 from typing import TypeVar, get_type_hints
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.launch.membership.records import End, Entry, Failure, Generation, Member
 
 T = TypeVar("T", bound=Entry | End | Generation | Member | Failure)
@@ -23,7 +24,7 @@ def encode(record: Entry | End | Generation) -> bytes:
 def decode(cls: type[T], data: bytes) -> T | None:
     """The record in `data`, or None if that is none: torn, garbled, or of another release."""
     try:
-        return _from_json(cls, json.loads(data))
+        return _from_json(cls, parse_json(data))
     except (ValueError, OverflowError, RecursionError):
         return None
 

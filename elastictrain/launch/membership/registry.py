@@ -6,9 +6,10 @@ import secrets
 from contextlib import suppress
 from dataclasses import replace
 
-from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, PermanentStorageError
+from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError, PermanentStorageError
 from elastictrain.launch.membership.codec import decode, encode
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.opening import create_secret, read_secret
 from elastictrain.storage.store import Store
 
@@ -57,7 +58,7 @@ class Registry:
         found = []
         for info in self._store.list(HOSTS):
             try:
-                entry = decode(Entry, self._store.read(info.key))
+                entry = decode(Entry, self._record(info.key))
             except ObjectNotFoundError:
                 continue
             if entry is not None and info.key == _host_key(entry.host):
@@ -71,7 +72,7 @@ class Registry:
     def bury(self, host: str) -> None:
         """Say of a launcher that is known to be dead that it is gone, if it did not do so itself."""
         try:
-            entry = decode(Entry, self._store.read(_host_key(host)))
+            entry = decode(Entry, self._record(_host_key(host)))
         except ObjectNotFoundError:
             return
         if entry is not None and entry.state is not HostState.GONE:
@@ -100,7 +101,7 @@ class Registry:
             self._fleeting.create(key, data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return self._store.read(key) == data
+            return self._record(key) == data
         if self._fleeting is not self._store:
             self._unsettled.append((key, data))
         return True
@@ -123,16 +124,24 @@ class Registry:
         found = {}
         for info in self._store.list(f"{ENDS}/{number:09d}"):
             try:
-                end = decode(End, self._store.read(info.key))
+                end = decode(End, self._record(info.key))
             except ObjectNotFoundError:
                 continue
             if end is not None and info.key == _end_key(number, end.host) and end.generation == number:
                 found[end.host] = end
         return found
 
+    def _record(self, key: str) -> bytes:
+        """Nothing of an object that is larger than any record: it decodes as none."""
+        try:
+            return read_bounded(self._store, key)
+        except ObjectTooLargeError as error:
+            logger.warning("%s", error)
+            return b""
+
     def _read(self, number: int) -> Generation | None:
         try:
-            data = self._store.read(_generation_key(number))
+            data = self._record(_generation_key(number))
         except ObjectNotFoundError:
             return None
         generation = decode(Generation, data)

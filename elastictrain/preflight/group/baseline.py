@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from elastictrain.bounded_json import parse_json
 from elastictrain.preflight.group.bandwidth import Point
 
 KEPT = 20
@@ -48,7 +49,7 @@ def encode_bus(baseline: BusBaseline) -> bytes:
 def decode_bus(data: bytes) -> BusBaseline | None:
     """None if it is not what `encode_bus` writes: without a baseline less is known, and nothing is wrong."""
     try:
-        row = json.loads(data)
+        row = parse_json(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or row.get("version") != _VERSION or not isinstance(row.get("bus_gbs"), dict):

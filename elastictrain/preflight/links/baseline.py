@@ -5,6 +5,8 @@ import math
 import statistics
 from dataclasses import asdict, dataclass, replace
 
+from elastictrain.bounded_json import parse_json
+
 KEPT = 20
 """So many of the latest healthy preflights count: a fleet that was made faster is known as such after half of them."""
 
@@ -53,7 +55,7 @@ def encode_baseline(baseline: Baseline) -> bytes:
 def decode_baseline(data: bytes) -> Baseline | None:
     """None if it is not what `encode_baseline` writes: without a baseline less is known, and nothing is wrong."""
     try:
-        row = json.loads(data)
+        row = parse_json(data)
     except (ValueError, RecursionError):
         return None
     if not isinstance(row, dict) or row.get("version") != _VERSION:

@@ -1,12 +1,14 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from elastictrain.data.index import Shard, TokenIndex, decode_index, encode_index, read_index
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
+from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 
 INDEX = TokenIndex(
@@ -37,7 +39,7 @@ def test_no_field_can_be_lost_or_changed_unnoticed(name: str) -> None:
         decode_index(json.dumps(record).encode(), url="data/index.json")
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\x00", b'{"format": "other"}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\x00", b'{"format": "other"}', b"[" * 200_000, b"1" * 5_000])
 def test_what_is_no_index_is_said_to_be_none(data: bytes) -> None:
     with pytest.raises(DataError, match=r"data/index\.json"):
         decode_index(data, url="data/index.json")
@@ -66,3 +68,10 @@ def test_an_unfinished_folder_says_how_to_finish(memory_store: Store, prepare_by
     memory_store.delete("index.json")
     with pytest.raises(DataError, match="run the same `prepare` command again"):
         read_index(memory_store)
+
+
+def test_an_index_of_30_gb_is_none(tmp_path: Path) -> None:
+    with (tmp_path / "index.json").open("wb") as file:
+        file.truncate(30 << 30)
+    with pytest.raises(DataError, match=r"index\.json must have at most"):
+        read_index(open_store(str(tmp_path)))

@@ -383,3 +383,17 @@ def test_a_log_in_a_bucket_has_its_last_word_in_its_last_object(store: Store, ma
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
     preflight, _, _ = make(restart="1")
     assert preflight.chosen.level is Level.FULL
+
+
+HOSTILE_LINES = (b"[" * 100_000, b"1" * 5_000, b'{"event":NaN}', b"\xff\xfe", b'{"event":"stop","event":"failure"}')
+
+
+@pytest.mark.parametrize("line", HOSTILE_LINES, ids=lambda line: repr(line[:12]))
+def test_a_line_that_is_no_record_is_skipped_and_counted(line: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    good = b'{"event":"preflight","stage":"hosts","findings":[{"check":"mtu"}]}'
+    start = b'{"event":"start","world_size":3}'
+    data = b"\n".join([line + b'"preflight""start"', start, good, line + b'"preflight"', b""])
+    assert findings_in(data) == [[{"check": "mtu"}]]
+    assert "2 lines" in caplog.text
+    assert world_size_in(data) == 3
+    assert last_word(line, rank=0) is None

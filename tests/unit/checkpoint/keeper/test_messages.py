@@ -7,7 +7,10 @@ from tests.unit.examples import examples
 
 
 @settings(max_examples=examples(100))
-@given(st.lists(st.dictionaries(st.text(max_size=5), st.integers() | st.text(max_size=5)), max_size=5), st.integers(1, 50))
+@given(
+    st.lists(st.dictionaries(st.text(max_size=5), st.integers(-(2**63), 2**63 - 1) | st.text(max_size=5)), max_size=5),
+    st.integers(1, 50),
+)
 def test_whatever_the_pieces_the_messages_come_whole(contents: list[dict[str, object]], size: int) -> None:
     sent = [{**content, "op": "x"} for content in contents]
     data = b"".join(encode(message) for message in sent)  # type: ignore[arg-type]

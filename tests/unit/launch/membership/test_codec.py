@@ -16,7 +16,7 @@ GENERATION = Generation(7, Outcome.RUN, (MEMBER,), 5000, "a-1", (FAILURE,), ("c-
 RECORDS = (ENTRY, END, GENERATION)
 
 text = st.text()
-number = st.integers()
+number = st.integers(-(2**63), 2**63 - 1)
 members = st.builds(Member, text, text, text, number, number)
 failures = st.builds(Failure, number, st.lists(text).map(tuple), number, text, number, number, text)
 records = st.one_of(

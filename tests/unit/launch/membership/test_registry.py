@@ -317,3 +317,20 @@ def test_an_orderly_end_keeps_its_reason() -> None:
     registry.write_entry(left)
     registry.bury("a")
     assert registry.entries() == [left]
+
+
+def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> None:
+    """Their size is as absurd as their content."""
+    store = open_store(str(tmp_path / "run"))
+    registry = Registry(store)
+    registry.write_entry(entry("a"))
+    for name in ("launch/hosts/b.json", "launch/ends/000000001/b.json", key(1)):
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.truncate(30 << 30)
+    assert [one.host for one in registry.entries()] == ["a"]
+    assert registry.ends(1) == {}
+    newest = Registry(store).newest()
+    assert newest is not None
+    assert (newest.number, newest.members) == (1, ())
