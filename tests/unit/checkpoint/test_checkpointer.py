@@ -452,3 +452,21 @@ def test_a_damaged_one_does_not_count_as_kept() -> None:
     assert bench.folders() == {f"step-{step:09d}" for step in (1, 2, 3, 4)}
     save(bench, 5, keep_last=2)
     assert bench.folders() == {"step-000000004", "step-000000005"}
+
+
+@pytest.mark.parametrize("damage", ["shorter", "longer", "gone"])
+def test_files_are_counted_with_their_sizes_before_the_commit(damage: str) -> None:
+    bench = Bench()
+
+    def spoil(operation: str, key: str) -> None:
+        shards = [name for name in bench.store.objects if name.endswith(".safetensors")]
+        if operation == "list" and key == FOLDER.format(3)[:-1] and shards:
+            whole = bench.store.objects.pop(shards[-1])
+            if damage != "gone":
+                bench.store.objects[shards[-1]] = whole[:-1] if damage == "shorter" else whole + b"x"
+            bench.store.before = lambda operation, key: None
+
+    bench.store.before = spoil
+    with pytest.raises(CheckpointError, match=r"safetensors must have \d+ bytes before the commit"):
+        save(bench, 3)
+    assert not any(key.endswith("manifest.json") for key in bench.store.objects)

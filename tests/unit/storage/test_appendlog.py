@@ -91,6 +91,18 @@ def test_full_disk_does_not_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / "a.jsonl").read_bytes() == b"1\n2\n3\n4\n"
 
 
+def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once: a process that is killed after `append` has lost nothing."""
+    log = open_append_log(open_store(str(tmp_path)), "a.jsonl", flush_s=60.0)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data[:3])))
+    log.append(b"a record\n")
+    assert (tmp_path / "a.jsonl").read_bytes() == b"a record\n"
+    log.append(b"another one\n")
+    assert (tmp_path / "a.jsonl").read_bytes() == b"a record\nanother one\n"
+    log.close()
+
+
 def test_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

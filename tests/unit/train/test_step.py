@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastictrain.config.optim import OptimGroup
+from elastictrain.data.assignment import assign
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.fault.whereabouts import Phase, Whereabouts
@@ -208,6 +209,44 @@ def test_only_the_last_pass_reduces_gradients(group_of_one: dist.HashStore) -> N
     bench.step(2, (2, 2, 2, 2))
     assert reduced == [False] * 8
     assert bench.step(3).grad_norm > 0
+
+
+class Masked(Squares):
+    """Notes the dropout mask of each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[tuple[bool, ...]] = []
+
+    def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
+        self.masks.append(tuple((nn.functional.dropout(torch.ones(64), 0.5) > 0).tolist()))
+        return super().loss(model, batch)
+
+
+def masks_of(world_size: int) -> dict[tuple[int, int], tuple[bool, ...]]:
+    """The mask at each step (from 1) and first position, over all ranks of a world; each is met once."""
+    found: dict[tuple[int, int], tuple[bool, ...]] = {}
+    for rank in range(world_size):
+        task = Masked()
+        bench = Bench(task)
+        for step in (1, 2):
+            portions = assign(step - 1, global_batch=GLOBAL_BATCH, micro_batch=2, world_size=world_size, rank=rank)
+            source = [
+                MicroBatch(step - 1, one, tuple(range(one.first, one.end)), POINTS.batch(one.first, one.end))
+                for one in portions
+            ]
+            bench.stepper.run(step, iter(source), passes=len(source), rate=0.1, flags=Flags())
+            for one, mask in zip(portions, task.masks[-len(portions) :], strict=True):
+                assert found.setdefault((step, one.first), mask) == mask
+    return found
+
+
+def test_dropout_differs_between_micro_batches_and_ranks_and_not_between_worlds(group_of_one: dist.HashStore) -> None:
+    alone = masks_of(1)
+    assert len(alone) == 2 * GLOBAL_BATCH // 2
+    assert len(set(alone.values())) == len(alone)
+    for world_size in (2, 3, 4):
+        assert masks_of(world_size) == alone
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"step": 2}])

@@ -161,6 +161,28 @@ def test_a_save_that_failed_may_be_tried_again_with_the_same_step(
         worker.bye()
 
 
+@pytest.mark.parametrize("size_bytes", [-1, 1, None], ids=["shorter", "longer", "gone"])
+def test_a_file_that_is_not_as_it_was_written_keeps_the_commit_back(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch, size_bytes: int | None
+) -> None:
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5, reason="stop"))
+        with held_up(monkeypatch) as go_on:
+            worker.say(op="snapshot", slot=0, step=5, durable=True)
+            until(lambda: list(run.glob("checkpoints/*/*.safetensors")))
+            shard = next(run.glob("checkpoints/*/*.safetensors"))
+            if size_bytes is None:
+                shard.unlink()
+            else:
+                os.truncate(shard, shard.stat().st_size + size_bytes)
+            go_on.set()
+            assert worker.hear("failed")["step"] == 5
+        assert checkpoints(run) == []
+        worker.say(op="finish")
+        worker.bye()
+
+
 def test_a_rank_gives_up_its_own_old_slots_only(memory: Path, run: Path) -> None:
     """Ranks may use slots of different numbers."""
     with keeping(memory, run):

@@ -69,6 +69,24 @@ def test_a_host_is_confirmed_when_it_was_measured_again() -> None:
     assert blame_twice(first, {(2, 0): 9.0}, excused={(2, 0): 9.0}, too_bad=too_slow).hosts == ()
 
 
+@pytest.mark.parametrize(
+    ("again", "confirmed"), [([(2, 0)], False), ([(0, 2)], False), ([(2, 0), (1, 2)], True)], ids=["sent", "received", "both"]
+)
+def test_one_direction_does_not_confirm_the_other(again: list[Link], confirmed: bool) -> None:
+    second = dict.fromkeys(again, 1.0)
+    found = blame_twice(values(3, SENT | RECEIVED), second, excused=second, too_bad=too_slow)
+    assert found.hosts == (Culprit(2, Way.BOTH, 1.0, confirmed=confirmed),)
+
+
+@pytest.mark.parametrize(
+    ("slow", "way", "again"), [(SENT, Way.OUT, (0, 2)), (RECEIVED, Way.IN, (2, 0))], ids=["sent", "received"]
+)
+def test_a_slow_direction_is_confirmed_by_itself_alone(slow: set[Link], way: Way, again: Link) -> None:
+    """The second figure is of the direction that was good, and bad now."""
+    found = blame_twice(values(3, slow), {again: 1.0}, excused={again: 1.0}, too_bad=too_slow)
+    assert found.hosts == (Culprit(2, way, 1.0, confirmed=False),)
+
+
 def test_who_has_an_excuse_stays_unconfirmed() -> None:
     first = values(3, SENT)
     found = blame_twice(first, {(2, 0): 1.0}, excused={(2, 0): 6.0}, too_bad=too_slow)
