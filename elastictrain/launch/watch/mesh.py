@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from elastictrain.launch.membership.records import Entry, Generation, Member
 from elastictrain.launch.watch.silence import Heard, audible, hear, listen_to, look
-from elastictrain.launch.watch.words import Word, seal, unseal
+from elastictrain.launch.watch.words import ReplayGuard, Word, seal, unseal
 
 _BEATS_WITHIN_LOST = 8
 _WINDOWS_WITHIN_LOST = 2
@@ -26,12 +26,16 @@ class Watch:
     """Speaks and listens on a UDP port of its own, from its own thread."""
 
     def __init__(self, host: str, *, token: bytes, lost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._host = host
+        self.host = host
         self._token = token
         self._lost_s = lost_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._word = Word(host, 0, ended=False)
+        self._said = (0, False)
+        """The generation, and whether it has ended here."""
+
+        self._num_sent = 0
+        self._guard = ReplayGuard(host)
         self._members: Mapping[str, _Target] = {}
         """Of the generation that is followed."""
 
@@ -67,29 +71,29 @@ class Watch:
 
     def follow(self, generation: Generation | None) -> None:
         """Watch the members of this generation from now on, or nobody."""
-        others = [member for member in generation.members if member.host != self._host] if generation is not None else []
+        others = [member for member in generation.members if member.host != self.host] if generation is not None else []
         with self._lock:
             self._members = self._targets_of(others)
             self._heard = listen_to([member.host for member in others], now_s=self._clock())
             self._silent = frozenset()
             if generation is not None:
-                self._word = Word(self._host, generation.number, ended=False)
+                self._said = (generation.number, False)
 
     def call(self, hosts: Collection[Entry]) -> None:
         """Speak to these hosts, too, until this is called again: those that live, as far as is known."""
         called = self._targets_of(hosts)
         with self._lock:
-            new = set(called.values()).difference(self._called.values())
-            self._called, data = called, seal(self._word, token=self._token)
+            before, self._called = self._called, called
         # They need not wait for the next beat to learn who hears them.
-        self._send(data, new)
+        known = before.values()
+        self._speak({target: host for host, target in called.items() if target not in known})
 
     def say_ended(self) -> None:
         """Tell the others that this generation has ended, and that storage says why."""
         with self._lock:
-            self._word = Word(self._host, self._word.generation, ended=True)
-            targets, data = self._targets(), seal(self._word, token=self._token)
-        self._send(data, targets)
+            self._said = (self._said[0], True)
+            targets = self._targets()
+        self._speak(targets)
 
     @property
     def silent(self) -> frozenset[str]:
@@ -109,11 +113,18 @@ class Watch:
             news, self._news = self._news, False
             return news
 
-    def _targets(self) -> set[_Target]:
-        return {*self._members.values(), *self._called.values(), *self._sources.values()}
+    @property
+    def num_dropped(self) -> int:
+        """How many words of this run were not heard: they came once more, too late, or were meant for another launcher."""
+        with self._lock:
+            return self._guard.num_dropped
+
+    def _targets(self) -> dict[_Target, str]:
+        """Who is spoken to, by place."""
+        return {target: host for known in (self._sources, self._called, self._members) for host, target in known.items()}
 
     def _targets_of(self, hosts: Collection[Member | Entry]) -> dict[str, _Target]:
-        found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self._host}
+        found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self.host}
         return {host: target for host, target in found.items() if target is not None}
 
     def _target(self, name: str, port: int) -> _Target | None:
@@ -134,20 +145,22 @@ class Watch:
             if self._clock() - spoke_s >= interval_s:
                 spoke_s = self._clock()
                 with self._lock:
-                    targets, data = self._targets(), seal(self._word, token=self._token)
-                self._send(data, targets)
+                    targets = self._targets()
+                self._speak(targets)
             word, source = self._receive()
-            is_new = word is not None and source is not None and word.host != self._host and self._note(word, source)
+            is_new = word is not None and source is not None and self._note(word, source)
             if is_new or self._clock() - looked_s >= interval_s / 2:
                 looked_s = self._clock()
                 self._look()
-            if is_new and source is not None:
-                self._send(data, [source])
+            if is_new and word is not None and source is not None:
+                self._speak({source: word.host})
 
     def _note(self, word: Word, source: _Target) -> bool:
         """Remember what was heard; whether its host was not heard before, and is to know soon that it is heard."""
         now_s = self._clock()
         with self._lock:
+            if word.host == self.host or not self._guard.passes(word):
+                return False
             self._heard = hear(self._heard, [word.host], now_s=now_s)
             self._last_s[word.host], self._sources[word.host] = now_s, source
             told = (word.generation, word.ended)
@@ -155,7 +168,7 @@ class Watch:
                 self._newest_word, self._newest_word_s = told, now_s
             # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
             fresh = now_s - self._newest_word_s <= self._lost_s
-            self._news |= fresh and told > (self._word.generation, self._word.ended)
+            self._news |= fresh and told > self._said
             return word.host not in self._audible
 
     def _look(self) -> None:
@@ -178,8 +191,12 @@ class Watch:
         plain = len(source) == _SCOPED_LENGTH and not source[3]
         return unseal(data, token=self._token), source[:2] if plain else source
 
-    def _send(self, data: bytes, targets: Collection[_Target]) -> None:
-        for target in targets:
+    def _speak(self, targets: Mapping[_Target, str]) -> None:
+        with self._lock:
+            first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets)
+            generation, ended = self._said
+        for counter, (target, host) in enumerate(targets.items(), start=first):
+            data = seal(Word(self.host, host, counter, generation, ended), token=self._token)
             try:
                 self._socket.sendto(data, target)
             except OSError:

@@ -9,12 +9,20 @@ _SIGNATURE_BYTES = 16
 _LARGEST_BYTES = 512
 """Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
 
+_MOST_SENDERS = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Word:
     """A sign of life."""
 
     host: str
+    to: str
+    """The launcher that it is meant for. Every start of a launcher has a name of its own."""
+
+    counter: int
+    """Larger than in all that this launcher has sent before."""
+
     generation: int
     """The newest one that this host knows."""
 
@@ -24,7 +32,7 @@ class Word:
 
 def seal(word: Word, *, token: bytes) -> bytes:
     """One datagram."""
-    body = json.dumps([word.host, word.generation, word.ended]).encode()
+    body = json.dumps([word.host, word.to, word.counter, word.generation, word.ended]).encode()
     return _signature(body, token) + body
 
 
@@ -34,12 +42,39 @@ def unseal(data: bytes, *, token: bytes) -> Word | None:
     if len(data) > _LARGEST_BYTES or not hmac.compare_digest(signature, _signature(body, token)):
         return None
     try:
-        host, generation, ended = json.loads(body)
-    except (ValueError, TypeError):
+        host, to, counter, generation, ended = json.loads(body)
+    except (ValueError, TypeError, RecursionError):
         return None
-    if isinstance(host, str) and type(generation) is int and isinstance(ended, bool):
-        return Word(host, generation, ended)
-    return None
+    if not isinstance(host, str) or not isinstance(to, str) or not isinstance(ended, bool):
+        return None
+    if type(counter) is not int or type(generation) is not int:
+        return None
+    return Word(host, to, counter, generation, ended)
+
+
+class ReplayGuard:
+    """Lets each word through once, and in the order in which its sender sent them.
+
+    Nothing is kept between starts: both launchers have other names then, so that no earlier word is meant for this one.
+    """
+
+    def __init__(self, own: str) -> None:
+        """`own`: the name of this launcher."""
+        self._own = own
+        self._last: dict[str, int] = {}
+        self.num_dropped = 0
+
+    def passes(self, word: Word) -> bool:
+        """Whether it is meant for this launcher, and newer than all that came from its sender."""
+        if word.to != self._own or word.counter <= self._last.get(word.host, 0):
+            self.num_dropped += 1
+            return False
+        # Those that are heard stay: who has the token could fill the memory of this host otherwise.
+        self._last.pop(word.host, None)
+        self._last[word.host] = word.counter
+        if len(self._last) > _MOST_SENDERS:
+            del self._last[next(iter(self._last))]
+        return True
 
 
 def _signature(body: bytes, token: bytes) -> bytes:

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -52,6 +52,15 @@ def eventually(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+@dataclass(frozen=True)
+class Said:
+    """What a launcher says to each of the others."""
+
+    host: str
+    generation: int
+    ended: bool
+
+
 class Peer:
     """Another launcher's socket, in the hands of a test."""
 
@@ -60,10 +69,13 @@ class Peer:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self.socket.bind(("127.0.0.1", 0))
         self.socket.settimeout(LIMIT_S)
+        self.sent = 0
         self.member = Member(host, host, "127.0.0.1", self.socket.getsockname()[1], 1)
 
-    def hear(self) -> Word | None:
-        return unseal(self.socket.recv(4096), token=TOKEN)
+    def hear(self) -> Said | None:
+        word = unseal(self.socket.recv(4096), token=TOKEN)
+        assert word is None or word.to == self.host
+        return None if word is None else Said(word.host, word.generation, word.ended)
 
     def hears_nothing(self) -> bool:
         self.socket.settimeout(0.05)
@@ -73,8 +85,12 @@ class Peer:
             return True
         return False
 
-    def say(self, watch: Watch, generation: int, *, ended: bool = False, token: bytes = TOKEN) -> None:
-        self.send(watch, seal(Word(self.host, generation, ended), token=token))
+    def say(self, watch: Watch, generation: int, *, ended: bool = False, to: str = "") -> bytes:
+        """To the host of `watch`; returns the datagram."""
+        self.sent += 1
+        data = seal(Word(self.host, to or watch.host, self.sent, generation, ended), token=TOKEN)
+        self.send(watch, data)
+        return data
 
     def send(self, watch: Watch, data: bytes) -> None:
         self.socket.sendto(data, ("127.0.0.1", watch.port))
@@ -155,7 +171,7 @@ def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with peers("b") as (b,):
             watch.follow(group(3, of(watch, "a"), b.member))
-            eventually(lambda: b.hear() == Word("a", 3, ended=False))
+            eventually(lambda: b.hear() == Said("a", 3, ended=False))
     finally:
         watch.close()
 
@@ -165,7 +181,7 @@ def test_every_host_speaks_to_all_members_and_misses_each_of_them() -> None:
     with watching("b", clock) as watch, peers("ac") as (a, c):
         watch.follow(group(5, a.member, of(watch, "b"), c.member))
         clock.jump(LOST_S / 4)
-        assert a.hear() == c.hear() == Word("b", 5, ended=False)
+        assert a.hear() == c.hear() == Said("b", 5, ended=False)
         for _ in range(8):
             a.say(watch, 5)
             clock.pass_s(LOST_S / 4)
@@ -177,12 +193,12 @@ def test_a_host_that_waits_speaks_to_those_that_it_is_told_of() -> None:
     with watching("a", clock) as watch, peers("bc") as (b, c):
         watch.call([line(b), line(c)])
         # At once, not with the next beat: the clock stands still.
-        assert b.hear() == c.hear() == Word("a", 0, ended=False)
+        assert b.hear() == c.hear() == Said("a", 0, ended=False)
         watch.call([line(b)])
         while not c.hears_nothing():
             pass
         clock.jump(LOST_S / 4)
-        assert b.hear() == Word("a", 0, ended=False)
+        assert b.hear() == Said("a", 0, ended=False)
         assert c.hears_nothing()
         assert watch.silent == frozenset()
 
@@ -191,7 +207,7 @@ def test_a_host_that_speaks_is_answered_at_once_wherever_it_is_and_only_while_it
     clock = Clock()
     with watching("a", clock) as watch, peers("b") as (b,):
         b.say(watch, 0)
-        assert b.hear() == Word("a", 0, ended=False)
+        assert b.hear() == Said("a", 0, ended=False)
         clock.pass_s(2 * LOST_S)
         while not b.hears_nothing():
             pass
@@ -278,8 +294,8 @@ def test_a_host_that_is_a_generation_behind_lives() -> None:
         b"x",
         b"\0" * 200,
         b"\xff" * 9000,
-        seal(Word("b", 9, ended=True), token=b"u" * 32),
-        seal(Word("b", 9, ended=True), token=TOKEN)[:-1],
+        seal(Word("b", "a", 99, 9, ended=True), token=b"u" * 32),
+        seal(Word("b", "a", 99, 9, ended=True), token=TOKEN)[:-1],
     ],
     ids=["empty", "one byte", "zeros", "too large", "of another run", "cut"],
 )
@@ -296,6 +312,40 @@ def test_what_is_no_word_is_not_heard_and_does_no_harm(data: bytes) -> None:
         eventually(lambda: watch.silent == frozenset())
 
 
+def test_what_was_sent_before_is_dropped_and_counted() -> None:
+    """Somebody who listens on the way sends it again, from another address."""
+    clock = Clock()
+    with watching("a", clock) as watch, peers("bz") as (b, z):
+        watch.follow(group(7, of(watch, "a"), b.member))
+        old = [b.say(watch, 8, ended=ended) for ended in (False, True)]
+        eventually(lambda: watch.heard[0] == {"b"})
+        assert watch.num_dropped == 0
+        clock.jump(LOST_S / 4)
+        watch.take_news()
+        for times in range(1, 9):
+            for data in old:
+                z.send(watch, data)
+            clock.pass_s(LOST_S / 4)
+            eventually(lambda sent=2 * times: watch.num_dropped == sent)  # type: ignore[misc]
+        assert (watch.silent, watch.heard[0]) == ({"b"}, frozenset())
+        assert z.hears_nothing()
+        assert not watch.take_news()
+        b.say(watch, 7)
+        eventually(lambda: watch.silent == frozenset())
+
+
+def test_what_was_meant_for_another_start_of_a_launcher_is_dropped() -> None:
+    """It has heard nothing yet, so that no counter is too small for it."""
+    clock = Clock()
+    with watching("a", clock) as watch, peers("b") as (b,):
+        watch.follow(group(1, of(watch, "a"), b.member))
+        for _ in range(8):
+            b.say(watch, 2, to="a, before it was started again")
+            clock.pass_s(LOST_S / 4)
+        assert watch.silent == {"b"}
+        assert not watch.take_news()
+
+
 @pytest.mark.parametrize(
     ("address", "port"),
     [("127.0.0.1", 70_000), ("127.0.0.1", -1), ("", 9), ("a..b", 9), ("a\0b", 9), ("256.1.1.1", 9), ("x" * 300, 9)],
@@ -306,10 +356,10 @@ def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_tol
         watch.follow(group(1, of(watch, "a"), Member("b", "b", address, port, 1), c.member))
         clock.jump(LOST_S / 4)
         clock.jump(LOST_S / 4)
-        assert c.hear() == Word("a", 1, ended=False)
+        assert c.hear() == Said("a", 1, ended=False)
         c.say(watch, 1)
         watch.say_ended()
-        eventually(lambda: c.hear() == Word("a", 1, ended=True))
+        eventually(lambda: c.hear() == Said("a", 1, ended=True))
 
 
 @pytest.mark.parametrize(
@@ -346,12 +396,12 @@ def test_an_end_is_told_at_once_and_again_and_again() -> None:
         clock.jump(LOST_S / 4)
         watch.say_ended()
         # The clock stands still: what comes now is not one of those that are due now and then.
-        eventually(lambda: b.hear() == Word("a", 7, ended=True))
+        eventually(lambda: b.hear() == Said("a", 7, ended=True))
         clock.jump(LOST_S / 4)
-        assert b.hear() == Word("a", 7, ended=True)
+        assert b.hear() == Said("a", 7, ended=True)
         watch.follow(group(8, of(watch, "a"), b.member))
         clock.jump(LOST_S / 4)
-        eventually(lambda: b.hear() == Word("a", 8, ended=False))
+        eventually(lambda: b.hear() == Said("a", 8, ended=False))
 
 
 def test_who_was_frozen_accuses_nobody_until_they_have_had_their_time() -> None:

@@ -1,19 +1,20 @@
 import hashlib
 import hmac
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.watch.words import Word, seal, unseal
+from elastictrain.launch.watch.words import ReplayGuard, Word, seal, unseal
 
 TOKEN = b"t" * 32
-WORD = Word("host-0a1b2c3d", 7, ended=True)
+WORD = Word("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
 
 
-@given(st.text(max_size=60), st.integers(0, 10**9), st.booleans())
-def test_what_is_said_is_heard(host: str, generation: int, ended: bool) -> None:
-    word = Word(host, generation, ended)
+@given(st.text(max_size=30), st.text(max_size=30), st.integers(1, 10**12), st.integers(0, 10**9), st.booleans())
+def test_what_is_said_is_heard(host: str, to: str, counter: int, generation: int, ended: bool) -> None:
+    word = Word(host, to, counter, generation, ended)
     assert unseal(seal(word, token=TOKEN), token=TOKEN) == word
 
 
@@ -44,15 +45,19 @@ def test_noise_is_not_heard(data: bytes) -> None:
         b"3",
         b"{}",
         b"[]",
-        b'["a", 1]',
-        b'["a", 1, true, 4]',
-        b'["a", true, true]',
-        b'["a", 1.0, true]',
-        b'["a", 1, 1]',
-        b'["a", 1, null]',
-        b"[1, 1, true]",
-        b'"abc"',
-        b'{"a": 1, "b": 2, "c": 3}',
+        b'["a", 1, true]',
+        b'["a", "b", 1, 1]',
+        b'["a", "b", 1, 1, true, 4]',
+        b'["a", "b", true, 1, true]',
+        b'["a", "b", 1, true, true]',
+        b'["a", "b", 1.0, 1, true]',
+        b'["a", "b", 1, 1.0, true]',
+        b'["a", "b", 1, 1, 1]',
+        b'["a", "b", 1, 1, null]',
+        b'["a", 2, 1, 1, true]',
+        b'[1, "b", 1, 1, true]',
+        b'"abcde"',
+        b'{"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}',
         b"\xff",
         b"[" * 490,
     ],
@@ -60,11 +65,35 @@ def test_noise_is_not_heard(data: bytes) -> None:
 )
 def test_what_another_release_may_sign_is_not_misread(body: bytes) -> None:
     signature = hmac.new(TOKEN, body, hashlib.sha256).digest()[:16]
-    assert unseal(signature + b'["a", 1, true]', token=TOKEN) is None
+    assert unseal(signature + b'["a", "b", 1, 1, true]', token=TOKEN) is None
     assert unseal(signature + body, token=TOKEN) is None
 
 
 def test_a_word_fits_into_any_frame_and_a_larger_one_is_none() -> None:
-    longest = Word("h" * 64 + "-0a1b2c3d", 999_999_999, ended=False)
-    assert len(seal(longest, token=TOKEN)) < 200
-    assert unseal(seal(Word("h" * 600, 1, ended=False), token=TOKEN), token=TOKEN) is None
+    longest = Word("h" * 64 + "-0a1b2c3d", "t" * 64 + "-0a1b2c3d", 10**12, 999_999_999, ended=False)
+    assert len(seal(longest, token=TOKEN)) < 300
+    assert unseal(seal(replace(longest, host="h" * 600), token=TOKEN), token=TOKEN) is None
+
+
+def test_a_word_passes_once_and_no_older_one_after_it() -> None:
+    guard = ReplayGuard("b")
+    word = Word("a", "b", 5, 1, ended=False)
+    assert guard.passes(word)
+    assert not guard.passes(word)
+    assert not guard.passes(replace(word, counter=4, ended=True))
+    assert guard.passes(replace(word, counter=6))
+    assert guard.passes(replace(word, host="c", counter=1))
+    assert not guard.passes(replace(word, to="another", counter=7))
+    assert guard.num_dropped == 3
+
+
+def test_who_has_the_token_cannot_fill_the_memory_and_who_is_heard_stays_known() -> None:
+    guard = ReplayGuard("b")
+    friend = Word("friend", "b", 0, 1, ended=False)
+    for number in range(1, 10_001):
+        assert guard.passes(Word(f"h{number}", "b", 1, 1, ended=False))
+        if number % 1000 == 1:
+            friend = replace(friend, counter=number)
+            assert guard.passes(friend)
+    assert not guard.passes(friend)
+    assert guard.passes(Word("h1", "b", 1, 1, ended=False))
