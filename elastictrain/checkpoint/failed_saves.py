@@ -25,10 +25,11 @@ class FailedSaves:
         """Whether `check` raises."""
         return self.in_a_row >= self.limit
 
-    def check(self, cause: Exception) -> None:
-        """Raises: SavesFailingError once `limit` saves in a row have failed, `cause` being the last reason."""
+    def check(self, cause: Exception, *, kept: str = "") -> None:
+        """Raises: SavesFailingError once `limit` saves in a row have failed, `cause` being the last reason. `kept` tells where
+        the newest state is instead."""
         if self.too_many:
             raise SavesFailingError(
                 f"{self.in_a_row} checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is {self.limit}); "
-                f"the last reason: {cause}"
+                f"the last reason: {cause}{'; ' if kept else ''}{kept}"
             ) from cause

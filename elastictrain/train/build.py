@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.memory.place import run_folder
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share
@@ -179,7 +180,8 @@ def _saving_parts(
     ledger: Ledger | None,
     say: Callable[[str], None],
 ) -> SavingParts:
-    config, journal = setting.config, setting.started.met.journal
+    config, journal, identity = setting.config, setting.started.met.journal, setting.identity
+    host = f"host {identity.host}" if identity.only_host else "the hosts"
 
     def flush_records() -> None:
         journal.flush()
@@ -202,6 +204,7 @@ def _saving_parts(
         record=journal.record,
         say=say,
         committed=setting.started.met.job.committed,
+        memory_place=f"the memory of {host} ({run_folder(config.checkpoint.memory_dir, config.run.dir)})",
     )
 
 

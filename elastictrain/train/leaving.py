@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from elastictrain.checkpoint.keeper.lifetime import KEPT_S
 from elastictrain.fault.stop import StopRequest
 
 Tier = Literal["storage", "peer", "memory", "nothing"]
@@ -98,7 +99,7 @@ def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) 
     if reached.tier == "nothing":
         return "; nothing is saved yet"
     hosts, they_live = ("these hosts", "they live") if several_hosts else ("this host", "it lives")
-    memory = f"storage was not reached in time, and is still written to as long as {they_live}"
+    memory = f"storage was not reached in time, and is still written to as long as {they_live}, for up to {KEPT_S / 3600:g} h"
     places = {
         "storage": f"saved in {run_dir}",
         "peer": f"only in the memory of {hosts}, but twice: {memory}",
@@ -106,3 +107,13 @@ def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) 
     }
     place = places[reached.tier]
     return f", which is {place}" if reached.step == step else f"; the newest step that is safe is {reached.step}, {place}"
+
+
+def describe_kept(step: int | None, *, where: str) -> str:
+    """What stays in host memory of a run that ends because storage refuses its checkpoints; empty if nothing does."""
+    if step is None:
+        return ""
+    return (
+        f"step {step} is in {where}, where the saver keeps it for up to {KEPT_S / 3600:g} h and goes on trying to write it; "
+        "the same command on the same hosts goes on from there"
+    )

@@ -93,6 +93,9 @@ class SavingParts:
     committed: Callable[[int], None] = _ignore
     """Told by rank 0 of each step that is in storage."""
 
+    memory_place: str = "host memory"
+    """Where the snapshots of this run are, for a person."""
+
 
 class SynchronousSaving:
     """Training waits for each checkpoint."""

@@ -15,7 +15,7 @@ from elastictrain.errors import CheckpointError
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.train.cadence import SaveReason
-from elastictrain.train.leaving import Reached, Verdict, copy_limit_s
+from elastictrain.train.leaving import Reached, Verdict, copy_limit_s, describe_kept
 from elastictrain.train.save_wait import SHARE, SaveWait
 from elastictrain.train.saving import SavingParts, SynchronousSaving, tell_failure
 
@@ -117,7 +117,7 @@ class SnapshotSaving:
             if self._failed.too_many:
                 # One flag a step has no room for the reason, which rank 0 alone knows.
                 error = from_first(self._last_error.encode, group=self._parts.group).decode()
-                self._failed.check(CheckpointError(error))
+                self._failed.check(CheckpointError(error), kept=self._describe_kept(self._book.newest_whole()))
         if unusable:
             if unsaved or self._durable_step >= step:
                 # What was on its way, or has begun since, may never arrive.
@@ -194,7 +194,8 @@ class SnapshotSaving:
             if held is not None and verdict.limited and self._failed.in_a_row >= parts.max_failed_saves:
                 # Storage is of no use now. Memory has the step, and its keeper tries once more when we are gone.
                 return held
-            self._failed.check(CheckpointError(verdict.error))
+            kept = self._describe_kept(held.step if held is not None else None)
+            self._failed.check(CheckpointError(verdict.error), kept=kept)
         return (self._fallback or self._fall_back()).save_now(step, reason)
 
     def close(self, *, finished: bool) -> None:
@@ -289,6 +290,9 @@ class SnapshotSaving:
             if self._parts.rank == 0:
                 notice.tell(lambda: f"the saver ({describe_process(self._link.pid)}) to free host memory", until_s=deadline)
             time.sleep(_PAUSE_S)
+
+    def _describe_kept(self, step: int | None) -> str:
+        return describe_kept(step, where=self._parts.memory_place)
 
     def _reached_before(self) -> Reached:
         """Of the steps before: all slots hold what is still being written, and no more than that will be had."""

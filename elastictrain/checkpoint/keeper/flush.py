@@ -12,6 +12,7 @@ from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,12 @@ def choose_flush(
                 first_rank = min(station.ranks)
                 Hosts(store, station.incarnation, step, first_rank=first_rank).refuse("it has no whole snapshot of this step")
         sleep(_PAUSE_S)
+    return () if needed_no_more() else _without_leader(store)
+
+
+def _without_leader(store: Store) -> tuple[Held, ...]:
+    """The first host has not begun: it may be gone, or storage refuses its writes as it refuses ours. Raises: StorageError."""
+    check_writable(store)
     return ()
 
 

@@ -1,9 +1,11 @@
 """What a saver is asked to do."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from elastictrain.checkpoint.keeper.patience import Patience
 from elastictrain.checkpoint.keeper.pins import Pinned
+from elastictrain.errors import ElasticTrainError, StorageError, StorageFullError, TransientStorageError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,3 +55,24 @@ class Refusal:
     first_rank: int
     reason: str
     patience: Patience
+
+
+class Cause(StrEnum):
+    """Why a step could not be saved, as far as it tells what to do with the snapshots."""
+
+    PASSING = "passing"
+    """May pass while nobody trains: a store comes back, somebody makes room."""
+
+    REFUSED = "refused"
+    """Storage does not take it, until a person mends that."""
+
+    OTHER = "other"
+    """The snapshots are of no use, or other hosts lack their part."""
+
+
+def cause_of(error: BaseException) -> Cause:
+    """Pure."""
+    if isinstance(error, TransientStorageError | StorageFullError):
+        return Cause.PASSING
+    known = isinstance(error, ElasticTrainError) and not isinstance(error, StorageError)
+    return Cause.OTHER if known else Cause.REFUSED

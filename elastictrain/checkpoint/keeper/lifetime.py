@@ -6,7 +6,10 @@ from typing import Literal
 ALONE_S = 60.0
 """How long a keeper stays that nobody has ever spoken to: the worker that started it may have died at once."""
 
-Decision = Literal["stay", "flush", "leave"]
+KEPT_S = 12 * 3600.0
+"""How long snapshots that storage refuses stay in host memory once all workers are gone: a person may need a night."""
+
+Decision = Literal["stay", "flush", "keep", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,10 @@ class Life:
     """Whether the run said that it is complete."""
 
     flushed: bool
-    """Whether what was only in memory has been written, or cannot be."""
+    """Whether what was only in memory has been written, or cannot be now."""
+
+    unsaved: bool = False
+    """Whether storage refused it, and it is to be kept a while longer."""
 
     asked: bool = False
     """Whether a launcher that starts nobody again waits for what is only in memory to be written."""
@@ -48,4 +54,6 @@ def decide(life: Life) -> Decision:
         return "stay"
     if not life.flushed:
         return "flush"
+    if life.unsaved:
+        return "keep"
     return "stay" if life.asked else "leave"

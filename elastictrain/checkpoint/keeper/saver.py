@@ -13,7 +13,7 @@ from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import still_there
 from elastictrain.checkpoint.keeper.hosts import Hosts
-from elastictrain.checkpoint.keeper.jobs import Refusal, SaveJob
+from elastictrain.checkpoint.keeper.jobs import Cause, Refusal, SaveJob, cause_of
 from elastictrain.checkpoint.keeper.meeting import RankPart
 from elastictrain.checkpoint.keeper.pins import Pinned
 from elastictrain.checkpoint.keeper.refusals import LOOK_S, Refusals
@@ -27,8 +27,6 @@ from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,
     InvalidCheckpointError,
-    StorageFullError,
-    TransientStorageError,
 )
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
@@ -37,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 STREAMS = 8
 """Files that are written at once."""
-
-_PASSING = (TransientStorageError, StorageFullError)
-"""What may pass while nobody trains: a store comes back, somebody makes room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +54,10 @@ class Reports:
         record: Callable[[str, Event], None],
         written: Callable[[SaveJob], None],
         saved: Callable[[SaveJob, str, int], None],
-        failed: Callable[[SaveJob, str, bool], None],
+        failed: Callable[[SaveJob, str, Cause], None],
     ) -> None:
         """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more; `failed`
-        takes the reason, and whether it may pass by itself."""
+        takes the reason, and what kind it is of."""
         self.record = record
         self.written = written
         self.saved = saved
@@ -145,7 +140,7 @@ class Saver:
                 if not isinstance(error, ElasticTrainError):
                     logger.exception("step %d could not be saved", job.step)
                 if isinstance(job, SaveJob):
-                    self._reports.failed(job, _reason(error), isinstance(error, _PASSING))
+                    self._reports.failed(job, _reason(error), cause_of(error))
             finally:
                 self._current = None
                 with self._lock:

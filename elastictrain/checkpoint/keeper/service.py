@@ -11,7 +11,7 @@ from elastictrain.checkpoint.keeper.digesting import Digesting
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flushing import Flushing
 from elastictrain.checkpoint.keeper.hello import is_past, read_hello
-from elastictrain.checkpoint.keeper.jobs import Refusal, SaveJob
+from elastictrain.checkpoint.keeper.jobs import Cause, Refusal, SaveJob
 from elastictrain.checkpoint.keeper.journals import Journals
 from elastictrain.checkpoint.keeper.leftovers import remove_slot
 from elastictrain.checkpoint.keeper.lifetime import Life, decide
@@ -67,7 +67,7 @@ class Keeper:
                 record=self._journals.record,
                 written=lambda job: self._later(lambda: self._let_go(job)),
                 saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
-                failed=lambda job, error, passing: self._later(lambda: self._on_failed(job, error, passing=passing)),
+                failed=lambda job, error, cause: self._later(lambda: self._on_failed(job, error, cause)),
             ),
         )
         self._replicas = Replicas(
@@ -96,6 +96,8 @@ class Keeper:
             decision = decide(life)
             if decision == "flush":
                 self._flushing.look(self._desk.station, look(self._folder, host=0))
+            elif decision == "keep":
+                self._flushing.try_again()
             elif decision == "leave" and self._nobody_at_the_door():
                 break
         self._workers.stop_listening()
@@ -131,6 +133,7 @@ class Keeper:
             finished=self._finished,
             flushed=self._flushing.over,
             asked=bool(self._workers.asking),
+            unsaved=self._flushing.unsaved,
         )
 
     def _tell_flushed(self, life: Life) -> None:
@@ -304,10 +307,10 @@ class Keeper:
             self._desk.saved_step = max(self._desk.saved_step, job.step)
             self._tell_outcome({"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes})
 
-    def _on_failed(self, job: SaveJob, error: str, *, passing: bool) -> None:
+    def _on_failed(self, job: SaveJob, error: str, cause: Cause) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
         self._let_go(job)
-        self._flushing.failed(job.incarnation, job.step, passing=passing)
+        self._flushing.failed(job.incarnation, job.step, cause=cause, error=error)
         if job.incarnation != self._incarnation:
             return
         self._outcomes.failed(job.step)

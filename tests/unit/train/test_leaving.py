@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from elastictrain.fault.stop import StopRequest
 from elastictrain.train.leaving import Reached, Tier, Verdict, Word, copy_limit_s, describe, judge, least, left_s
 
-LATE = "storage was not reached in time, and is still written to as long as they live"
+LATE = "storage was not reached in time, and is still written to as long as they live, for up to 12 h"
 WAITS = Word(None, sending=False, unsent=False)
 
 

@@ -1,3 +1,4 @@
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,18 @@ from elastictrain.checkpoint.keeper import flushing as module
 from elastictrain.checkpoint.keeper import lifetime, patience
 from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.keeper.hosts import Hosts
+from elastictrain.checkpoint.keeper.jobs import Cause, cause_of
 from elastictrain.checkpoint.keeper.meeting import PENDING
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.errors import ObjectNotFoundError, StorageError, StorageFullError, TransientStorageError
+from elastictrain.errors import (
+    AccessDeniedError,
+    CheckpointError,
+    InvalidCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    TransientStorageError,
+)
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, keeping, until
@@ -286,3 +296,104 @@ def test_what_will_never_be_readable_does_not_hold_up_the_step_before_it(memory:
         worker.hear("welcome")
         worker.socket.close()
     assert checkpoints(run) == [5]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "KEPT_S", 1.5)
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+
+
+def refuse(run: Path) -> Path:
+    """Storage takes no checkpoint, from root neither."""
+    file = run / "checkpoints"
+    file.touch()
+    return file
+
+
+def test_what_storage_refuses_is_kept_until_it_takes_it(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+    file = refuse(run)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        worker.socket.close()
+        time.sleep(2.0)
+        assert (memory / "own-r00000-s0").exists()
+        # Who starts again finds it there, and may be gone again before it is saved.
+        again = Worker(memory, incarnation="000002-bb")
+        again.hear("welcome")
+        again.socket.close()
+        time.sleep(1.0)
+        file.unlink()
+    assert checkpoints(run) == [5]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_storage_refuses_is_not_kept_for_ever(memory: Path, run: Path) -> None:
+    refuse(run)
+    began = time.monotonic()
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        worker.socket.close()
+    assert time.monotonic() - began >= 1.5
+
+
+@pytest.mark.parametrize(("writable", "kept"), [(False, True), (True, False)])
+@pytest.mark.usefixtures("impatient")
+def test_a_host_that_waits_for_the_first_one_in_vain_keeps_its_part_where_storage_refuses_writes(
+    writable: bool, kept: bool, memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(_: Store) -> None:
+        if not writable:
+            raise AccessDeniedError("no")
+
+    monkeypatch.setattr(flushing, "check_writable", check)
+    began = time.monotonic()
+    with keeping(memory, run, facts=replace(FACTS, grace_s=0.1)):
+        worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
+        put(memory, facts_of(5, rank=1, world_size=2))
+        worker.socket.close()
+    assert (time.monotonic() - began >= 1.5) is kept
+
+
+def test_who_deletes_the_folder_in_host_memory_has_it_back_at_once(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+    refuse(run)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        worker.socket.close()
+        time.sleep(0.5)
+        shutil.rmtree(memory)
+
+
+def test_a_run_that_was_deleted_is_not_kept(memory: Path, run: Path) -> None:
+    began = time.monotonic()
+    with keeping(memory, run):
+        worker = Worker(memory)
+        put(memory, facts_of(5))
+        shutil.rmtree(run)
+        worker.socket.close()
+    assert time.monotonic() - began < 15
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (TransientStorageError("away"), Cause.PASSING),
+        (StorageFullError("full"), Cause.PASSING),
+        (AccessDeniedError("denied"), Cause.REFUSED),
+        (ObjectNotFoundError("the bucket is gone"), Cause.REFUSED),
+        (StorageError("x"), Cause.REFUSED),
+        (OSError("x"), Cause.REFUSED),
+        (InvalidCheckpointError("host memory is damaged"), Cause.OTHER),
+        (CheckpointError("another host lacks it"), Cause.OTHER),
+    ],
+)
+def test_which_errors_keep_what_is_in_memory(error: Exception, cause: Cause) -> None:
+    assert cause_of(error) is cause

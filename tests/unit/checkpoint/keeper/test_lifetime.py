@@ -12,6 +12,8 @@ def test_as_long_as_anybody_may_come_back() -> None:
     assert decide(replace(LIFE, agents=0)) == "stay"
     assert decide(replace(LIFE, workers=0, agents=0)) == "flush"
     assert decide(replace(LIFE, workers=0, agents=0, flushed=True)) == "leave"
+    assert decide(replace(LIFE, workers=0, agents=0, flushed=True, unsaved=True)) == "keep"
+    assert decide(replace(LIFE, workers=0, agents=0, flushed=True, unsaved=True, finished=True)) == "leave"
 
 
 def test_the_end_of_a_run() -> None:
