@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from elastictrain.errors import ConfigError, Problem
 
-LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS = (
-    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREDECESSORS")
+LAUNCHER, GENERATION, RESTARTED, FOLDER, PREDECESSORS, STORE_HOST = (
+    f"ELASTICTRAIN_{name}" for name in ("LAUNCHER", "GENERATION", "RESTARTED", "LAUNCH_FOLDER", "PREDECESSORS", "STORE_HOST")
 )
 """Variables that our launcher sets for its workers."""
 

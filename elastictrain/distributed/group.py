@@ -16,6 +16,7 @@ from elastictrain.torch_private import read_flight_recorders, set_group_timeout
 logger = logging.getLogger(__name__)
 
 _NCCL_MARGIN_S = 10.0
+_CONNECT_MARGIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,15 @@ class Group:
 
 
 def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
-    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address."""
+    """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address.
+
+    A store whose host is frozen keeps this call for ever: `StoreAnswers` bounds it. Where nobody listens, it ends later than
+    `timeout_s`, so that whoever bounds it speaks first.
+    """
     if not identity.launched:
         return dist.HashStore()
     try:
-        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))[0]
+        store: dist.Store = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s + _CONNECT_MARGIN_S))))[0]
     except (RuntimeError, ValueError) as error:
         raise TransportError(
             f"cannot reach the rendezvous store that torchrun named (MASTER_ADDR, MASTER_PORT): {error}"

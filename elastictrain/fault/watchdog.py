@@ -50,6 +50,9 @@ LOST_PATIENCE_S = 0.5
 """How long a collective may take to notice by itself that a peer is gone."""
 
 
+_AGREEMENT_MARGIN_S = 5.0
+"""The agreement on an incarnation keeps its own limit, and then names who is missing: it is to end first."""
+
 _OVERSLEPT_S = 2.0
 """A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""
 
@@ -57,7 +60,7 @@ _OVERSLEPT_S = 2.0
 def limit_s(mark: Mark, options: FaultGroup) -> float:
     """How long the phase of `mark` may last at most."""
     if mark.phase is Phase.RENDEZVOUS:
-        return options.rendezvous_timeout_s
+        return options.rendezvous_timeout_s + _AGREEMENT_MARGIN_S
     if mark.phase is Phase.SAVE:
         return options.save_timeout_s
     if mark.phase is Phase.END:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
-from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED
+from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED, STORE_HOST
 from elastictrain.launch.membership.records import Generation
 from elastictrain.launch.orders import ANSWER_NAME, Orders
 
@@ -55,6 +55,7 @@ def plan_torchrun(generation: Generation, here: Here) -> Orders:
         GENERATION: str(generation.number),
         RESTARTED: "1" if here.restarted else "0",
         FOLDER: here.folder,
+        STORE_HOST: members[0].name,
         STOP_FILE_VARIABLE: here.stop_file,
     }
     return Orders(tuple(arguments), environment, f"{here.folder}/{ANSWER_NAME}", members[index].processes)

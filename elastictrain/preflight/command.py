@@ -7,6 +7,7 @@ import sys
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup
+from elastictrain.distributed.answers import BoundedStore, StoreAnswers
 from elastictrain.distributed.device import find_backend
 from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
@@ -31,13 +32,15 @@ def check_group(parsed: argparse.Namespace) -> int:
     """What every rank of torchrun does; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
     identity = read_identity(os.environ)
     backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
-    store = connect(identity, timeout_s=_RENDEZVOUS_S)
+    answers = StoreAnswers(limit_s=_RENDEZVOUS_S)
+    store = answers.ask(lambda: connect(identity, timeout_s=_RENDEZVOUS_S))
     introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
-    incarnation = agree(store, identity, introduction, number=0, timeout_s=_RENDEZVOUS_S, tell=_tell)
+    bounded = BoundedStore(store, answers)
+    incarnation = agree(bounded, identity, introduction, number=0, timeout_s=answers.left_s, tell=_tell)
     check_alike(incarnation)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
     place = _place(incarnation, identity)
-    exchange, asked = StoreExchange(shared), _asked(parsed, place)
+    exchange, asked = answers.ask(lambda: StoreExchange(shared)), _asked(parsed, place)
     report = Seat(place=place, asked=asked, exchange=exchange).check()
     verdicts, outcome = list(report.verdicts), report.outcome
     if not outcome.exit_code and identity.world_size > 1:

@@ -20,6 +20,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.task_signature import build_task
+from elastictrain.distributed.answers import BoundedStore, StoreAnswers
 from elastictrain.distributed.board import Board
 from elastictrain.distributed.device import find_backend
 from elastictrain.distributed.environment import Backend, plan_environment
@@ -237,25 +238,31 @@ def _meet(
     digest = group_digest(config, data_digest=own.samples.digest)
     introduction = Introduction(identity.host, identity.local_world_size, own.backend, digest)
     timeout_s = config.fault.rendezvous_timeout_s
-    rendezvous = connect(identity, timeout_s=timeout_s)
+    leave_if_asked = partial(_leave_if_asked, stop_request)
+    # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
+    whereabouts.enter(Phase.RENDEZVOUS)
+    answers = StoreAnswers(limit_s=timeout_s, poll=leave_if_asked)
+    rendezvous = answers.ask(lambda: connect(identity, timeout_s=timeout_s))
     job = JobNotes(rendezvous, identity)
     number = _next_number(own.store, job) if identity.rank == 0 else 0
     incarnation = agree(
-        rendezvous,
+        BoundedStore(rendezvous, answers),
         identity,
         introduction,
         number=number,
-        timeout_s=timeout_s,
-        poll=partial(_leave_if_asked, stop_request),
+        timeout_s=answers.left_s,
+        poll=leave_if_asked,
         tell=_tell,
     )
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", rendezvous)
-    board = Board(
-        shared,
-        rank=identity.rank,
-        hosts=incarnation.hosts,
-        tell=lambda: beat_of(whereabouts.mark, options=config.fault),
-        interval_s=config.fault.heartbeat_s,
+    board = answers.ask(
+        lambda: Board(
+            shared,
+            rank=identity.rank,
+            hosts=incarnation.hosts,
+            tell=lambda: beat_of(whereabouts.mark, options=config.fault),
+            interval_s=config.fault.heartbeat_s,
+        )
     )
     board.start()
     key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"

@@ -37,7 +37,7 @@ def test_an_evaluation_may_compile_the_model_once_more() -> None:
 
 @pytest.mark.parametrize("first_step_done", [True, False])
 def test_other_phases_have_bounds_of_their_own(first_step_done: bool) -> None:
-    assert bound_s(mark_of(Phase.RENDEZVOUS, first_step_done=first_step_done), OPTIONS) == 100.0
+    assert bound_s(mark_of(Phase.RENDEZVOUS, first_step_done=first_step_done), OPTIONS) == 105.0
     assert bound_s(mark_of(Phase.SAVE, first_step_done=first_step_done), OPTIONS) == 400.0
     assert bound_s(mark_of(Phase.END, first_step_done=first_step_done), OPTIONS) == 10.0
     for phase in BEFORE:

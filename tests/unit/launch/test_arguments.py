@@ -38,6 +38,7 @@ def test_one_of_two_hosts() -> None:
     assert orders.environment == {
         "ELASTICTRAIN_LAUNCHER": "77",
         "ELASTICTRAIN_GENERATION": "7",
+        "ELASTICTRAIN_STORE_HOST": "a",
         "ELASTICTRAIN_RESTARTED": "1",
         "ELASTICTRAIN_LAUNCH_FOLDER": "/tmp/x/generation-7",
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",

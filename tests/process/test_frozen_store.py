@@ -1,0 +1,62 @@
+"""The host of the store that ranks meet through is frozen: each rank ends in time, and names it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from torchruns import REPOSITORY, TINY, environment
+
+LIMIT_S = 5.0
+STARTS_WITHIN_S = 60.0
+_SERVER = """
+import sys, time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+while not store.check(["elastictrain/hello/1"]):
+    time.sleep(0.01)
+print("met", flush=True)
+time.sleep(1000)
+"""
+
+
+@contextmanager
+def store_server() -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """A process with the store, and the port."""
+    with subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            yield server, int(server.stdout.readline())
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize("when", ["before it is reached", "in the middle of the agreement"])
+def test_a_rank_whose_store_is_frozen_ends_in_time_and_names_it(when: str, tmp_path: Path) -> None:
+    with store_server() as (server, port):
+        assert server.stdout is not None
+        if when.startswith("before"):
+            os.kill(server.pid, signal.SIGSTOP)
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-m", "elastictrain.run", *TINY, f"run.dir={tmp_path}/run"]
+        command += [f"fault.rendezvous_timeout_s={LIMIT_S}", f"checkpoint.memory_dir={tmp_path}"]
+        rank = subprocess.Popen(command, cwd=tmp_path, env=environment(variables), stderr=subprocess.PIPE, text=True)
+        if when.startswith("in"):
+            assert server.stdout.readline() == "met\n"
+            os.kill(server.pid, signal.SIGSTOP)
+        began_s = time.monotonic()
+        _, said = rank.communicate(timeout=STARTS_WITHIN_S + LIMIT_S)
+        seconds = time.monotonic() - began_s
+    assert rank.returncode == 71, said
+    assert f"127.0.0.1:{port}" in said
+    assert "Traceback" not in said
+    assert "File " not in said
+    if when.startswith("in"):
+        assert seconds < 3 * LIMIT_S
