@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.memory.budget import HostMemory
+from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.memory.layout import RankDigests, written_items
 from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import SnapshotSource
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
-from elastictrain.checkpoint.peers.keeping import ReplicaSlots, choose_replica_slot
+from elastictrain.checkpoint.peers.keeping import RefusedError, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.peers.requests import Put, key_of
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.peers.wire import FRAME_BYTES
@@ -428,3 +429,25 @@ def test_closing_while_connections_are_there(tmp_path: Path) -> None:
         assert all(closed)
         with pytest.raises(TransientStorageError, match="refused"):
             idle.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
+
+
+def test_a_replica_whose_slot_was_removed_while_it_came_is_refused(tmp_path: Path) -> None:
+    """Ranks were shared out anew, and again: nobody would find the file that it came into."""
+    put, data = put_of(facts_of())
+    replicas = ReplicaSlots(str(tmp_path), run=RUN)
+    replicas.set_kept([0])
+    position = 0
+
+    def receive(part: memoryview) -> int:
+        nonlocal position
+        if position == 0:
+            replicas.set_kept([])
+            replicas.drop_others()
+            replicas.set_kept([0])
+        data.read_into(part, start=position)
+        position += len(part)
+        return len(part)
+
+    with pytest.raises(RefusedError):
+        replicas.take(put, go=lambda: None, receive=receive)
+    assert look(str(tmp_path), host=0) == []
