@@ -70,18 +70,23 @@ _FAULT_OF_CODE = {
     **dict.fromkeys(
         (
             "BadDigest",
+            "ContainerBeingDeleted",
             "ConditionalRequestConflict",
             "IncompleteBody",
             "InternalError",
             "OperationAborted",
             "RequestLimitExceeded",
             "RequestTimeout",
+            "ServerBusy",
             "ServiceUnavailable",
             "SlowDown",
             "Throttling",
             "ThrottlingException",
             "TooManyRequests",
             "XAmzContentSHA256Mismatch",
+            "backendError",
+            "rateLimitExceeded",
+            "userRateLimitExceeded",
         ),
         Fault.TRANSIENT,
     ),
@@ -191,6 +196,8 @@ def _answer_of(error: BaseException) -> tuple[str | None, int | None]:
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return code, status if isinstance(status, int) else None
     named = getattr(error, "error_code", None)
+    # The codes of Azure are an enum, which is text but is not found as such.
+    named = getattr(named, "value", named)
     for attribute in ("status_code", "status", "code"):
         value = str(getattr(error, attribute, ""))
         if value.isdecimal() and 400 <= int(value) < 600:

@@ -1,4 +1,4 @@
-"""Requests to any service that fsspec knows (gs://, az://, memory://, ...).
+"""Requests to any other service that fsspec knows (memory://, sftp://, ...).
 
 Whether a write is atomic is up to the service: object stores are, file servers (sftp, smb, hdfs) show a file while it grows.
 """
@@ -12,7 +12,7 @@ from typing import IO, Protocol
 from elastictrain.storage.s3 import request_timeout_s
 from elastictrain.storage.store import ObjectInfo
 
-_BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 16 << 20
 
 
 class _FileSystem(Protocol):
@@ -65,7 +65,7 @@ class FilesystemBackend:
         return not self._memory and self.get(path, start=0, end=None) == data
 
     def begin(self, path: str) -> "_Upload":
-        return _MemoryUpload(self, path) if self._memory else _FileUpload(self._files.open(path, "wb", block_size=_BLOCK_BYTES))
+        return _MemoryUpload(self, path) if self._memory else FileUpload(self._files.open(path, "wb", block_size=BLOCK_BYTES))
 
     def info(self, path: str) -> ObjectInfo:
         with self._request(0) as bound:
@@ -118,8 +118,8 @@ class _MemoryUpload:
         self._parts.clear()
 
 
-class _FileUpload:
-    """fsspec's file for writing: a resumable upload (gs) or staged blocks (az), completed by `close`."""
+class FileUpload:
+    """fsspec's file for writing: in gcsfs a resumable upload, completed by `close`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -136,7 +136,7 @@ class _FileUpload:
         self._file.closed = True  # type: ignore[misc]
 
 
-_Upload = _MemoryUpload | _FileUpload
+_Upload = _MemoryUpload | FileUpload
 
 
 def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:

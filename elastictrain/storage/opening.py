@@ -12,8 +12,10 @@ from elastictrain.storage.remote import RemoteStore
 from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.store import Store
 
-_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 _S3 = ("s3", "s3a")
+_GCS = ("gs", "gcs")
+_AZURE = ("az", "abfs", "abfss")
 
 T = TypeVar("T")
 
@@ -41,6 +43,14 @@ def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
             from elastictrain.storage.s3 import S3Backend
 
             return S3Backend(answer_timeout_s=options.answer_timeout_s)
+        if protocol in _GCS:
+            from elastictrain.storage.gcs import GcsBackend
+
+            return GcsBackend(answer_timeout_s=options.answer_timeout_s)
+        if protocol in _AZURE:
+            from elastictrain.storage.azure import AzureBackend
+
+            return AzureBackend(url, answer_timeout_s=options.answer_timeout_s)
         from elastictrain.storage.filesystem import FilesystemBackend
 
         return FilesystemBackend(protocol, url, answer_timeout_s=options.answer_timeout_s)
@@ -123,8 +133,9 @@ def check_writable(store: Store) -> None:
         except ObjectExistsError:
             return
         raise PermanentStorageError(
-            f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores If-None-Match, so a "
-            "checkpoint could be replaced unnoticed; use another service or a newer version of it"
+            f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores the condition "
+            "(If-None-Match, or ifGenerationMatch=0), so a checkpoint could be replaced unnoticed; use another service or a "
+            "newer version of it"
         )
     finally:
         store.delete(key)

@@ -25,8 +25,9 @@ T = TypeVar("T")
 class RemoteStore:
     """Objects below a URL of a service. See `Store` for what each method promises.
 
-    Its connections do not survive a fork, so each process gets its own. Only on S3 an object keeps the mark of its creator:
-    elsewhere two creators of the same bytes may both succeed, so who must know that it alone won writes something of its own.
+    Its connections do not survive a fork, so each process gets its own. On S3, Google Cloud and Azure an object keeps the mark
+    of its creator: elsewhere two creators of the same bytes may both succeed, so who must know that it alone won writes
+    something of its own.
     """
 
     def __init__(self, root: str, *, url: str, backend: Callable[[], Backend], retrying: Retrying) -> None:

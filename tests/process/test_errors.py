@@ -115,7 +115,10 @@ def test_disk_that_fills_up_during_the_run(full_disk: Path, host: RefusingHost, 
     assert not [name for name in files_in(full_disk) if "safetensors" in name]
 
 
-@pytest.mark.parametrize(("package", "url", "extra"), [("s3fs", "s3://bucket/run", "s3"), ("gcsfs", "gs://bucket/run", "gcs")])
+@pytest.mark.parametrize(
+    ("package", "url", "extra"),
+    [("s3fs", "s3://bucket/run", "s3"), ("gcsfs", "gs://bucket/run", "gcs"), ("adlfs", "az://bucket/run", "azure")],
+)
 def test_missing_extra(package: str, url: str, extra: str, host: RefusingHost, tmp_path: Path) -> None:
     (tmp_path / "blocked" / package).mkdir(parents=True)
     (tmp_path / "blocked" / package / "__init__.py").write_text(f"raise ImportError('no {package} here')\n")

@@ -21,7 +21,7 @@ from elastictrain.preflight.verdict import Verdict
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Packages that must be the same everywhere: ranks speak their protocols with each other."""
 
-OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "safetensors", "transformers", "tokenizers")
+OTHERS = ("numpy", "xxhash", "fsspec", "s3fs", "gcsfs", "adlfs", "safetensors", "transformers", "tokenizers")
 """Packages in which a difference may change results, or what works, on one host only."""
 
 _MOST_FILES = 4000

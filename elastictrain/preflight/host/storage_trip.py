@@ -195,6 +195,8 @@ def _credentials(url: str) -> str:
         return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
     if protocol in ("gs", "gcs"):
         return "set GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
+    if protocol in ("az", "abfs", "abfss"):
+        return "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY,"
     return f"set credentials for {protocol}://"
 
 
@@ -202,6 +204,8 @@ def _bucket(url: str) -> str:
     protocol, _, rest = url.partition("://")
     bucket = rest.partition("/")[0]
     making = {"s3": "aws s3 mb s3://", "s3a": "aws s3 mb s3://", "gs": "gcloud storage buckets create gs://"}.get(protocol)
+    if protocol in ("az", "abfs", "abfss"):
+        making = "az storage container create --name "
     return f"`{making}{bucket}`, or correct run.dir" if making else f"create {bucket}, or correct run.dir"
 
 

@@ -75,7 +75,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     command = [
-        *_with_death_signal(program),
+        *with_death_signal(program),
         "-logtostderr=true",
         "server",
         f"-dir={data}",
@@ -108,7 +108,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
         process.wait()
 
 
-def _with_death_signal(program: str) -> list[str]:
+def with_death_signal(program: str) -> list[str]:
     """The server must not outlive a test run that is killed."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "KILL", program] if setpriv else [program]

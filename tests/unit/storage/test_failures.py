@@ -1,4 +1,5 @@
 import errno
+from enum import Enum
 
 import pytest
 
@@ -37,6 +38,22 @@ def caused(error: Exception, cause: Exception) -> Exception:
     return error
 
 
+class AzureCode(str, Enum):  # noqa: UP042  # as azure-storage-blob has them: found by their value, not by their text
+    CONTAINER_NOT_FOUND = "ContainerNotFound"
+    CONTAINER_BEING_DELETED = "ContainerBeingDeleted"
+    BLOB_NOT_FOUND = "BlobNotFound"
+    SERVER_BUSY = "ServerBusy"
+
+
+class AzureError(Exception):
+    """An error of a client that keeps code and status side by side."""
+
+    def __init__(self, code: str, status: int) -> None:
+        super().__init__(str(code))
+        self.error_code = code
+        self.status_code = status
+
+
 @pytest.mark.parametrize(
     ("error", "fault"),
     [
@@ -60,6 +77,12 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (caused(OSError(errno.EBUSY, "slow"), ClientError("SlowDown", 503)), Fault.TRANSIENT),
         (caused(FileNotFoundError(), ClientError("NoSuchBucket", 404)), Fault.NO_BUCKET),
         (caused(ClientPayloadError(), ContentLengthError()), Fault.TRANSIENT),
+        (AzureError(AzureCode.CONTAINER_NOT_FOUND, 404), Fault.NO_BUCKET),
+        (AzureError(AzureCode.BLOB_NOT_FOUND, 404), Fault.NOT_FOUND),
+        (AzureError(AzureCode.CONTAINER_BEING_DELETED, 409), Fault.TRANSIENT),
+        (AzureError(AzureCode.SERVER_BUSY, 503), Fault.TRANSIENT),
+        (AzureError("rateLimitExceeded", 403), Fault.TRANSIENT),
+        (AzureError("forbidden", 403), Fault.DENIED),
         (HttpError(503), Fault.TRANSIENT),
         (HttpError(412), Fault.EXISTS),
         (HttpError(400), Fault.PERMANENT),

@@ -1,0 +1,146 @@
+"""Requests to Azure Blob Storage through the client of adlfs.
+
+adlfs takes account and credentials from the environment: AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME with
+AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN, AZURE_STORAGE_CLIENT_ID (and _SECRET, _TENANT_ID), or what azure-identity
+finds: a managed identity, `az login`.
+"""
+
+import base64
+import io
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar, cast
+
+from elastictrain.storage.s3 import CONNECT_TIMEOUT_S, request_timeout_s
+from elastictrain.storage.store import ObjectInfo
+
+_MARK = "elastictrain_creator"
+"""The service takes no hyphens in names of metadata."""
+
+_FOLDER_MARK = "hdi_isfolder"
+
+T = TypeVar("T")
+
+
+class AzureBackend:
+    """See `Backend`."""
+
+    def __init__(self, url: str, *, answer_timeout_s: float) -> None:
+        import fsspec
+
+        self._answer_timeout_s = answer_timeout_s
+        try:
+            self._files: Any = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)[0]
+        except ValueError as error:
+            raise PermissionError(
+                "no storage account and credentials in the environment; set AZURE_STORAGE_CONNECTION_STRING, or "
+                f"AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY ({error})"
+            ) from error
+        # Ours are the only retries.
+        self._once = {"retry_total": 0, "connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": answer_timeout_s}
+
+    @property
+    def parallel(self) -> int:
+        return 4
+
+    def get(self, path: str, *, start: int, end: int | None) -> bytes:
+        where = {"offset": start, "length": None if end is None else end - start} if (start, end) != (0, None) else {}
+
+        async def fetch() -> bytes:
+            stream = await self._blob(path).download_blob(**where, **self._once)
+            return cast(bytes, await stream.readall())
+
+        return self._wait(fetch, 1 << 30 if end is None else end - start)
+
+    def put(self, path: str, data: bytes) -> None:
+        self.send(path, "upload_blob", data, overwrite=True)
+
+    def create(self, path: str, data: bytes, *, mark: str) -> None:
+        # Not to overwrite is `If-None-Match: *`.
+        self.send(path, "upload_blob", data, overwrite=False, metadata={_MARK: mark})
+
+    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
+        metadata: dict[str, str] = self.call(path, "get_blob_properties").metadata or {}
+        return metadata.get(_MARK) == mark
+
+    def begin(self, path: str) -> "AzureUpload":
+        return AzureUpload(self, path)
+
+    def info(self, path: str) -> ObjectInfo:
+        found = self.call(path, "get_blob_properties")
+        if _is_folder(found.metadata):
+            raise FileNotFoundError(path)
+        return ObjectInfo(path, int(found.size), found.last_modified.timestamp())
+
+    def find(self, folder: str) -> Iterable[ObjectInfo]:
+        container, _, prefix = folder.partition("/")
+
+        async def gather() -> list[ObjectInfo]:
+            client = self._files.service_client.get_container_client(container)
+            blobs = client.list_blobs(name_starts_with=prefix, include=["metadata"], **self._once)
+            return [
+                ObjectInfo(f"{container}/{blob.name}", int(blob.size), blob.last_modified.timestamp())
+                async for blob in blobs
+                if not blob.name.endswith("/") and not _is_folder(blob.metadata)
+            ]
+
+        return self._wait(gather, 0)
+
+    def remove(self, path: str) -> None:
+        self.call(path, "delete_blob")
+
+    def call(self, path: str, method: str, *arguments: object, num_bytes: int = 0, **options: object) -> Any:
+        """One request about one object, tried once."""
+
+        async def request() -> object:
+            return await getattr(self._blob(path), method)(*arguments, **options, **self._once)
+
+        return self._wait(request, num_bytes)
+
+    def send(self, path: str, method: str, data: bytes, **options: object) -> None:
+        """The same with a body."""
+        # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
+        self.call(path, method, data=io.BytesIO(data), length=len(data), num_bytes=len(data), **options)
+
+    def _blob(self, path: str) -> Any:
+        container, _, key = path.partition("/")
+        return self._files.service_client.get_blob_client(container=container, blob=key)
+
+    def _wait(self, request: Callable[[], Awaitable[T]], num_bytes: int) -> T:
+        from fsspec.asyn import sync
+
+        bound_s = request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
+        return cast(T, sync(self._files.loop, request, timeout=bound_s))
+
+
+class AzureUpload:
+    """Blocks, which nobody sees before the list of them is sent. See `Upload`."""
+
+    def __init__(self, backend: AzureBackend, path: str) -> None:
+        self._backend = backend
+        self._path = path
+        # Blocks of another upload to the same object have other names, all of one length.
+        self._name = secrets.token_hex(8)
+        self._numbers: set[int] = set()
+
+    def put_part(self, number: int, data: bytes) -> None:
+        self._backend.send(self._path, "stage_block", data, block_id=self._block(number))
+        self._numbers.add(number)
+
+    def finish(self, total_bytes: int) -> None:
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(self._block(number)) for number in sorted(self._numbers)]
+        # Sent again it names the same blocks, which then are the object's.
+        self._backend.call(self._path, "commit_block_list", blocks)
+
+    def abort(self) -> None:
+        """Nothing: the service forgets blocks that no list names after a week."""
+
+    def _block(self, number: int) -> str:
+        return base64.urlsafe_b64encode(f"{self._name}-{number:08d}".encode()).decode()
+
+
+def _is_folder(metadata: dict[str, str] | None) -> bool:
+    """A folder of an account with a hierarchical namespace."""
+    return any(name.lower() == _FOLDER_MARK and value == "true" for name, value in (metadata or {}).items())

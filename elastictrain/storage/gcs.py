@@ -1,0 +1,161 @@
+"""Requests to Google Cloud Storage through its JSON API, with the credentials and connections of gcsfs.
+
+gcsfs (google-auth) takes credentials from the environment and the machine: GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth
+application-default login`, the metadata service; without any it is anonymous. STORAGE_EMULATOR_HOST is another address.
+"""
+
+import io
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any, cast
+from urllib.parse import quote
+
+from elastictrain.storage.filesystem import BLOCK_BYTES, FileUpload
+from elastictrain.storage.s3 import request_timeout_s
+from elastictrain.storage.store import ObjectInfo
+
+_MARK = "elastictrain-creator"
+_FIELDS = "items(name,size,updated),nextPageToken"
+
+
+class GcsAnswerError(Exception):
+    """The service refused a request. `storage.failures` reads `status` and `error_code`."""
+
+    def __init__(self, status: int, error_code: str, message: str) -> None:
+        super().__init__(f"{message or error_code} (HTTP {status})")
+        self.status = status
+        self.error_code = error_code
+
+
+class GcsBackend:
+    """See `Backend`."""
+
+    def __init__(self, *, answer_timeout_s: float) -> None:
+        # Not the class that fsspec would choose: that one asks for the kind of the bucket by gRPC before each request, which an
+        # emulator does not answer and a person's rights may not allow.
+        from gcsfs.core import GCSFileSystem
+
+        self._answer_timeout_s = answer_timeout_s
+        self._files: Any = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
+
+    @property
+    def parallel(self) -> int:
+        return 1
+
+    def get(self, path: str, *, start: int, end: int | None) -> bytes:
+        headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if (start, end) != (0, None) else {}
+        expected = 1 << 30 if end is None else end - start
+        return self._ask("GET", f"download/storage/v1/{_object(path)}", {"alt": "media"}, headers=headers, num_bytes=expected)
+
+    def put(self, path: str, data: bytes) -> None:
+        bucket, key = _split(path)
+        headers = {"Content-Type": "application/octet-stream"}
+        self._ask("POST", _uploads(bucket), {"uploadType": "media", "name": key}, headers=headers, data=data, in_bucket=True)
+
+    def create(self, path: str, data: bytes, *, mark: str) -> None:
+        bucket, key = _split(path)
+        boundary = secrets.token_hex(16)
+        about = json.dumps({"name": key, "metadata": {_MARK: mark}})
+        head = f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n"
+        middle = f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+        body = b"".join((head.encode(), middle.encode(), data, f"\r\n--{boundary}--".encode()))
+        headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
+        # Generation 0 is that of an object which is not there.
+        asked = {"uploadType": "multipart", "ifGenerationMatch": "0"}
+        self._ask("POST", _uploads(bucket), asked, headers=headers, data=body, in_bucket=True)
+
+    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
+        metadata = self._describe(path).get("metadata")
+        return isinstance(metadata, dict) and metadata.get(_MARK) == mark
+
+    def begin(self, path: str) -> FileUpload:
+        return FileUpload(self._files.open(path, "wb", block_size=BLOCK_BYTES))
+
+    def info(self, path: str) -> ObjectInfo:
+        return _info(path, self._describe(path))
+
+    def find(self, folder: str) -> Iterable[ObjectInfo]:
+        bucket, prefix = _split(folder)
+        asked = {"prefix": prefix, "fields": _FIELDS}
+        while True:
+            page = json.loads(self._ask("GET", f"storage/v1/b/{quote(bucket, safe='')}/o", asked, in_bucket=True))
+            for item in page.get("items", []):
+                if not item["name"].endswith("/"):
+                    yield _info(f"{bucket}/{item['name']}", item)
+            if not page.get("nextPageToken"):
+                return
+            asked["pageToken"] = page["nextPageToken"]
+
+    def remove(self, path: str) -> None:
+        self._ask("DELETE", f"storage/v1/{_object(path)}", {})
+
+    def _describe(self, path: str) -> Mapping[str, object]:
+        return cast(Mapping[str, object], json.loads(self._ask("GET", f"storage/v1/{_object(path)}", {})))
+
+    def _ask(
+        self,
+        method: str,
+        where: str,
+        asked: Mapping[str, str],
+        *,
+        headers: Mapping[str, str] | None = None,
+        data: bytes = b"",
+        num_bytes: int = 0,
+        in_bucket: bool = False,
+    ) -> bytes:
+        """One request, tried once. `in_bucket`: no object need be there, so what is not found is the bucket."""
+        from fsspec.asyn import sync
+        from yarl import URL
+
+        files = self._files
+        url = f"{files._location}/{where}"
+
+        async def request() -> bytes:
+            session = await files._set_session()
+            signed = files._get_headers(dict(headers or {}))
+            # The path is quoted already; keys may have any character in them.
+            address = URL(url, encoded=True).update_query(asked)
+            # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
+            body = io.BytesIO(data) if data else None
+            async with session.request(method, address, headers=signed, data=body, timeout=None) as answer:
+                content = await answer.read()
+                if answer.status >= 400:
+                    raise _refusal(answer.status, content, in_bucket=in_bucket)
+            return cast(bytes, content)
+
+        bound_s = request_timeout_s(max(num_bytes, len(data)), answer_timeout_s=self._answer_timeout_s)
+        return cast(bytes, sync(files.loop, request, timeout=bound_s))
+
+
+def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:
+    """What the service says of it: a JSON object, or text where something on the way answers."""
+    text = content.decode(errors="replace").strip()
+    try:
+        said = json.loads(text)["error"]
+        message = str(said["message"])
+        code = str(said["errors"][0]["reason"]) if said.get("errors") else ""
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        message, code = text.partition("\n")[0][:200], ""
+    if status == 404 and (in_bucket or "bucket does not exist" in message):
+        code = "NoSuchBucket"
+    return GcsAnswerError(status, code, message)
+
+
+def _split(path: str) -> tuple[str, str]:
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def _object(path: str) -> str:
+    bucket, key = _split(path)
+    return f"b/{quote(bucket, safe='')}/o/{quote(key, safe='')}"
+
+
+def _uploads(bucket: str) -> str:
+    return f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
+
+
+def _info(path: str, item: Mapping[str, object]) -> ObjectInfo:
+    return ObjectInfo(path, int(str(item.get("size", 0))), datetime.fromisoformat(str(item["updated"])).timestamp())
