@@ -126,7 +126,16 @@ def test_a_bucket_that_refuses_for_good_ends_the_run(store: Store, s3_proxy: Fau
 
     s3_proxy.follow(saves)
     arguments = ("train.steps=100000", "task.pause_s=0.01", "checkpoint.max_failed_saves=2")
-    code, output = run(store.url, *arguments, endpoint=s3_proxy.endpoint, folder=tmp_path)
+    code, output = alone(
+        (*ARGUMENTS, f"run.dir={store.url}", *arguments),
+        folder=tmp_path / "log",
+        extra_environment=environment_for(s3_proxy.endpoint),
+    )
+    # What the bucket refused is kept, and written when it is taken.
+    assert keepers(tmp_path)
+    s3_proxy.follow(lambda _: None)
+    wait_until(lambda: not keepers(tmp_path), timeout_s=90, what="end of the keeper")
+    assert any(info.key.endswith("/manifest.json") for info in store.list("checkpoints"))
     assert code == 74, output
     assert "2 checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is 2)" in output
     assert "Traceback" not in output
