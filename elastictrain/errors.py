@@ -16,6 +16,7 @@
     │       └── StorageFullError         74  no space, or over quota
     ├── CheckpointError                  74
     │   ├── InvalidCheckpointError       74  one checkpoint is not what its manifest says
+    │   │   └── UntrustedCheckpointError 74  one checkpoint is not signed with the key that was given
     │   ├── UnknownFormatError           74  one checkpoint has a format that this release does not read
     │   ├── NoValidCheckpointError       74  remnants exist and none is valid
     │   └── SavesFailingError            74  too many failed saves in a row
@@ -144,6 +145,10 @@ class CheckpointError(ElasticTrainError):
 
 class InvalidCheckpointError(CheckpointError):
     """One checkpoint is not what its manifest says; the message names the file."""
+
+
+class UntrustedCheckpointError(InvalidCheckpointError):
+    """One checkpoint is not signed with the key that was given: it may be whole, but nobody vouches for it."""
 
 
 class UnknownFormatError(CheckpointError):

@@ -51,21 +51,38 @@ def _dispatch(parsed: argparse.Namespace) -> int:
         from elastictrain.checkpoint.commands.ls import list_checkpoints
 
         find = partial(find_in_memory, memory_dir=parsed.memory_dir)
-        return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find)
+        return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find, key_env=parsed.key_env)
     if parsed.command == "verify":
         from elastictrain.checkpoint.commands.verify import verify_checkpoints
 
-        return verify_checkpoints(parsed.url, every=parsed.all, step=parsed.step, threads=parsed.threads, as_json=parsed.json)
+        return verify_checkpoints(
+            parsed.url,
+            every=parsed.all,
+            step=parsed.step,
+            threads=parsed.threads,
+            as_json=parsed.json,
+            key_env=parsed.key_env,
+        )
+    if parsed.command == "sign":
+        from elastictrain.checkpoint.commands.sign import sign_checkpoints
+
+        return sign_checkpoints(parsed.url, step=parsed.step, threads=_THREADS, key_env=parsed.key_env)
     if parsed.command == "prune":
         return _prune(parsed)
     if parsed.command == "diff":
         from elastictrain.checkpoint.commands.diff import diff_checkpoints
 
-        return diff_checkpoints(parsed.a, parsed.b, limit=parsed.limit, as_json=parsed.json)
+        return diff_checkpoints(parsed.a, parsed.b, limit=parsed.limit, as_json=parsed.json, key_env=parsed.key_env)
     from elastictrain.checkpoint.commands.export import export_checkpoint
 
     return export_checkpoint(
-        parsed.url, to=parsed.to, out=parsed.out, step=parsed.step, dtype=parsed.dtype, task_target=parsed.task
+        parsed.url,
+        to=parsed.to,
+        out=parsed.out,
+        step=parsed.step,
+        dtype=parsed.dtype,
+        task_target=parsed.task,
+        key_env=parsed.key_env,
     )
 
 
@@ -81,6 +98,7 @@ def _prune(parsed: argparse.Namespace) -> int:
         dry_run=parsed.dry_run,
         ask=(lambda _: True) if parsed.yes else ask,
         threads=_THREADS,
+        key_env=parsed.key_env,
     )
 
 
@@ -94,6 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_prune(commands)
     _add_diff(commands)
     _add_export(commands)
+    _add_sign(commands)
+    for name, command in commands.choices.items():
+        command.add_argument(
+            "--key-env",
+            metavar="NAME",
+            default="",
+            required=name == "sign",
+            help="environment variable with the key (checkpoint.key_env of the run): what is not signed with it is refused",
+        )
     return parser
 
 
@@ -185,6 +212,17 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     exporting.add_argument(
         "--dtype", choices=("bf16", "fp32"), help="element type of the model's weights (hf: bf16; others: as stored)"
     )
+
+
+def _add_sign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    signing = commands.add_parser(
+        "sign",
+        help="sign checkpoints that are there already",
+        description="Read every byte of the checkpoints of a run, compare the digests, and sign their manifests: whoever calls "
+        "it vouches for what is there now. Exit code 0: all are signed; 74: something is damaged, or there is nothing to sign.",
+    )
+    signing.add_argument("url", metavar="URL", help=_URL)
+    signing.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (all)")
 
 
 def _count(text: str) -> int:

@@ -28,6 +28,7 @@ from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.recall import Recall, Recalled, ranks_of_files
 from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, judge
@@ -86,8 +87,11 @@ class Checkpointer:
         generation: int | None = None,
         job: JobMemory = _NOTHING,
         clock: Callable[[], float] = time.time,
+        signing: SigningKey | None = None,
     ) -> None:
-        """`generation` is that of the hosts, if a launcher started this incarnation; `job` is asked on rank 0 only."""
+        """`generation` is that of the hosts, if a launcher started this incarnation; `job` is asked on rank 0 only. `signing`,
+        the same on all ranks, signs what is saved, and nothing else is restored from storage."""
+        self._signing = signing
         self._store = store
         self._options = options
         self._group = group
@@ -102,7 +106,7 @@ class Checkpointer:
         self._saved: SaveResult | None = None
         self._listing = Listing((), begun=False)
         """As rank 0 found things before it saved."""
-        self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every)
+        self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every, signing=signing)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
         """Writes and commits a checkpoint; synchronous. Collective: yes.
@@ -126,7 +130,7 @@ class Checkpointer:
             versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
             state=state,
         )
-        options = WriterOptions(rank=self._rank, shard_bytes=int(self._options.shard_mb * 2**20))
+        options = WriterOptions(self._rank, int(self._options.shard_mb * 2**20), self._signing)
         writer = ManifestWriter(self._store, folder=folder, facts=facts, options=options)
         try:
             self._write(writer, tensors)
@@ -183,6 +187,7 @@ class Checkpointer:
             record=self._record,
             clock=self._clock,
             job=self._job,
+            signing=self._signing,
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
         if recall is not None:
@@ -233,7 +238,9 @@ class Checkpointer:
     def _try_folder(self, walk: Walk, offer: Offer, loader: Loader) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
         folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
-        manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"))
+        manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"), key=self._signing)
+        if manifest.signature and self._signing is None and self._rank == 0:
+            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", offer.folder)
         verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder)
         if isinstance(verdict, Failed):
             raise revive({"type": verdict.error, "message": verdict.message})

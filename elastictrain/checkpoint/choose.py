@@ -16,6 +16,8 @@ class Reject:
     folder: str
     file: str | None
     reason: str
+    lasting: bool = True
+    """Whether a later start is not to look at it again. It is to where only the key may be the wrong one."""
 
     def __str__(self) -> str:
         return f"{self.folder}: {self.reason}"

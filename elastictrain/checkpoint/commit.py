@@ -7,6 +7,7 @@ from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store
@@ -70,12 +71,12 @@ def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
             )
 
 
-def commit(store: Store, manifest: Manifest, *, folder: str) -> None:
-    """Creates the manifest. After an error it may be there or not.
+def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey | None = None) -> None:
+    """Creates the manifest, signed if there is a key. After an error it may be there or not.
 
     Raises: CheckpointError, StorageError.
     """
-    raw = encode_manifest(manifest)
+    raw = encode_manifest(manifest, key=signing)
     key = key_of(folder, MANIFEST_NAME)
     try:
         store.create(key, raw)

@@ -17,6 +17,7 @@ from elastictrain.checkpoint.dcp_metadata import item_of
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.layout import Item, plan_files
 from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.tensor_bytes import reader_of
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_files
 from elastictrain.errors import CheckpointError
@@ -29,6 +30,8 @@ class WriterOptions:
 
     rank: int
     shard_bytes: int
+    signing: SigningKey | None = None
+    """Signs the manifest."""
 
 
 class ManifestWriter(StorageWriter):
@@ -80,7 +83,9 @@ class ManifestWriter(StorageWriter):
             shard_bytes=self._options.shard_bytes,
             metadata={"format": "pt", "step": str(self._facts.step), "incarnation": self._facts.incarnation},
         )
-        written = write_files(self._store, files, prefix=f"{ROOT}/{self._folder}", source=open_item)
+        written = write_files(
+            self._store, files, prefix=f"{ROOT}/{self._folder}", source=open_item, sha256=self._options.signing is not None
+        )
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(planned[one.item].index, one.item.size_bytes, one) for one in written])
         return future
@@ -94,7 +99,7 @@ class ManifestWriter(StorageWriter):
             raise CheckpointError(f"planned and written tensors differ: {', '.join(lost)}")
         check_files(self._store, manifest, folder=self._folder)
         self.committing = True
-        commit(self._store, manifest, folder=self._folder)
+        commit(self._store, manifest, folder=self._folder, signing=self._options.signing)
         self.manifest = manifest
         self._end_phase("commit")
 

@@ -7,7 +7,8 @@ from elastictrain.checkpoint.choose import Reject
 from elastictrain.checkpoint.folders import FolderFacts, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.second_look import find_missing, read_twice
-from elastictrain.errors import InvalidCheckpointError
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.errors import InvalidCheckpointError, UntrustedCheckpointError
 from elastictrain.storage.store import Store
 
 
@@ -20,17 +21,19 @@ class Examined:
     reject: Reject | None
 
 
-def examine(store: Store, folder: FolderFacts) -> Examined:
-    """Whether the manifest of a folder is valid, of the folder's step, and all files are there in their sizes.
+def examine(store: Store, folder: FolderFacts, *, signing: SigningKey | None = None) -> Examined:
+    """Whether the manifest of a folder is valid, of the folder's step, and all files are there in their sizes; and, if there is
+    a key, whether it is signed with that.
 
     Raises: ObjectNotFoundError if the manifest is gone; UnknownFormatError; StorageError.
     """
     key = key_of(folder.name, MANIFEST_NAME)
     where = f"{store.url}/{key}"
     try:
-        raw, manifest = read_twice(store, key, where=where)
+        raw, manifest = read_twice(store, key, where=where, signing=signing)
     except InvalidCheckpointError as error:
-        return Examined(None, b"", Reject(folder.name, MANIFEST_NAME, str(error)))
+        lasting = not isinstance(error, UntrustedCheckpointError)
+        return Examined(None, b"", Reject(folder.name, MANIFEST_NAME, str(error), lasting=lasting))
     if manifest.step != folder.step:
         moved = f"{where} is of step {manifest.step}: files were moved"
         return Examined(manifest, raw, Reject(folder.name, MANIFEST_NAME, moved))

@@ -1,5 +1,6 @@
 """The manifest: the one object that makes a folder of files a checkpoint. Free of torch."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ class ChunkRecord:
     start: int
     size_bytes: int
     digest: str
+    sha256: str = ""
+    """Only where the manifest is signed, and its signature was checked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class FileRecord:
     digest: str
     header_bytes: int
     header_digest: str
+    header_sha256: str = ""
+    """As a chunk's: header and chunks are all of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class Manifest:
     state: Mapping[str, JsonValue]
     files: tuple[FileRecord, ...]
     tensors: Mapping[str, TensorRecord]
+    signature: str = ""
+    """Empty if it is not signed."""
 
     @property
     def size_bytes(self) -> int:
@@ -65,3 +72,13 @@ class Manifest:
 def digest_of(data: bytes | bytearray | memoryview) -> str:
     """The digest that the format uses, in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
+
+
+def sha256_of(data: bytes | bytearray | memoryview) -> str:
+    """The digest that nobody can make other bytes for, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def has_digest(data: bytes | memoryview, digest: str, *, sha256: str) -> bool:
+    """Whether these are the bytes that the manifest has; `sha256` outweighs the fast digest where it is known."""
+    return sha256_of(data) == sha256 if sha256 else digest_of(data) == digest

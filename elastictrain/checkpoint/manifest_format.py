@@ -21,7 +21,8 @@ from elastictrain.checkpoint.manifest import (
     digest_of,
 )
 from elastictrain.checkpoint.manifest_check import check_manifest
-from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError, UntrustedCheckpointError
 
 FORMAT = "elastictrain-checkpoint"
 VERSION = 1
@@ -32,10 +33,12 @@ escaped."""
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_PURPOSE = "elastictrain manifest"
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`.
+def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> bytes:
+    """The bytes of `manifest.json`; signed if there is a key, for which all chunks and headers must have their SHA-256.
 
     Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not); CheckpointError if no reader would
     take a manifest of that size.
@@ -58,6 +61,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 "digest": file.digest,
                 "header_bytes": file.header_bytes,
                 "header_digest": file.header_digest,
+                **({"header_sha256": file.header_sha256} if file.header_sha256 else {}),
             }
             for file in manifest.files
         ],
@@ -73,6 +77,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                         "start": chunk.start,
                         "bytes": chunk.size_bytes,
                         "digest": chunk.digest,
+                        **({"sha256": chunk.sha256} if chunk.sha256 else {}),
                     }
                     for chunk in tensor.chunks
                 ],
@@ -80,6 +85,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             for name, tensor in manifest.tensors.items()
         },
     }
+    if key is not None:
+        document["signature"] = key.sign(_canonical(document), purpose=_PURPOSE)
     text = _canonical(document)
     place = text.index(_ALGORITHM_KEY)
     raw = b"".join((text[:place], _stated(digest_of(text)), text[place:]))
@@ -88,10 +95,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return raw
 
 
-def parse_manifest(raw: bytes, *, where: str) -> Manifest:
-    """The manifest, if `raw` is exactly what `encode_manifest` once wrote.
+def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> Manifest:
+    """The manifest, if `raw` is exactly what `encode_manifest` once wrote, and is signed with `key` if there is one.
 
-    Raises: InvalidCheckpointError or UnknownFormatError, and nothing else, naming `where` and the reason.
+    Raises: InvalidCheckpointError, UntrustedCheckpointError or UnknownFormatError, and nothing else, naming `where` and the
+    reason.
     """
     try:
         document = parse_json(raw, limits=DOCUMENT)
@@ -117,12 +125,28 @@ def parse_manifest(raw: bytes, *, where: str) -> Manifest:
     if version != VERSION:
         # Only now: a version that was garbled is damage, like any other byte.
         raise unknown
+    if key is not None:
+        _check_signature(document, key=key, where=where)
     try:
-        manifest = _manifest(document)
+        manifest = _manifest(document, with_sha256=key is not None)
         check_manifest(manifest)
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidCheckpointError(f"{where}: {type(error).__name__}: {error}") from error
     return manifest
+
+
+def _check_signature(document: Mapping[str, object], *, key: SigningKey, where: str) -> None:
+    signature = document.get("signature")
+    if not isinstance(signature, str):
+        raise UntrustedCheckpointError(
+            f"{where}: must be signed with the key in {key.name}, but is not signed; if it is yours, sign it: "
+            f"python -m elastictrain.checkpoint sign URL --key-env {key.name}"
+        )
+    signed = _canonical({name: value for name, value in document.items() if name not in ("digest", "signature")})
+    if not key.is_signed(signed, signature, purpose=_PURPOSE):
+        raise UntrustedCheckpointError(
+            f"{where}: must be signed with the key in {key.name}, but is signed with another one, or was changed since"
+        )
 
 
 def _stated(digest: object) -> bytes:
@@ -143,7 +167,8 @@ def _canonical(document: object) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _manifest(document: Mapping[str, object]) -> Manifest:
+def _manifest(document: Mapping[str, object], *, with_sha256: bool) -> Manifest:
+    """`with_sha256`: they are vouched for, and are to be there."""
     created = document["created"]
     if isinstance(created, bool) or not isinstance(created, int | float):
         raise TypeError(f"`created` must be a number, but is {created!r}")
@@ -156,14 +181,16 @@ def _manifest(document: Mapping[str, object]) -> Manifest:
         config_digest=_text(document["config_digest"], "config_digest"),
         versions={name: _text(version, f"versions.{name}") for name, version in versions.items()},
         state=_json_mapping(document["state"]),
-        files=tuple(_file(_mapping(file, "files")) for file in _list(document["files"], "files")),
+        files=tuple(_file(_mapping(file, "files"), with_sha256=with_sha256) for file in _list(document["files"], "files")),
         tensors={
-            name: _tensor(_mapping(tensor, name), name) for name, tensor in _mapping(document["tensors"], "tensors").items()
+            name: _tensor(_mapping(tensor, name), name, with_sha256=with_sha256)
+            for name, tensor in _mapping(document["tensors"], "tensors").items()
         },
+        signature=_text(document.get("signature", ""), "signature"),
     )
 
 
-def _file(document: Mapping[str, object]) -> FileRecord:
+def _file(document: Mapping[str, object], *, with_sha256: bool) -> FileRecord:
     name = _text(document["name"], "files.name")
     if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
         raise ValueError(f"{name!r} is not a name of a shard file")
@@ -173,10 +200,11 @@ def _file(document: Mapping[str, object]) -> FileRecord:
         digest=_digest(document["digest"], name),
         header_bytes=_count(document["header_bytes"], name),
         header_digest=_digest(document["header_digest"], name),
+        header_sha256=_sha256(document["header_sha256"], name) if with_sha256 else "",
     )
 
 
-def _tensor(document: Mapping[str, object], name: str) -> TensorRecord:
+def _tensor(document: Mapping[str, object], name: str, *, with_sha256: bool) -> TensorRecord:
     chunks = [_mapping(chunk, name) for chunk in _list(document["chunks"], name)]
     return TensorRecord(
         dtype=_text(document["dtype"], name),
@@ -189,6 +217,7 @@ def _tensor(document: Mapping[str, object], name: str) -> TensorRecord:
                 start=_count(chunk["start"], name),
                 size_bytes=_count(chunk["bytes"], name),
                 digest=_digest(chunk["digest"], name),
+                sha256=_sha256(chunk["sha256"], name) if with_sha256 else "",
             )
             for chunk in chunks
         ),
@@ -215,6 +244,13 @@ def _digest(value: object, what: str) -> str:
     text = _text(value, what)
     if not _DIGEST.fullmatch(text):
         raise ValueError(f"{what}: {text!r} is not a digest")
+    return text
+
+
+def _sha256(value: object, what: str) -> str:
+    text = _text(value, what)
+    if not _SHA256.fullmatch(text):
+        raise ValueError(f"{what}: {text!r} is not a SHA-256")
     return text
 
 

@@ -9,8 +9,15 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.retention import Deletion, plan_retention
 from elastictrain.checkpoint.second_look import find_missing, is_there, read_twice
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import list_checkpoints
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError, UnknownFormatError
+from elastictrain.errors import (
+    InvalidCheckpointError,
+    ObjectNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UntrustedCheckpointError,
+)
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -19,7 +26,9 @@ logger = logging.getLogger(__name__)
 class Pruner:
     """Deletes superseded checkpoints; reads each manifest once."""
 
-    def __init__(self, store: Store, *, keep_last: int, keep_every: int) -> None:
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int, signing: SigningKey | None = None) -> None:
+        """With a key, checkpoints that are not signed with it are neither counted nor deleted."""
+        self._signing = signing
         self._store = store
         self._keep_last = keep_last
         self._keep_every = keep_every
@@ -85,8 +94,8 @@ class Pruner:
 
     def _read(self, folder: str) -> Manifest | None:
         try:
-            return read_manifest(self._store, folder)
-        except UnknownFormatError as error:
+            return read_manifest(self._store, folder, signing=self._signing)
+        except (UnknownFormatError, UntrustedCheckpointError) as error:
             logger.warning("left alone: %s", error)
             self._unknown.add(folder)
             return None
@@ -97,10 +106,15 @@ class Pruner:
         logger.info("deleted %s %s", "checkpoint" if deletion.committed else "remnant", deletion.folder)
 
 
-def read_manifest(store: Store, folder: str) -> Manifest | None:
-    """The manifest of a folder, or None if it is not a valid one. Raises: UnknownFormatError, StorageError."""
+def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = None) -> Manifest | None:
+    """The manifest of a folder, or None if it is not a valid one.
+
+    Raises: UnknownFormatError; UntrustedCheckpointError if it is not signed with the key that is given; StorageError.
+    """
     key = key_of(folder, MANIFEST_NAME)
     try:
-        return read_twice(store, key, where=f"{store.url}/{key}")[1]
+        return read_twice(store, key, where=f"{store.url}/{key}", signing=signing)[1]
+    except UntrustedCheckpointError:
+        raise
     except (InvalidCheckpointError, ObjectNotFoundError):
         return None

@@ -15,6 +15,7 @@ from torch.futures import Future
 from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest
 from elastictrain.checkpoint.second_look import read_twice
+from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.tensor_bytes import tensor_over
 from elastictrain.checkpoint.verified_read import Folder, plain_buffer, read_chunks
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
@@ -45,15 +46,21 @@ def _buffers_for_device() -> Callable[[int], memoryview]:
 class ManifestReader(StorageReader):
     """Reads the tensors of one checkpoint, each byte verified before it reaches a tensor."""
 
-    def __init__(self, folder: Folder, *, manifest: Manifest | None = None) -> None:
+    def __init__(self, folder: Folder, *, manifest: Manifest | None = None, signing: SigningKey | None = None) -> None:
+        self._signing = signing
         self._folder = folder
         self._manifest = manifest
         self.bytes_read = 0
 
     @classmethod
-    def at(cls, url: str) -> "ManifestReader":
-        """The checkpoint in the folder `url`, such as `s3://bucket/run/checkpoints/step-000000400`."""
-        return cls(Folder(open_store(url), ""))
+    def at(cls, url: str, *, key_env: str = "") -> "ManifestReader":
+        """The checkpoint in the folder `url`, such as `s3://bucket/run/checkpoints/step-000000400`.
+
+        With `key_env`, the name of an environment variable with the run's key, it must be signed with that.
+
+        Raises: ValueError if that variable holds no key.
+        """
+        return cls(Folder(open_store(url), ""), signing=load_key(key_env))
 
     @property
     def manifest(self) -> Manifest:
@@ -64,7 +71,9 @@ class ManifestReader(StorageReader):
         if self._manifest is None:
             url = self._folder.url(MANIFEST_NAME)
             try:
-                _, self._manifest = read_twice(self._folder.store, f"{self._folder.prefix}{MANIFEST_NAME}", where=url)
+                _, self._manifest = read_twice(
+                    self._folder.store, f"{self._folder.prefix}{MANIFEST_NAME}", where=url, signing=self._signing
+                )
             except ObjectNotFoundError as error:
                 raise InvalidCheckpointError(f"{url} is not there: this is no checkpoint, or not a whole one") from error
         return self._manifest

@@ -8,6 +8,7 @@ from elastictrain.checkpoint.choose import Reject, missing_files
 from elastictrain.checkpoint.folders import FolderFacts, key_of
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import Readable
 from elastictrain.errors import (
     CheckpointError,
@@ -22,15 +23,16 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
-def read_twice(store: Readable, key: str, *, where: str) -> tuple[bytes, Manifest]:
+def read_twice(store: Readable, key: str, *, where: str, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes; read again if it is wrong, as a transfer can garble what is whole in the store.
 
-    Raises: InvalidCheckpointError or UnknownFormatError, if it is so twice; ObjectNotFoundError; StorageError.
+    Raises: InvalidCheckpointError (UntrustedCheckpointError where there is a key) or UnknownFormatError, if it is so twice;
+    ObjectNotFoundError; StorageError.
     """
     try:
-        return _read(store, key, where=where)
+        return _read(store, key, where=where, signing=signing)
     except (CheckpointError, ObjectNotFoundError) as error:
-        found = _read(store, key, where=where)
+        found = _read(store, key, where=where, signing=signing)
         logger.warning("read wrong once, and right again: %s", error)
         return found
 
@@ -61,9 +63,9 @@ def is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _read(store: Readable, key: str, *, where: str) -> tuple[bytes, Manifest]:
+def _read(store: Readable, key: str, *, where: str, signing: SigningKey | None) -> tuple[bytes, Manifest]:
     try:
         raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
     except ObjectTooLargeError as error:
         raise InvalidCheckpointError(str(error)) from error
-    return raw, parse_manifest(raw, where=where)
+    return raw, parse_manifest(raw, where=where, key=signing)

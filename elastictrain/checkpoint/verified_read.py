@@ -11,7 +11,7 @@ from typing import Protocol
 
 import xxhash
 
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, digest_of
+from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.spans import Span, plan_spans
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
@@ -132,7 +132,8 @@ def _read_range(folder: Folder, span: Span, data: memoryview) -> None:
 
 def _mismatch(span: Span, data: memoryview) -> ChunkRecord | None:
     for chunk in span.chunks:
-        if digest_of(data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes]) != chunk.digest:
+        piece = data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes]
+        if not has_digest(piece, chunk.digest, sha256=chunk.sha256):
             return chunk
     return None
 
@@ -150,7 +151,7 @@ def verify_headers(folder: Folder, manifest: Manifest, *, files: Sequence[FileRe
 def _check_header(folder: Folder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
     head = _read(folder, file, 0, file.header_bytes)
     where = folder.url(file.name)
-    if digest_of(head) != file.header_digest:
+    if not has_digest(head, file.header_digest, sha256=file.header_sha256):
         raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
     try:
         check_shard_header(head, file=file, chunks=placed, where=where)

@@ -23,6 +23,7 @@ from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
@@ -65,7 +66,10 @@ class Walk:
         record: Callable[[Event], None],
         clock: Callable[[], float],
         job: JobMemory = _NOTHING,
+        signing: SigningKey | None = None,
     ) -> None:
+        """With a key only checkpoints that are signed with it are proposed."""
+        self._signing = signing
         self._store = store
         self._job = job
         self._on_invalid = on_invalid
@@ -109,10 +113,13 @@ class Walk:
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:
-        """Quarantines a folder: it is kept, and never considered again."""
+        """Quarantines a folder: it is kept, and never considered again. Where only the key may be wrong, this walk alone passes
+        it over."""
         self._rejected.append(reject)
         logger.warning("checkpoint rejected: %s", reject)
         self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+        if not reject.lasting:
+            return
         mark = encode_mark({"reason": reject.reason, "file": reject.file, **self._signed()})
         try:
             self._store.write(key_of(reject.folder, QUARANTINE_NAME), mark)
@@ -143,7 +150,7 @@ class Walk:
     def _examine(self, decision: Resume) -> bytes | Reject:
         folder = decision.folder.name
         try:
-            found = examine(self._store, decision.folder)
+            found = examine(self._store, decision.folder, signing=self._signing)
         except ObjectNotFoundError:
             return Reject(folder, MANIFEST_NAME, f"{self._store.url}/{key_of(folder, MANIFEST_NAME)} is gone")
         return found.raw if found.reject is None else found.reject

@@ -42,5 +42,9 @@ class CheckpointGroup:
     max_failed_saves: Annotated[int, Range(1)] = 3
     """Failed saves in a row after which the run stops."""
 
+    key_env: str = ""
+    """Environment variable that holds a secret of at least 32 bytes: manifests are signed with it, and nothing that is not is
+    restored from storage. Empty for none."""
+
     shard_mb: Annotated[float, Range(1.0)] = 4096.0
     """Size at which a rank begins another shard file (2^20 bytes)."""

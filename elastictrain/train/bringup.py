@@ -44,6 +44,7 @@ from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.preflight import RunPreflight
 from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
 from elastictrain.train.samples import Samples, open_samples
+from elastictrain.train.signing import signing_key
 from elastictrain.train.state_size import Memory, Spread, judge_fit, measure_state
 from elastictrain.train.task import HasBlocks, Task
 
@@ -168,6 +169,7 @@ class _Own:
 
 def _check_alone(config: RunConfig, identity: Identity) -> _Own:
     """What can be checked without another rank; plans the environment, too. Raises: ElasticTrainError."""
+    signing_key(config)
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
     if why_cpu and identity.local_rank == 0:
         logger.warning("the CPU is used, and no GPU: %s", why_cpu)

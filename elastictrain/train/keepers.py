@@ -70,6 +70,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
         flush_s=config.telemetry.flush_s,
         grace_s=config.fault.shutdown_grace_s,
         versions=versions,
+        key_env=options.key_env,
     )
     ranks: list[JsonValue] = list(identity.host_ranks)
     link = KeeperLink(

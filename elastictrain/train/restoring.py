@@ -13,11 +13,13 @@ from elastictrain.errors import DataError, Problem
 from elastictrain.events import Resume
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started
+from elastictrain.train.signing import agreed_key
 from elastictrain.train.state import TrainState
 
 
 def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
-    """The checkpointer of this rank."""
+    """The checkpointer of this rank. Collective: yes. Raises: ConfigError if ranks have no key, or not all the same one."""
+    signing = agreed_key(config, group=started.group.control)
     job = started.met.job.read() if identity.rank == 0 else JobMemory()
     return Checkpointer(
         started.store,
@@ -30,6 +32,7 @@ def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -
         record=started.met.journal.record,
         job=job,
         generation=identity.launcher.generation if identity.launcher is not None else None,
+        signing=signing,
     )
 
 

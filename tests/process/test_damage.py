@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from torchruns import TINY, alone, events, last_step, losses, started, wait_until
 
+from elastictrain.checkpoint.manifest import digest_of
+
 STEPS = 30
 NEWEST, BEFORE, OLDEST = (f"step-{step:09d}" for step in (30, 25, 20))
 ARGUMENTS = (
@@ -213,3 +215,31 @@ def test_a_start_waits_for_no_fifo(name: str, run_dir: Path) -> None:
     os.mkfifo(run_dir / name)
     code, output = start_again(run_dir)
     assert code == (74 if name == "config.yaml" else 0), output
+
+
+KEY_ENV = "ELASTICTRAIN_TEST_KEY"
+
+
+@pytest.mark.parametrize("buffers", [0, 2], ids=["written by the worker", "written by the saver"])
+def test_with_a_key_a_run_goes_on_from_what_it_signed(tmp_path: Path, buffers: int) -> None:
+    run_dir, secret = tmp_path / "run", {KEY_ENV: "s" * 32}
+    options = (f"checkpoint.key_env={KEY_ENV}", f"checkpoint.buffers={buffers}", "train.steps=10")
+    keyed = (*ARGUMENTS, f"run.dir={run_dir}", *options)
+    code, output = alone(keyed, folder=tmp_path)
+    assert (code, KEY_ENV in output) == (78, True), output
+    code, output = alone(keyed, folder=tmp_path, extra_environment=secret)
+    assert code == 0, output
+    newest, before = sorted((run_dir / "checkpoints").glob("step-*"))[:-3:-1]
+    manifest = json.loads((newest / "manifest.json").read_bytes())
+    assert len(manifest.pop("signature")) == 64
+    # Whoever can only write to the folder cannot sign.
+    del manifest["digest"]
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    manifest["digest"] = digest_of(text)
+    (newest / "manifest.json").write_bytes(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
+    code, output = alone(keyed, folder=tmp_path, extra_environment=secret)
+    assert code == 0, output
+    resumed = [row["checkpoint"] for row in events(run_dir, "resume") if row["step"]]
+    assert resumed == [before.name]
+    written = [file for file in tmp_path.rglob("*") if file.is_file() and file.suffix != ".safetensors"]
+    assert not any(secret[KEY_ENV].encode() in file.read_bytes() for file in written)

@@ -22,14 +22,14 @@ EXIT_DIFFERENT = 1
 T = TypeVar("T")
 
 
-def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool) -> int:
+def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_env: str = "") -> int:
     """Compares two checkpoints, of runs the newest valid ones; 0 if they are equal, 1 if not.
 
     `limit` bounds every list of names that is shown; 0 for no bound.
 
     Raises: NoValidCheckpointError; InvalidCheckpointError naming the file if bytes are damaged; StorageError.
     """
-    a, b = find_checkpoint(locate(a_url)), find_checkpoint(locate(b_url))
+    a, b = (find_checkpoint(locate(url, key_env=key_env)) for url in (a_url, b_url))
     overview = compare_manifests(a.manifest, b.manifest)
     with progress("comparing", total=overview.bytes_to_read, unit="B") as advance:
         tensors = compare_values(a, b, overview=overview, advance=advance)

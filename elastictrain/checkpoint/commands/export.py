@@ -31,7 +31,14 @@ class Format:
 
 
 def export_checkpoint(
-    url: str, *, to: str, out: str, step: int | None, dtype: str | None, task_target: str | None = None
+    url: str,
+    *,
+    to: str,
+    out: str,
+    step: int | None,
+    dtype: str | None,
+    task_target: str | None = None,
+    key_env: str = "",
 ) -> int:
     """Writes the newest valid checkpoint at `url`, or that of `step`, to `out`; goes back from one that turns out damaged.
 
@@ -42,7 +49,7 @@ def export_checkpoint(
     """
     if task_target is not None and to != "hf":
         raise UsageError(f"--task must be given with --to hf alone, but --to is {to}")
-    location = locate(url)
+    location = locate(url, key_env=key_env)
     task = exporting_task(location.run, target=task_target) if to == "hf" else None
     target = file_target(out) if to == "torch" else folder_target(out)
     chosen = _format(to, task)

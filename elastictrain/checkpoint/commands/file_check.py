@@ -1,9 +1,11 @@
 """Reads one file of a checkpoint once, from end to end, and compares every digest that the manifest has of it."""
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Event
+from typing import Protocol
 
 import xxhash
 
@@ -17,9 +19,20 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
+_SHA256_DIGITS = 64
+
+
+class _Hash(Protocol):
+    """A digest in the making."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class DigestedRange:
-    """Bytes [start, end) of a file, the digest that they must have, and what they are."""
+    """Bytes [start, end) of a file, the digest that they must have (xxh3_128 or, if it is longer, SHA-256), and what they
+    are."""
 
     start: int
     end: int
@@ -29,11 +42,16 @@ class DigestedRange:
 
 def ranges_of(file: FileRecord, placed: Sequence[PlacedChunk]) -> tuple[DigestedRange, ...]:
     """The header of a file and the chunks of tensors in it, in the order of their bytes."""
-    found = [DigestedRange(0, file.header_bytes, file.header_digest, "its header")]
+    found = [
+        DigestedRange(0, file.header_bytes, digest, "its header")
+        for digest in (file.header_digest, file.header_sha256)
+        if digest
+    ]
     for one in placed:
         start, end = one.chunk.start, one.chunk.start + one.chunk.size_bytes
-        if start < end:
-            found.append(DigestedRange(start, end, one.chunk.digest, f"{one.name} in bytes [{start}, {end})"))
+        for digest in (one.chunk.digest, one.chunk.sha256):
+            if start < end and digest:
+                found.append(DigestedRange(start, end, digest, f"{one.name} in bytes [{start}, {end})"))
     return tuple(found)
 
 
@@ -43,7 +61,7 @@ class RangeDigests:
     def __init__(self, ranges: Sequence[DigestedRange]) -> None:
         """`ranges` in the order of their starts."""
         self._waiting = list(reversed(ranges))
-        self._open: list[tuple[DigestedRange, xxhash.xxh3_128]] = []
+        self._open: list[tuple[DigestedRange, _Hash]] = []
         self._position = 0
         self.wrong: list[DigestedRange] = []
         """Ranges that have gone by with another digest."""
@@ -53,7 +71,8 @@ class RangeDigests:
         begin, end = self._position, self._position + len(piece)
         self._position = end
         while self._waiting and self._waiting[-1].start < end:
-            self._open.append((self._waiting.pop(), xxhash.xxh3_128()))
+            one = self._waiting.pop()
+            self._open.append((one, hashlib.sha256() if len(one.digest) == _SHA256_DIGITS else xxhash.xxh3_128()))
         still_open = []
         for one, digest in self._open:
             digest.update(piece[max(one.start, begin) - begin : min(one.end, end) - begin])

@@ -1,10 +1,11 @@
 """From the URL that a person gives to a run, and to the one checkpoint of it that the URL names."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.errors import ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
@@ -18,6 +19,8 @@ class Location:
 
     run: Store
     folder: str | None = None
+    signing: SigningKey | None = None
+    """The key that checkpoints must be signed with."""
 
     @property
     def url(self) -> str:
@@ -25,11 +28,19 @@ class Location:
         return f"{self.run.url}/{ROOT}"
 
 
-def locate(url: str) -> Location:
-    """What `url` means: a run's folder, its folder `checkpoints`, or one checkpoint in that.
+def locate(url: str, *, key_env: str = "") -> Location:
+    """What `url` means: a run's folder, its folder `checkpoints`, or one checkpoint in that; with the key in `key_env`.
 
-    Raises: ObjectNotFoundError if there is no run; UsageError; ConfigError; StorageError.
+    Raises: ObjectNotFoundError if there is no run; UsageError, also if `key_env` holds no key; ConfigError; StorageError.
     """
+    try:
+        signing = load_key(key_env)
+    except ValueError as error:
+        raise UsageError(f"--key-env {error}") from error
+    return replace(_locate(url), signing=signing)
+
+
+def _locate(url: str) -> Location:
     name, parent = split_url(url)
     if is_checkpoint_name(name):
         above, run_url = split_url(parent)

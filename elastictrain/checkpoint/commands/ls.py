@@ -15,13 +15,15 @@ _HEADER = ("", "name", "step", "age", "size", "world", "files", "tier", "state")
 _FIGURES = ("step", "age", "size", "world", "files")
 
 
-def list_checkpoints(url: str, *, as_json: bool, find_snapshots: FindSnapshots, clock: Callable[[], float] = time.time) -> int:
+def list_checkpoints(
+    url: str, *, as_json: bool, find_snapshots: FindSnapshots, clock: Callable[[], float] = time.time, key_env: str = ""
+) -> int:
     """Shows the checkpoints at `url`; returns the exit code.
 
     Raises: NoValidCheckpointError if `url` names a checkpoint that is not there; ObjectNotFoundError; StorageError.
     """
-    location = locate(url)
-    stored = survey(location.run, list_folders(location))
+    location = locate(url, key_env=key_env)
+    stored = survey(location, list_folders(location))
     every = merge([one.row for one in stored], find_snapshots(location.run.url))
     chosen = resume_choice(every)
     rows = [row for row in every if location.folder in (None, row.name)]
@@ -47,6 +49,7 @@ def _document(row: Row, *, resume: bool) -> JsonValue:
         "bytes": row.size_bytes,
         "world_size": row.world_size,
         "files": row.num_files,
+        "signed": row.signed,
         "resume": resume,
     }
 
@@ -77,4 +80,5 @@ def _text(rows: Sequence[Row], *, chosen: Row | None, url: str, now: float) -> s
 
 
 def _state_text(row: Row) -> str:
-    return f"{row.state.value}: {row.reason}" if row.reason else row.state.value
+    signed = ", signed" if row.signed else ""
+    return f"{row.state.value}{signed}: {row.reason}" if row.reason else f"{row.state.value}{signed}"

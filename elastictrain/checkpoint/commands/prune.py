@@ -43,13 +43,13 @@ class Plan:
         return sum(one.row.size_bytes for one in self.folders if one.name == name)
 
 
-def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads: int) -> int:
+def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads: int, key_env: str = "") -> int:
     """Deletes what `keep` does not name; returns the exit code.
 
     Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError if the newest one is not whole, and nothing is then
         deleted; StorageError, and what is then left half deleted is no checkpoint any more.
     """
-    location = locate(url)
+    location = locate(url, key_env=key_env)
     if location.folder is not None:
         raise UsageError(f"prune takes the folder of a run, but {url} is one checkpoint")
     plan = plan_deletions(location, keep=keep)
@@ -81,7 +81,7 @@ def plan_deletions(location: Location, *, keep: Keep) -> Plan:
 
     Raises: NoValidCheckpointError; InvalidCheckpointError if the newest is damaged; UnknownFormatError; StorageError.
     """
-    folders = survey(location.run, list_folders(location))
+    folders = survey(location, list_folders(location))
     # A mark says that what a start would take is older.
     committed = [one for one in folders if one.state not in (State.UNCOMMITTED, State.QUARANTINED)]
     off_line = _off_line(location, committed)
@@ -96,7 +96,7 @@ def plan_deletions(location: Location, *, keep: Keep) -> Plan:
         intact={one.name for one in folders if one.state is State.VALID} - off_line,
         keep_last=keep.last,
         keep_every=keep.every,
-        unknown={one.name for one in folders if one.state is State.UNKNOWN},
+        unknown={one.name for one in folders if one.state in (State.UNKNOWN, State.UNTRUSTED)},
     )
     return Plan(newest, folders, deletions, off_line)
 

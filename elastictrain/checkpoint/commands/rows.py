@@ -13,6 +13,9 @@ class State(StrEnum):
     QUARANTINED = "quarantined"
     UNCOMMITTED = "uncommitted"
     DAMAGED = "damaged"
+    UNTRUSTED = "untrusted"
+    """Not signed with the key that was given."""
+
     UNKNOWN = "unknown format"
     PARTIAL = "partial"
 
@@ -35,6 +38,8 @@ class Row:
     size_bytes: int
     world_size: int | None
     num_files: int
+    signed: bool | None = None
+    """Whether its manifest bears a signature; unknown without a manifest."""
 
 
 class FindSnapshots(Protocol):

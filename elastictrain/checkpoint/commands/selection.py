@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.choose import FreshStart, Refuse, Reject, decide
 from elastictrain.checkpoint.commands.location import Location
+from elastictrain.checkpoint.commands.speaking import note
 from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import ROOT, Listing, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError
 
@@ -49,14 +51,21 @@ def find_checkpoint(location: Location, *, step: int | None = None, rejected: Se
             raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
         facts = decision.folder
         try:
-            found = examine(run, facts)
+            found = examine(run, facts, signing=location.signing)
         except ObjectNotFoundError as error:
             rejects.append(Reject(facts.name, MANIFEST_NAME, str(error)))
             continue
         if found.reject is None and found.manifest is not None:
+            say_unchecked(found.manifest, name=facts.name, signing=location.signing)
             return Checkpoint(facts.name, Folder(run, f"{ROOT}/{facts.name}/"), found.manifest)
         if found.reject is not None:
             rejects.append(found.reject)
+
+
+def say_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
+    """That a signature is there, where nobody has given the key to check it."""
+    if manifest.signature and signing is None:
+        note(f"{name} is signed, and nobody checks it: give --key-env NAME")
 
 
 def _nothing(location: Location, listing: Listing, *, which: str) -> str:

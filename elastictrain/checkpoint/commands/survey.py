@@ -59,6 +59,7 @@ class Surveyed:
             modified=self.listed.modified,
             size_bytes=sum(facts.files.values()),
             world_size=None if manifest is None else manifest.world_size,
+            signed=None if manifest is None else bool(manifest.signature),
             num_files=len(facts.files.keys() - {MANIFEST_NAME, QUARANTINE_NAME}),
         )
 
@@ -73,23 +74,23 @@ def list_folders(location: Location) -> tuple[Listed, ...]:
     return tuple(Listed(facts, modified[facts.name]) for facts in read_listing(infos).folders)
 
 
-def survey(run: Store, folders: Iterable[Listed]) -> tuple[Surveyed, ...]:
+def survey(location: Location, folders: Iterable[Listed]) -> tuple[Surveyed, ...]:
     """Reads manifests, some at once; leaves out folders that the run deletes meanwhile.
 
     Raises: StorageError.
     """
     with ThreadPoolExecutor(_READERS, thread_name_prefix="survey") as pool:
-        found = pool.map(lambda listed: _look_at(run, listed), folders)
+        found = pool.map(lambda listed: _look_at(location, listed), folders)
         return tuple(one for one in found if one is not None)
 
 
-def _look_at(run: Store, listed: Listed) -> Surveyed | None:
-    facts = listed.facts
+def _look_at(location: Location, listed: Listed) -> Surveyed | None:
+    run, facts = location.run, listed.facts
     manifest: Manifest | None = None
     state, reason = State.UNCOMMITTED, _UNCOMMITTED
     if facts.has_manifest:
         try:
-            found = examine(run, facts)
+            found = examine(run, facts, signing=location.signing)
         except ObjectNotFoundError:
             return None
         except UnknownFormatError as error:
@@ -98,7 +99,8 @@ def _look_at(run: Store, listed: Listed) -> Surveyed | None:
         else:
             manifest, state, reason = found.manifest, State.VALID, ""
             if found.reject is not None:
-                state, reason = State.DAMAGED, _short(found.reject.reason, run=run, name=facts.name)
+                state = State.DAMAGED if found.reject.lasting else State.UNTRUSTED
+                reason = _short(found.reject.reason, run=run, name=facts.name)
     if facts.quarantined:
         state, reason = State.QUARANTINED, _short(quarantine_reason(run, facts.name), run=run, name=facts.name)
     return Surveyed(run, listed, state, reason, manifest)

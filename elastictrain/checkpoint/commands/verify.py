@@ -8,6 +8,7 @@ from threading import Event
 from elastictrain.checkpoint.commands.file_check import check_file
 from elastictrain.checkpoint.commands.location import Location, locate
 from elastictrain.checkpoint.commands.rows import State
+from elastictrain.checkpoint.commands.selection import say_unchecked
 from elastictrain.checkpoint.commands.speaking import Advance, note, progress, result, result_json
 from elastictrain.checkpoint.commands.survey import Listed, Surveyed, list_folders, survey
 from elastictrain.checkpoint.commands.texts import plural, size_text
@@ -45,15 +46,18 @@ class Verdict:
         return 0 if self.checked.manifest is None else self.checked.manifest.size_bytes
 
 
-def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool) -> int:
+def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool, key_env: str = "") -> int:
     """Verifies the newest checkpoint at `url`, that of `step` or `every` one; returns the exit code.
 
     Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
     """
-    location = locate(url)
+    location = locate(url, key_env=key_env)
     if location.folder is not None and (every or step is not None):
         raise UsageError(f"--all and --step must go with the folder of a run, but {url} is one checkpoint")
-    chosen = survey(location.run, choose_folders(list_folders(location), every=every, step=step, name=location.folder))
+    chosen = survey(location, choose_folders(list_folders(location), every=every, step=step, name=location.folder))
+    for one in chosen:
+        if one.manifest is not None:
+            say_unchecked(one.manifest, name=one.name, signing=location.signing)
     total = sum(one.manifest.size_bytes for one in chosen if one.manifest is not None)
     with progress("verifying", total=total, unit="B") as advance:
         verdicts = read_and_judge(chosen, threads=threads, advance=advance)

@@ -12,7 +12,8 @@ from elastictrain.checkpoint.keeper.facts import load_facts
 from elastictrain.checkpoint.keeper.leftovers import clear_folder, sweep
 from elastictrain.checkpoint.keeper.messages import LOCK_NAME
 from elastictrain.checkpoint.keeper.service import Keeper
-from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
+from elastictrain.checkpoint.signing import load_key
+from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, ElasticTrainError, Problem
 from elastictrain.storage.opening import open_store
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,11 @@ def main(folder: str) -> int:
     try:
         facts = load_facts(folder)
         sweep(os.path.dirname(folder))  # noqa: PTH120
-        Keeper(folder, facts, open_store(facts.run_dir)).run()
+        try:
+            signing = load_key(facts.key_env)
+        except ValueError as error:
+            raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
+        Keeper(folder, facts, open_store(facts.run_dir), signing=signing).run()
     except ElasticTrainError as error:
         logger.error("%s", error)
         return error.exit_code

@@ -24,6 +24,9 @@ class RunFacts:
     grace_s: float
     versions: dict[str, str]
 
+    key_env: str = ""
+    """The environment variable with the key that signs checkpoints; empty for none."""
+
 
 def store_facts(folder: str, facts: RunFacts) -> None:
     """Raises: OSError."""

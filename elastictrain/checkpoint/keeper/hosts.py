@@ -25,6 +25,7 @@ from elastictrain.checkpoint.keeper.meeting import (
     steps_begun,
 )
 from elastictrain.checkpoint.keeper.patience import Patience
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
@@ -41,8 +42,17 @@ class Hosts:
     """One save, as this host takes part in it."""
 
     def __init__(
-        self, store: Store, incarnation: str, step: int, *, first_rank: int, clock: Callable[[], float] = time.monotonic
+        self,
+        store: Store,
+        incarnation: str,
+        step: int,
+        *,
+        first_rank: int,
+        clock: Callable[[], float] = time.monotonic,
+        signing: SigningKey | None = None,
     ) -> None:
+        """With a key, what a host says of its files is signed, and nothing else is believed."""
+        self._signing = signing
         self._store = store
         self._incarnation = incarnation
         self._step = step
@@ -104,7 +114,7 @@ class Hosts:
     def say_written(self, parts: Sequence[RankPart]) -> None:
         """This host's files are durable. Raises: StorageError."""
         key = host_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
-        self._store.write(key, encode_parts(parts))
+        self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
 
     def say_failed(self, reason: str) -> None:
         """This host cannot write its files; said if the store lets it."""
@@ -150,11 +160,8 @@ class Hosts:
                 if what == "failed":
                     raise CheckpointError(f"the host of rank {first_rank} could not save: {self._told(info.key)}")
                 read.add(info.key)
-                others.extend(
-                    decode_parts(
-                        read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), where=f"{self._store.url}/{info.key}"
-                    )
-                )
+                raw, where = read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), f"{self._store.url}/{info.key}"
+                others.extend(decode_parts(raw, where=where, key=info.key, signing=self._signing))
             return True if not missing_ranks((*own, *others), world_size=world_size) else None
 
         complete, waited_s = self._poll(look, patience, alike_s=wrote_s)

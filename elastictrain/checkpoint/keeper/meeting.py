@@ -24,6 +24,7 @@ from elastictrain.checkpoint.memory.layout import (
     layout_from_bytes,
     written_items,
 )
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
@@ -103,15 +104,20 @@ class RankPart:
         return written_items(self.layout, self.digests, incarnation=incarnation, rank=self.rank)
 
 
-def encode_parts(parts: Sequence[RankPart]) -> bytes:
-    """The content of `host-RANK`. Equal layouts are written once."""
+def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
+    """The content of `host-RANK`. Equal layouts are written once. Signed for its `key` in the store if there is a secret."""
     layouts: dict[str, str] = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
     ranks = [[part.rank, part.layout.digest, digests_to_json(part.digests)] for part in parts]
-    return json.dumps({"layouts": layouts, "ranks": ranks}, separators=(",", ":")).encode()
+    text = json.dumps({"layouts": layouts, "ranks": ranks}, separators=(",", ":")).encode()
+    return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
 
 
-def decode_parts(data: bytes, *, where: str) -> list[RankPart]:
+def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey | None = None) -> list[RankPart]:
     """The inverse. Raises: InvalidCheckpointError naming `where`."""
+    if signing is not None:
+        signature, _, data = data.partition(b"\n")
+        if not signing.is_signed(data, signature.decode("latin-1"), purpose=f"elastictrain {key}"):
+            raise InvalidCheckpointError(f"{where}: must be signed with the key in {signing.name}, but is not")
     try:
         document = parse_json(data, limits=DOCUMENT)
         layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in document["layouts"].items()}

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
 from elastictrain.checkpoint.folders import ROOT, Listing
@@ -21,12 +21,14 @@ from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.prune import Pruner, read_manifest
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
 from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,
     InvalidCheckpointError,
+    UntrustedCheckpointError,
 )
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.store import Store
@@ -67,12 +69,22 @@ class Reports:
 class Saver:
     """Carries out jobs."""
 
-    def __init__(self, store: Store, facts: RunFacts, reports: Reports, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        facts: RunFacts,
+        reports: Reports,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        signing: SigningKey | None = None,
+    ) -> None:
+        """`signing` signs what is saved."""
+        self._signing = signing
         self._store = store
         self._facts = facts
         self._reports = reports
         self._clock = clock
-        self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every)
+        self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every, signing=signing)
         self._jobs: queue.Queue[SaveJob | Refusal | None] = queue.Queue()
         self._current: SaveJob | None = None
         self._current_since_s = 0.0
@@ -147,7 +159,9 @@ class Saver:
                     self._unfinished.remove(job)
 
     def _carry_out(self, job: SaveJob) -> None:
-        hosts = Hosts(self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock)
+        hosts = Hosts(
+            self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock, signing=self._signing
+        )
         if job.leader:
             self._save(job, hosts)
             return
@@ -202,7 +216,7 @@ class Saver:
             check_files(self._store, manifest, folder=folder)
             self._check_run()
             committing = True
-            commit(self._store, manifest, folder=folder)
+            commit(self._store, manifest, folder=folder, signing=self._signing)
         except BaseException:
             self._over.add(hosts.attempt)
             if not committing:
@@ -238,7 +252,11 @@ class Saver:
         """Whether a keeper that was killed has committed this very save, or a later one, and could not say so."""
         for folder in listing.folders:
             if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
-                manifest = read_manifest(self._store, folder.name)
+                try:
+                    manifest = read_manifest(self._store, folder.name, signing=self._signing)
+                except UntrustedCheckpointError:
+                    # Not by a keeper of this run.
+                    continue
                 if manifest is not None and manifest.incarnation == job.incarnation:
                     return _Known(folder.name, manifest)
         return None
@@ -265,7 +283,8 @@ class Saver:
 
                 return read
 
-            return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source)
+            sha256 = self._signing is not None
+            return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source, sha256=sha256)
 
         with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
             results = list(pool.map(write_one, tasks))
@@ -273,7 +292,7 @@ class Saver:
         for pinned in job.snapshots:
             written = [item for (owner, _), items in zip(tasks, results, strict=True) if owner is pinned for item in items]
             digests = digests_of(written)
-            if pinned.digests is not None and digests != pinned.digests:
+            if pinned.digests is not None and replace(digests, sha256=()) != pinned.digests:
                 raise InvalidCheckpointError(
                     f"{pinned.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
                 )

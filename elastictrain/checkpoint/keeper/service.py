@@ -25,6 +25,7 @@ from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.store import Store
 
@@ -36,7 +37,16 @@ _TURN_S = 0.5
 class Keeper:
     """Keeps the snapshots of one run on one host. Its thread is the one that calls `run`; others only leave tasks for it."""
 
-    def __init__(self, folder: str, facts: RunFacts, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: str,
+        facts: RunFacts,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        signing: SigningKey | None = None,
+    ) -> None:
+        """`signing` signs checkpoints; it is the key that `facts` names."""
         self._folder = folder
         self._facts = facts
         self._store = store
@@ -69,6 +79,7 @@ class Keeper:
                 saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
                 failed=lambda job, error, cause: self._later(lambda: self._on_failed(job, error, cause)),
             ),
+            signing=signing,
         )
         self._replicas = Replicas(
             folder,

@@ -100,6 +100,9 @@ class RankDigests:
     headers: tuple[str, ...]
     chunks: tuple[str, ...]
 
+    sha256: tuple[str, ...] = ()
+    """Of the headers and then of the chunks, where the save is to be signed."""
+
 
 def written_items(layout: RankLayout, digests: RankDigests, *, incarnation: str, rank: int) -> tuple[WrittenItem, ...]:
     """What a manifest says of this rank's files. Raises: InvalidCheckpointError if the digests are of another layout."""
@@ -107,14 +110,23 @@ def written_items(layout: RankLayout, digests: RankDigests, *, incarnation: str,
     count = sum(len(placed.chunks) for file in files for placed in file.items)
     if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):
         raise InvalidCheckpointError(f"the digests of rank {rank}'s snapshot do not belong to its layout")
-    chunk_digests = iter(digests.chunks)
+    if digests.sha256 and len(digests.sha256) != len(files) + count:
+        raise InvalidCheckpointError(f"the SHA-256 of rank {rank}'s files do not belong to their layout")
+    strong = digests.sha256 or ("",) * (len(files) + count)
+    chunk_digests, chunk_strong = iter(digests.chunks), iter(strong[len(files) :])
     written = []
-    for file, whole, header in zip(files, digests.files, digests.headers, strict=True):
-        record = FileRecord(file.name, file.size_bytes, whole, len(file.header), header)
+    for file, whole, header, header_strong in zip(files, digests.files, digests.headers, strong, strict=False):
+        record = FileRecord(file.name, file.size_bytes, whole, len(file.header), header, header_strong)
         for placed in file.items:
             chunks = tuple(
                 ChunkRecord(
-                    chunk.offsets, chunk.sizes, file.name, placed.start + chunk.begin, chunk.size_bytes, next(chunk_digests)
+                    chunk.offsets,
+                    chunk.sizes,
+                    file.name,
+                    placed.start + chunk.begin,
+                    chunk.size_bytes,
+                    next(chunk_digests),
+                    next(chunk_strong),
                 )
                 for chunk in placed.chunks
             )
@@ -131,19 +143,30 @@ def digests_of(written: Sequence[WrittenItem]) -> RankDigests:
         tuple(file.digest for file in files.values()),
         tuple(file.header_digest for file in files.values()),
         tuple(chunk.digest for one in written for chunk in one.chunks),
+        tuple(
+            strong
+            for strong in (
+                *(file.header_sha256 for file in files.values()),
+                *(chunk.sha256 for one in written for chunk in one.chunks),
+            )
+            if strong
+        ),
     )
 
 
 def digests_to_json(digests: RankDigests) -> dict[str, list[str]]:
     """For the record beside a snapshot, and for peers."""
-    return {"files": list(digests.files), "headers": list(digests.headers), "chunks": list(digests.chunks)}
+    document = {"files": list(digests.files), "headers": list(digests.headers), "chunks": list(digests.chunks)}
+    return document | ({"sha256": list(digests.sha256)} if digests.sha256 else {})
 
 
 def digests_from_json(value: object) -> RankDigests:
     """The inverse. Raises: TypeError, KeyError."""
     if not isinstance(value, Mapping):
         raise TypeError(f"digests must be an object, but are {type(value).__name__}")
-    return RankDigests(_texts(value["files"]), _texts(value["headers"]), _texts(value["chunks"]))
+    return RankDigests(
+        _texts(value["files"]), _texts(value["headers"]), _texts(value["chunks"]), _texts(value.get("sha256", []))
+    )
 
 
 def _item(name: object, dtype: object, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Item:

@@ -67,7 +67,7 @@ def test_folders_that_the_run_deletes_meanwhile_are_left_out(run: Path) -> None:
     location = locate(str(run))
     folders = list_folders(location)
     shutil.rmtree(run / "checkpoints" / "step-000000030")
-    assert [one.listed.facts.step for one in survey(location.run, folders)] == [80, 70, 60, 50, 40, 20, 10]
+    assert [one.listed.facts.step for one in survey(location, folders)] == [80, 70, 60, 50, 40, 20, 10]
 
 
 def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +86,7 @@ def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "bytes": sum(file.stat().st_size for file in files),
         "world_size": 3,
         "files": 3,
+        "signed": False,
         "resume": True,
     }
 

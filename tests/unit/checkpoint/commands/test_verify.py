@@ -128,7 +128,7 @@ def test_one_checkpoint_has_no_others(run: Path, capsys: pytest.CaptureFixture[s
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_damaged(run: Path) -> None:
     location = locate(str(run))
-    chosen = survey(location.run, list_folders(location))
+    chosen = survey(location, list_folders(location))
     shutil.rmtree(newest(run))
     verdicts = read_and_judge(chosen, threads=2, advance=lambda _: None)
     assert {verdict.checked.name: verdict.gone for verdict in verdicts} == {

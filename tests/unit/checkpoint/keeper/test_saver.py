@@ -19,8 +19,9 @@ from elastictrain.checkpoint.keeper.saver import Reports, Saver
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
-from elastictrain.checkpoint.verified_read import Folder, verify_file
-from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError
+from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
+from elastictrain.checkpoint.verified_read import Folder, read_chunks, verify_file, verify_headers
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError, UntrustedCheckpointError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -48,9 +49,9 @@ class Heard:
 
 
 @contextmanager
-def saving(store: Store, *, facts: RunFacts = FACTS) -> Iterator[tuple[Saver, Heard]]:
+def saving(store: Store, *, facts: RunFacts = FACTS, signing: SigningKey | None = None) -> Iterator[tuple[Saver, Heard]]:
     heard = Heard()
-    saver = Saver(store, facts, heard.reports())
+    saver = Saver(store, facts, heard.reports(), signing=signing)
     saver.start()
     yield saver, heard
     saver.close()
@@ -433,3 +434,52 @@ def test_facts_of_a_run(tmp_path: Path) -> None:
         (tmp_path / "run.json").write_bytes(garbled)
         with pytest.raises(InvalidCheckpointError, match=r"run\.json does not say what to keep"):
             load_facts(str(tmp_path))
+
+
+KEY = SigningKey("A_KEY", b"k" * LEAST_BYTES)
+
+
+def test_two_hosts_sign_one_checkpoint(tmp_path: Path, store: Store) -> None:
+    here, there = two_hosts(tmp_path)
+    with (
+        saving(store, signing=KEY) as (first, heard),
+        saving(open_store(str(tmp_path / "run")), signing=KEY) as (second, other),
+    ):
+        first.begin(job_of(here, 5, world_size=2))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+    assert (heard.failed, other.failed) == ([], [])
+    raw = store.read(f"{ROOT}/step-000000005/manifest.json")
+    manifest = parse_manifest(raw, where="here", key=KEY)
+    folder = Folder(store, f"{ROOT}/step-000000005/")
+    verify_headers(folder, manifest, files=manifest.files)
+    chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
+    assert {len(chunk.sha256) for chunk in chunks} == {64}
+    assert read_chunks(folder, chunks, take=lambda _, __: None) > 0
+    with pytest.raises(UntrustedCheckpointError):
+        parse_manifest(raw, where="here", key=SigningKey("B_KEY", b"b" * LEAST_BYTES))
+
+
+@pytest.mark.parametrize("signing", [None, SigningKey("B_KEY", b"b" * LEAST_BYTES)], ids=["unsigned", "another key"])
+def test_a_leader_signs_only_what_hosts_have_signed(tmp_path: Path, store: Store, signing: SigningKey | None) -> None:
+    here, there = two_hosts(tmp_path)
+    with (
+        saving(store, signing=KEY) as (first, heard),
+        saving(open_store(str(tmp_path / "run")), signing=signing) as (second, _),
+    ):
+        first.begin(job_of(here, 5, world_size=2))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+    assert heard.saved == []
+    assert [step for step, _ in heard.failed] == [5]
+
+
+def test_what_a_host_signed_for_another_save_is_not_believed(store: Store) -> None:
+    old = Hosts(store, "000001-aa", 4, first_rank=1, signing=KEY)
+    Hosts(store, "000001-aa", 4, first_rank=0).begin(lambda: "step-000000004")
+    old.wait_for_begin(Patience(1))
+    old.say_written([])
+    (said,) = [info.key for info in store.list(f"{ROOT}/pending") if "host-" in info.key]
+    leader = Hosts(store, "000001-aa", 5, first_rank=0, signing=KEY)
+    leader.begin(lambda: "step-000000005")
+    store.write(f"{ROOT}/pending/000001-aa-000000005/host-00001-{leader.attempt}.json", store.read(said))
+    with pytest.raises(InvalidCheckpointError, match="A_KEY"):
+        leader.wait_for_parts(2, own=[], patience=Patience(1), wrote_s=0.0)

@@ -1,0 +1,45 @@
+"""Keyed signatures of manifests. Whoever can write to a run's folder can compute digests; only who has the secret can sign.
+
+Free of torch. Source: HMAC, RFC 2104; SHA-256, FIPS 180-4.
+"""
+
+import hashlib
+import hmac
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+LEAST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """The secret of a run, from the environment variable `name`; never written down, and never shown."""
+
+    name: str
+    secret: bytes = field(repr=False)
+
+    def sign(self, data: bytes, *, purpose: str) -> str:
+        """HMAC-SHA-256 (64 hex digits). What is signed for one purpose is not valid for another."""
+        return hmac.new(self.secret, purpose.encode() + b"\0" + data, hashlib.sha256).hexdigest()
+
+    def is_signed(self, data: bytes, signature: str, *, purpose: str) -> bool:
+        """Whether this key signed `data`."""
+        return hmac.compare_digest(self.sign(data, purpose=purpose).encode(), signature.encode(errors="replace"))
+
+
+def load_key(name: str, *, environ: Mapping[str, str] | None = None) -> SigningKey | None:
+    """The secret in the environment variable `name`; None if that is empty.
+
+    Raises: ValueError that completes the sentence "NAME OF A KEY OR OPTION ...".
+    """
+    if not name:
+        return None
+    value = (os.environ if environ is None else environ).get(name)
+    must = f"must name an environment variable that holds a secret of at least {LEAST_BYTES} bytes"
+    if value is None:
+        raise ValueError(f"{must}, but {name} is not set")
+    secret = os.fsencode(value)
+    if len(secret) < LEAST_BYTES:
+        raise ValueError(f"{must}, but {name} has {len(secret)}")
+    return SigningKey(name, secret)
