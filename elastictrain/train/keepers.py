@@ -18,6 +18,7 @@ from elastictrain.checkpoint.memory.place import make_private, run_folder, run_n
 from elastictrain.checkpoint.peers.placement import wards_of
 from elastictrain.checkpoint.peers.roster import roster_from_json
 from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.signing import proof_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import CheckpointError
 from elastictrain.identity import Identity
@@ -26,6 +27,7 @@ from elastictrain.preflight.transport.own import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts
+from elastictrain.train.signing import signing_key
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
             "agent": agent,
             "address": _address(identity),
             "port": 0,
+            "key": proof_of(signing_key(config)),
         },
         starts=identity.local_rank == 0,
         record=started.met.journal.record,

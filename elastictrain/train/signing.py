@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.signing import SigningKey, load_key
+from elastictrain.checkpoint.signing import SigningKey, load_key, proof_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import ConfigError, Problem
 
@@ -23,7 +23,7 @@ def agreed_key(config: RunConfig, *, group: dist.ProcessGroup | None) -> Signing
     key = signing_key(config)
     if key is None:
         return None
-    proofs = gather_json(key.sign(b"", purpose="elastictrain comparison of keys"), group=group)
+    proofs = gather_json(proof_of(key), group=group)
     others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
     if others:
         message = f"must name the same secret on all hosts, but {key.name} of rank {others[0]} is another"

@@ -25,7 +25,7 @@ from elastictrain.checkpoint.keeper.slow import SlowSaves
 from elastictrain.checkpoint.keeper.workers import Connection, Workers
 from elastictrain.checkpoint.memory.inventory import look, slot_names
 from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.store import Store
 
@@ -46,7 +46,8 @@ class Keeper:
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """`signing` signs checkpoints; it is the key that `facts` names."""
+        """`signing` signs checkpoints; it is the key that `facts` names, and only workers with the same one are served."""
+        self._proof = proof_of(signing)
         self._folder = folder
         self._facts = facts
         self._store = store
@@ -205,6 +206,8 @@ class Keeper:
 
     def _on_hello(self, one: Connection, message: Message) -> None:
         hello = read_hello(message)
+        if message.get("key", "") != self._proof:
+            raise MalformedError("the saver on this host was started with another `checkpoint.key_env`, and has not ended yet")
         rank, station = hello.rank, hello.station
         connected = any(other.incarnation == self._incarnation for other in self._workers.connections)
         if is_past(station.incarnation, present=self._incarnation, left=self._left, connected=connected):

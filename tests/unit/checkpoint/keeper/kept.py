@@ -15,6 +15,7 @@ from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.messages import Lines, Message, encode
 from elastictrain.checkpoint.keeper.service import Keeper
+from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.memory.madeslots import RUN
 
@@ -36,8 +37,9 @@ class Worker:
         incarnation: str = "000001-aa",
         agent: int = NOBODY,
         settle: bool = True,
+        key: str = "",
     ) -> None:
-        """`settle`: wait until the keeper has looked for what this rank had before."""
+        """`settle`: wait until the keeper has looked for what this rank had before. `key` is the proof of a key."""
         self._lines = Lines()
         self._waiting: list[Message] = []
         self.socket = socket.socket(socket.AF_UNIX)
@@ -52,6 +54,7 @@ class Worker:
             agent=agent,
             address="",
             port=0,
+            key=key,
         )
         if settle:
             self.say(op="snapshot", slot=9, step=0, durable=False)
@@ -76,8 +79,8 @@ class Worker:
 
 
 @contextmanager
-def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS) -> Iterator[Keeper]:
-    keeper = Keeper(str(memory), facts, open_store(str(run)))
+def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS, signing: SigningKey | None = None) -> Iterator[Keeper]:
+    keeper = Keeper(str(memory), facts, open_store(str(run)), signing=signing)
     thread = threading.Thread(target=keeper.run, daemon=True)
     thread.start()
     yield keeper

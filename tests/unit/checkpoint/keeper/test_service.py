@@ -17,6 +17,7 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING
 from elastictrain.checkpoint.keeper.messages import encode
 from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, proof_of
 from elastictrain.errors import StorageError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.keeper.kept import FACTS, Worker, checkpoints, events, held_up, keeping, until
@@ -525,3 +526,18 @@ def test_what_the_first_host_never_begins_does_not_hold_up_the_end(memory: Path,
             worker.bye()
         began = time.monotonic()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("name", ["no key", "another key"])
+def test_a_worker_with_another_key_is_refused(memory: Path, run: Path, name: str) -> None:
+    """What it hands over would be signed with a key that its next start does not take."""
+    key = SigningKey("A_KEY", b"k" * LEAST_BYTES)
+    other = None if name == "no key" else SigningKey("A_KEY", b"o" * LEAST_BYTES)
+    with keeping(memory, run, signing=key):
+        stranger = Worker(memory, settle=False, key=proof_of(other))
+        assert stranger.hear("refused")["reason"]
+        stranger.socket.close()
+        worker = Worker(memory, key=proof_of(key))
+        assert worker.hear("welcome")["pid"] == os.getpid()
+        worker.say(op="finish")
+        worker.bye()

@@ -1,0 +1,60 @@
+"""What comes from storage or from strangers is parsed by `bounded_json` and `stored_yaml`, and nothing unpickles it."""
+
+import ast
+from pathlib import Path
+
+import elastictrain
+
+ROOT = Path(elastictrain.__file__).parent
+PARSERS = {
+    "json.load",
+    "json.loads",
+    "pickle.load",
+    "pickle.loads",
+    "torch.load",
+    "yaml.load",
+    "yaml.safe_load",
+    "OmegaConf.load",
+    "OmegaConf.create",
+    "eval",
+    "exec",
+}
+
+OWN = {
+    "bounded_json.py": "the parser itself",
+    "config/stored_yaml.py": "the parser itself",
+    "data/workers.py": "bytes of this very process",
+    "checkpoint/checkpointer.py": "rank 0 of the same group",
+    "checkpoint/exchange.py": "ranks of the same group",
+    "checkpoint/walk.py": "rank 0 of the same group",
+    "checkpoint/peers/wire.py": "frames of bounded size from hosts that have shown the token",
+    "distributed/board.py": "workers of the same group, through torch's store",
+    "distributed/entered.py": "torch's trace of this process",
+    "distributed/incarnation.py": "workers of the same group, through torch's store",
+    "fault/hang/__main__.py": "the worker that started this process",
+    "launch/forks.py": "the process that forks this one",
+    "launch/orders.py": "a file in the launcher's own folder",
+    "launch/sole.py": "the lock that this user holds",
+    "launch/watch/words.py": "datagrams of bounded size that are signed with the token",
+    "preflight/group/entries.py": "ranks of the same group",
+    "preflight/host/alike.py": "hosts of the same group",
+    "preflight/host/storage_trip.py": "a child of this process",
+    "preflight/host/trip.py": "the process that started this one",
+    "preflight/links/measured.py": "hosts of the same group",
+    "preflight/links/orders.py": "hosts of the same group",
+    "preflight/table.py": "a child of this process",
+    "preflight/together.py": "hosts of the same group",
+    "preflight/transport/settings.py": "the environment of this process",
+    "preflight/words.py": "hosts of the same group",
+    "train/preflight.py": "rank 0 of the same group",
+}
+
+
+def parsing_calls(path: Path) -> set[str]:
+    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return {name for call in calls if (name := ast.unparse(call.func)) in PARSERS}
+
+
+def test_only_known_files_parse_anything_else() -> None:
+    found = {path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py") if parsing_calls(path)}
+    assert found == OWN.keys()
