@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, cast
 from urllib.parse import quote
 
+from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.storage.filesystem import BLOCK_BYTES, FileUpload
 from elastictrain.storage.s3 import request_timeout_s
 from elastictrain.storage.store import ObjectInfo
@@ -80,7 +81,9 @@ class GcsBackend:
         bucket, prefix = _split(folder)
         asked = {"prefix": prefix, "fields": _FIELDS}
         while True:
-            page = json.loads(self._ask("GET", f"storage/v1/b/{quote(bucket, safe='')}/o", asked, in_bucket=True))
+            page = parse_json(
+                self._ask("GET", f"storage/v1/b/{quote(bucket, safe='')}/o", asked, in_bucket=True), limits=DOCUMENT
+            )
             for item in page.get("items", []):
                 if not item["name"].endswith("/"):
                     yield _info(f"{bucket}/{item['name']}", item)
@@ -92,7 +95,7 @@ class GcsBackend:
         self._ask("DELETE", f"storage/v1/{_object(path)}", {})
 
     def _describe(self, path: str) -> Mapping[str, object]:
-        return cast(Mapping[str, object], json.loads(self._ask("GET", f"storage/v1/{_object(path)}", {})))
+        return cast(Mapping[str, object], parse_json(self._ask("GET", f"storage/v1/{_object(path)}", {})))
 
     def _ask(
         self,
@@ -133,7 +136,7 @@ def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:
     """What the service says of it: a JSON object, or text where something on the way answers."""
     text = content.decode(errors="replace").strip()
     try:
-        said = json.loads(text)["error"]
+        said = parse_json(text)["error"]
         message = str(said["message"])
         code = str(said["errors"][0]["reason"]) if said.get("errors") else ""
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
