@@ -24,6 +24,8 @@
     ├── PreflightError                   71  another host, a link or the group fails a check
     ├── NonFiniteError                   70  too many non-finite steps in a row
     ├── ReplicasDivergedError            70  replicas hold different state
+    ├── RunHeldError                     75  another run trains in the folder: run me again when it has ended
+    │   └── LeaseLostError               75  another run has taken over
     └── StopRequestedError                    75  stopped on request, state saved: run me again
 
 Exit codes follow sysexits.h.
@@ -187,3 +189,13 @@ class StopRequestedError(ElasticTrainError):
     """The run was asked to stop; its state is saved."""
 
     exit_code = EXIT_STOPPED
+
+
+class RunHeldError(ElasticTrainError):
+    """Another run trains in this folder; the message says who, and since when."""
+
+    exit_code = EXIT_STOPPED
+
+
+class LeaseLostError(RunHeldError):
+    """This run was silent for so long that another one has taken over: nothing of it is saved any more."""

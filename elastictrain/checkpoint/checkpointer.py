@@ -19,6 +19,7 @@ from elastictrain.checkpoint.commit import SaveFacts
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import from_first, revive
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
@@ -29,13 +30,14 @@ from elastictrain.checkpoint.recall import Recall, Recalled, ranks_of_files
 from elastictrain.checkpoint.restore import Loader
 from elastictrain.checkpoint.save_errors import save_error
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints, list_incarnations
+from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.checkpoint.votes import Accepted, Failed, judge
 from elastictrain.checkpoint.walk import Offer, Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.errors import ConfigError
+from elastictrain.errors import ConfigError, LeaseLostError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.lease.starts import Starts
 from elastictrain.storage.store import Store
 from elastictrain.version import __version__
 
@@ -107,6 +109,7 @@ class Checkpointer:
         self._listing = Listing((), begun=False)
         """As rank 0 found things before it saved."""
         self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every, signing=signing)
+        self._fence = Fence(store)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
         """Writes and commits a checkpoint; synchronous. Collective: yes.
@@ -114,7 +117,8 @@ class Checkpointer:
         `tensors` may be shards (DTensor), the same on all ranks (written once), or of one rank only (a name of its own).
         `state` is taken from rank 0. A failure leaves earlier checkpoints as they are, and is raised on all ranks alike.
 
-        Raises: StorageError, CheckpointError; the save may be tried again. What a broken group raises is passed on.
+        Raises: StorageError, CheckpointError; the save may be tried again. LeaseLostError; it may not. What a broken group
+        raises is passed on.
         """
         begin = time.monotonic()
         folder = from_first(lambda: self._prepare(step), group=self._group).decode()
@@ -131,7 +135,7 @@ class Checkpointer:
             state=state,
         )
         options = WriterOptions(self._rank, int(self._options.shard_mb * 2**20), self._signing)
-        writer = ManifestWriter(self._store, folder=folder, facts=facts, options=options)
+        writer = ManifestWriter(self._store, folder=folder, facts=facts, options=options, fence=self._fence)
         try:
             self._write(writer, tensors)
         except CheckpointException as exception:
@@ -146,7 +150,12 @@ class Checkpointer:
             size_bytes = manifest.size_bytes
             self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=phases))
             pruned = self._pruner.tidy(
-                folder, manifest=manifest, listing=self._listing, incarnation=self._incarnation, time_s=self._clock()
+                folder,
+                manifest=manifest,
+                listing=self._listing,
+                incarnation=self._incarnation,
+                time_s=self._clock(),
+                fence=self._fence,
             )
             if pruned:
                 self._record(CheckpointsPruned(checkpoints=pruned))
@@ -224,7 +233,8 @@ class Checkpointer:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
                 )
-            return json.dumps([[*list_incarnations(self._store), *self._job.incarnations], off_line]).encode()
+            known = Starts(self._store).known(incarnation for incarnation, _ in made)
+            return json.dumps([[*known, *self._job.incarnations], off_line]).encode()
 
         # What a run that was deleted left in memory is not of this run, unless the same job has trained it.
         incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
@@ -336,6 +346,8 @@ class Checkpointer:
 
     def _error_of(self, exception: CheckpointException, folder: str) -> BaseException:
         failures = {rank: wrapped[0] for rank, wrapped in exception.failures.items()}
+        if lost := [error for error in failures.values() if isinstance(error, LeaseLostError)]:
+            return LeaseLostError(str(lost[0]))
         own = failures.get(self._rank)
         if own is not None and not isinstance(own, Exception):
             return own

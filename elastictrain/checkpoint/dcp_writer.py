@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
 from elastictrain.checkpoint.dcp_metadata import item_of
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.layout import Item, plan_files
 from elastictrain.checkpoint.manifest import Manifest
@@ -37,8 +38,9 @@ class WriterOptions:
 class ManifestWriter(StorageWriter):
     """Writes one checkpoint into one folder; for one call of `dcp.save`."""
 
-    def __init__(self, store: Store, *, folder: str, facts: SaveFacts, options: WriterOptions) -> None:
+    def __init__(self, store: Store, *, folder: str, facts: SaveFacts, options: WriterOptions, fence: Fence) -> None:
         self._store = store
+        self._fence = fence
         self._folder = folder
         self._facts = facts
         self._options = options
@@ -98,6 +100,7 @@ class ManifestWriter(StorageWriter):
             lost = sorted(manifest.tensors.keys() ^ metadata.state_dict_metadata.keys())
             raise CheckpointError(f"planned and written tensors differ: {', '.join(lost)}")
         check_files(self._store, manifest, folder=self._folder)
+        self._fence.check(self._facts.incarnation, step=self._facts.step)
         self.committing = True
         commit(self._store, manifest, folder=self._folder, signing=self._options.signing)
         self.manifest = manifest

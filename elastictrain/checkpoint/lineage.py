@@ -1,7 +1,7 @@
 """Which checkpoints lie on the line that the run really took, where generations of hosts may overlap. Free of torch.
 
-A generation that was given up while it was frozen or cut off may still commit when it thaws, and no object store has a fence
-that could keep it from it. So each incarnation that a launcher starts writes down, when it has restored and before it commits
+A generation that was given up while it was frozen or cut off may still commit when it thaws: `fence` refuses that, but no
+object store can look and create in one step. So each incarnation also writes down, when it has restored and before it commits
 anything, where it went on from: the step, and the incarnation that made it. A start follows these records back from the newest
 one. What is not on that line counts only where nothing on it is left.
 """

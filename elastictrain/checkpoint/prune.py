@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Collection, Sequence
 
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import FolderFacts, Listing, key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -13,6 +14,7 @@ from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import (
     InvalidCheckpointError,
+    LeaseLostError,
     ObjectNotFoundError,
     StorageError,
     UnknownFormatError,
@@ -60,15 +62,18 @@ class Pruner:
                 logger.warning("%s is not deleted: it has a manifest that was not listed", deletion.folder)
         return tuple(deletion.folder for deletion in deletions if deletion.committed)
 
-    def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float) -> tuple[str, ...]:
+    def tidy(
+        self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float, fence: Fence
+    ) -> tuple[str, ...]:
         """After a commit: notes that the run has a checkpoint, and prunes. What the store refuses is left for the next time.
 
         `listing` is how things were found before the save.
         """
         mark_committed(self._store, listing=listing, note={"checkpoint": newest, "time": time_s, "incarnation": incarnation})
         try:
+            fence.check(incarnation, step=manifest.step)
             return self.prune(newest, manifest=manifest)
-        except StorageError as error:
+        except (StorageError, LeaseLostError) as error:
             logger.warning("old checkpoints could not be deleted: %s", error)
             return ()
 

@@ -1,7 +1,6 @@
 """The folder that a save writes to: chosen, cleared of what a dead predecessor left, and cleared again if the save fails."""
 
 import logging
-import re
 from contextlib import suppress
 
 from elastictrain.checkpoint.folders import ROOT, Listing, SaveTarget, choose_target, key_of, read_listing
@@ -13,8 +12,6 @@ from elastictrain.storage.opening import is_blocked
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-_EVENTS_OF_RANK = re.compile(r"(.+)-r\d+\.")
 
 
 def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
@@ -48,12 +45,6 @@ def _is_taken(store: Store, target: SaveTarget, *, at_work: str | None) -> bool:
 def list_checkpoints(store: Store) -> Listing:
     """All checkpoint folders of a run. Raises: StorageError."""
     return read_listing(store.list(ROOT))
-
-
-def list_incarnations(store: Store) -> list[str]:
-    """The incarnations that have stored events in this run folder. Raises: StorageError."""
-    names = (info.key.rpartition("/")[2] for info in store.list("events"))
-    return sorted({match[1] for name in names if (match := _EVENTS_OF_RANK.match(name))})
 
 
 def discard_files(store: Store, folder: str, *, incarnation: str) -> None:

@@ -24,9 +24,10 @@ from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
+from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
+from elastictrain.lease.starts import Starts
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Walk:
             return
         traces = find_traces(self._store, self._lineage, incarnation=self._incarnation)
         if self.in_memory:
-            traces += of_memory(self.in_memory, known=list_incarnations(self._store))
+            traces += of_memory(self.in_memory, known=Starts(self._store).known(one.incarnation for one in self.in_memory))
         if self._job.step > 0:
             traces.append(Trace(self._job.step, "the torchrun or launcher that started this process"))
         if not traces:

@@ -69,7 +69,8 @@ def answer_keys(config: RunConfig) -> dict[str, object]:
     """The keys that change what a run computes, dotted, with their values; what they leave out may change at any restart.
 
     - `run.seed`: everything random derives from it. `run.num_threads`: it changes the order of additions on a CPU.
-      Not `dir` (where), `on_change` (how to go on), `deterministic` (how exactly a device repeats the same arithmetic).
+      Not `dir` (where), `on_change` and `on_held` (how to go on), `deterministic` (how exactly a device repeats the same
+      arithmetic).
     - `task.*`, `model.*`: all; what they mean is the task's business.
     - `data.path`, `holdout_samples`, `shuffle`: which sample comes when. Not caches, read-ahead and ledger.
     - `train.global_batch`, `seq_len`, `precision`, `clip_norm`; and `steps` where the learning rate decays towards the last

@@ -20,6 +20,10 @@ class RunGroup:
     """What to do on resume when a key that changes the answer (seed, data, global batch, model) is not what the stored config
     says."""
 
+    on_held: Literal["stop", "wait"] = "stop"
+    """What to do where another run trains in `dir`: end with exit code 75, or wait until that one has ended. One that gives no
+    sign of life for 20 s counts as ended."""
+
     deterministic: bool = False
     """Ask torch for deterministic algorithms: a CUDA run is then repeatable bit for bit, at some cost in speed."""
 

@@ -39,6 +39,10 @@ class StoreAnswers:
         """Until the deadline."""
         return max(0.0, self._deadline_s - self._clock())
 
+    def put_off(self, seconds: float) -> None:
+        """Have the deadline that much after now, if it is earlier."""
+        self._deadline_s = max(self._deadline_s, self._clock() + seconds)
+
     def ask(self, act: Callable[[], T]) -> T:
         """What `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
         answer: SimpleQueue[_Answer[T]] = SimpleQueue()
@@ -85,6 +89,10 @@ class BoundedStore:
     def check(self, keys: list[str], /) -> bool:
         """As in torch's stores. Raises: TransportError."""
         return self._answers.ask(lambda: self._store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """As in torch's stores. Raises: TransportError."""
+        return self._answers.ask(lambda: self._store.compare_set(key, expected, desired))
 
 
 def store_host() -> str:

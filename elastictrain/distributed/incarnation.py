@@ -36,6 +36,11 @@ _PATIENCE_S = 5.0
 
 _SHOWN_PROBLEMS = 8
 
+_WAITING = f"{_ROOT}/waiting"
+_LOOK_BEFORE_S = 1.0
+_WAITS_ON_S = 10.0
+"""How long a word of rank 0 that it still waits for the run's lease is good for."""
+
 
 class SharedStore(Protocol):
     """What is needed of torch's c10d stores."""
@@ -43,6 +48,7 @@ class SharedStore(Protocol):
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
     def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +146,14 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     number: int,
     timeout_s: float,
     poll: Callable[[], None] = lambda: None,
+    put_off: Callable[[float], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Incarnation:
     """Agree with all other ranks. `number` counts the run's incarnations; rank 0's is taken. `poll` may raise to leave early.
-    `tell` hears once, on rank 0, who is being waited for if that takes long.
+    `put_off` hears for how long the time-out is put off, where rank 0 says that it waits for another run. `tell` hears once, on
+    rank 0, who is being waited for if that takes long.
 
     Collective: yes. Raises: TransportError that names the ranks that are missing.
     """
@@ -154,6 +162,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     seat = _Seat(store, identity, nonce, number)
     began = clock()
     deadline, told = began + timeout_s, False
+    waiting, margin_s = _word(store), min(_LOOK_BEFORE_S, timeout_s / 4)
     pause_s = _FIRST_PAUSE_S
     while True:
         if identity.rank == 0:
@@ -165,10 +174,22 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
         if identity.rank == 0 and not told and clock() - began > _PATIENCE_S:
             told = True
             tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {seat.missing()}")
+        if identity.rank != 0 and clock() > deadline - margin_s and (word := _word(store)) != waiting:
+            waiting, deadline = word, clock() + _WAITS_ON_S
+            put_off(_WAITS_ON_S)
         if clock() > deadline:
             raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {seat.missing()}")
         sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
+
+
+def say_waiting(store: SharedStore) -> None:
+    """As rank 0, again and again before it meets the others: it waits for another run to end, and so do they."""
+    store.set(_WAITING, uuid.uuid4().hex)
+
+
+def _word(store: SharedStore) -> bytes:
+    return store.get(_WAITING) if store.check([_WAITING]) else b""
 
 
 def pack(text: str) -> list[str]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.help import text_asked_for
@@ -55,13 +56,20 @@ from elastictrain.launch.supervisor import Parts, Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.launch.turns import take_turn, wait_for_launcher
 from elastictrain.launch.watch.mesh import Watch
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
+from elastictrain.lease.records import LAUNCHER, name_of
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.own import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync
+from elastictrain.storage.store import Store
+from elastictrain.storage.temporaries import this_writer
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
+T = TypeVar("T")
+
 _NOT_IN_A_KEY = re.compile(r"[^A-Za-z0-9.-]")
 
 
@@ -138,12 +146,25 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroun
         return Supervisor(parts).run()
 
 
-def _unless_stopped(ask: Callable[[], bytes], listener: StopListener) -> bytes:
+def _wait_until_free(store: Store, config: RunConfig, listener: StopListener) -> int:
+    """The newest generation, when no torchrun trains in this folder. Raises: RunHeldError, StorageError, StopRequestedError."""
+
+    def poll() -> None:
+        if (request := listener.request) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) while another run trains")
+
+    chain = Chain(store)
+    newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
+    clean_up(chain, newest)
+    return chain.number_on(newest)
+
+
+def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
     """What storage answers. It may be tried for a minute; a person who has seen the wrong address does not wait for that.
 
     Raises: StopRequestedError; what `ask` raises.
     """
-    answers: SimpleQueue[bytes | Exception] = SimpleQueue()
+    answers: SimpleQueue[T | Exception] = SimpleQueue()
 
     def run() -> None:
         try:
@@ -193,6 +214,7 @@ def _put_together(
     store = open_store(config.run.dir)
     try:
         token = _unless_stopped(Registry(store).token, held.listener)
+        free_after = _unless_stopped(partial(_wait_until_free, store, config, held.listener), held.listener)
     except StorageError as error:
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     name = socket.gethostname()
@@ -211,6 +233,7 @@ def _put_together(
         reason="",
         beat=0,
         ended=0,
+        writers=() if (own := this_writer()) is None else (name_of(own),),
     )
     registry = Registry(store, fleeting=without_sync(store))
     if held.claim.before:
@@ -231,6 +254,7 @@ def _put_together(
         recorder=Recorder(log),
         folder=held.folder,
         expected_hosts=place.num_hosts,
+        free_after=free_after,
         stop_request=lambda: held.listener.request,
         check_host=partial(why_unfit, config, surroundings, processes=entry.processes),
         committed_step=partial(committed_step, store),

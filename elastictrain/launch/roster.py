@@ -11,7 +11,9 @@ from elastictrain.errors import StorageError
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState
 from elastictrain.launch.membership.registry import Registry
 from elastictrain.launch.membership.sight import Seen, outdated, see
+from elastictrain.lease.records import BEAT_S
 from elastictrain.storage.failures import reason_of
+from elastictrain.storage.parallel import side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Roster:
         """Whom this host's watch hears, for its line."""
 
         self._posts: deque[Generation | End] = deque()
+        self._hurried = False
         self._awake = threading.Event()
         self._closed = threading.Event()
         self._known = Known()
@@ -151,49 +154,98 @@ class Roster:
             if last and not self._posts:
                 return
             forming = self._known.newest is None or self._known.newest.terminal or bool(self._known.ends)
-            self._awake.wait(min(self._poll_s, _HURRIED_S) if forming else self._poll_s)
+            # Who is woken has been told that something has happened.
+            self._hurried = self._awake.wait(min(self._poll_s, _HURRIED_S) if forming else self._poll_s) or forming
 
     def _turn(self) -> None:
-        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
-        entry = replace(self._entry, hears=self.hears)
-        while self._posts:
-            self._write_post(self._posts[0])
-            self._posts.popleft()
-        self._write_entry(entry)
-        known, now_s = self._known, self._clock()
-        newest = self._registry.newest()
-        if newest != known.newest or known.reads == 0:
-            follows = newest is not None and self._registry.follows_another(newest.number)
-            known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows, ends={}, ended_since_s=None)
-        ends = {**known.ends, **self._registry.ends(newest.number)} if newest is not None and not newest.terminal else {}
+        """One look, in which nothing waits for anything else, however many hosts there are."""
+        entries: list[Entry] | None = None
+        ends: dict[str, End] = {}
+        before, now_s = self._known, self._clock()
+
+        def read_lines() -> None:
+            nonlocal entries
+            entries = self._registry.entries() if self.attentive else None
+
+        def read_generations() -> None:
+            self._learn(self._registry.newest(), now_s)
+
+        def read_ends() -> None:
+            nonlocal ends
+            ends = self._ends_of(before.newest, before.ends)
+
+        # What is read beside a change of the own line says nothing of that line. Of a proposal it has to be known who won.
+        if any(isinstance(post, Generation) for post in tuple(self._posts)):
+            self._write()
+            before = self._known
+            side_by_side([read_generations, read_ends, read_lines])
+        else:
+            side_by_side([self._write, read_generations, read_ends, read_lines])
+        newest = self._known.newest
+        if newest != before.newest or before.reads == 0:
+            ends = self._ends_of(newest, {})
+        self._take_note(ends, entries, now_s)
+        # Last: what is known by now is acted upon meanwhile.
+        self._registry.settle()
+
+    def _take_note(self, ends: Mapping[str, End], entries: list[Entry] | None, now_s: float) -> None:
+        known, read_s = self._known, self._clock()
+        ends = {**known.ends, **ends}
         since_s = known.ended_since_s if known.ended_since_s is not None or not ends else now_s
-        if self.attentive:
-            entries, read_s = self._registry.entries(), self._clock()
+        if entries is not None:
             known = replace(known, seen=see(known.seen, entries, own=self._entry.host, now_s=read_s), read_s=read_s)
             there = {one.host for one in entries}
             for host in there.intersection(outdated(known.seen, now_s=read_s)):
                 self._registry.forget(host)
         began_s = known.began_s if known.reads else now_s
         self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=known.reads + 1)
-        # Last: what is known by now is acted upon meanwhile.
-        self._registry.settle()
+
+    def _learn(self, newest: Generation | None, now_s: float) -> None:
+        """This is the newest generation now."""
+        known = self._known
+        if newest == known.newest and known.reads:
+            return
+        if newest is None:
+            follows = False
+        elif known.newest is not None and known.newest.number == newest.number - 1:
+            follows = not known.newest.terminal
+        else:
+            follows = self._registry.follows_another(newest.number)
+        self._known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows, ends={}, ended_since_s=None)
+
+    def _ends_of(self, newest: Generation | None, known: Mapping[str, End]) -> dict[str, End]:
+        if newest is None or newest.terminal:
+            return {}
+        # Asked for by name only where ends are likely: each is a request.
+        expected = [member.host for member in newest.members] if self._hurried else []
+        return self._registry.ends(newest.number, known=known, expected=expected)
+
+    def _write(self) -> None:
+        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
+        entry = replace(self._entry, hears=self.hears)
+        while self._posts:
+            self._write_post(self._posts[0])
+            self._posts.popleft()
+        self._write_entry(entry)
 
     def _write_post(self, post: Generation | End) -> None:
         if isinstance(post, End):
             self._registry.write_end(post)
             return
         try:
-            self._registry.create(post)
+            won = self._registry.create(post)
         except Exception:
             # By the time that storage answers again, another generation may be due.
             self._posts.popleft()
             raise
         self._known = replace(self._known, created=self._known.created | {post.number})
+        if won and self._known.reads:
+            self._learn(post, self._clock())
 
     def _write_entry(self, entry: Entry) -> None:
         now_s = self._clock()
         # While it trains a host is watched in another way; its line is only there for those who come.
-        interval_s = self._lost_s / 2 if entry.state is HostState.BUSY else self._poll_s
+        interval_s = min(self._lost_s / 2, BEAT_S) if entry.state is HostState.BUSY else self._poll_s
         if entry == self._written and now_s - self._written_s < interval_s:
             return
         self._beat += 1

@@ -20,7 +20,7 @@ from elastictrain.launch.ending import judge_end
 from elastictrain.launch.last_words import last_words, say_waiting
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
-from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
+from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.view import View
 from elastictrain.launch.membership.words import headline, listed
 from elastictrain.launch.orders import ANSWER_NAME, read_answer
@@ -72,6 +72,9 @@ class Parts:
     check_host: Callable[[], str]
     """Why this host is unfit; empty if it is not."""
 
+    free_after: int
+    """The newest generation when this launcher found that no other run trains in the folder."""
+
     committed_step: Callable[[], int | None]
     """The step in storage that a start would go on from; None where storage does not answer."""
 
@@ -120,6 +123,8 @@ class Supervisor:
             self._look_after_workers()
             self._listen()
             code = self._leave_if_asked()
+            if code is None:
+                code = self._leave_if_taken()
             if code is None:
                 code = self._retry_if_unfit()
             if code is not None:
@@ -368,6 +373,16 @@ class Supervisor:
             reason = f"asked to stop ({request.reason})"
             host, number = parts.roster.entry.host, attempt.generation.number
             self._finish(End(number, host, EndKind.LEAVING, EXIT_STOPPED, "", 0, 0, reason), at_once=False)
+        return None
+
+    def _leave_if_taken(self) -> int | None:
+        """A run that no launcher has started was faster, or has taken over while this host was frozen or cut off."""
+        newest = self._parts.roster.known.newest
+        if newest is None or newest.outcome is not Outcome.ELSEWHERE or newest.number <= self._parts.free_after:
+            return None
+        if self._attempt is None:
+            return self._leave(EXIT_STOPPED, newest.reason)
+        # Which ends it at once.
         return None
 
     def _retry_if_unfit(self) -> int | None:

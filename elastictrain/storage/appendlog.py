@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Condition, Thread
 
-from elastictrain.errors import StorageError
+from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.events import AppendLog
 from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
@@ -47,6 +47,34 @@ def read_appended(store: Store, prefix: str) -> Iterator[bytes]:
             for line in store.read(info.key).splitlines(keepends=True):
                 if line.endswith(b"\n") and line != b"\n":
                     yield line[:-1]
+
+
+def last_part(store: Store, stem: str) -> int:
+    """The number of the last segment of a remote log; 0 if there is none.
+
+    A folder may hold those of many logs: it is not listed. Segments are numbered without gaps. Raises: StorageError.
+    """
+
+    def is_there(number: int) -> bool:
+        try:
+            store.stat(part_key(stem, number))
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    missing = 1
+    while is_there(missing):
+        missing *= 2
+    there = missing // 2
+    while missing - there > 1:
+        middle = (there + missing) // 2
+        there, missing = (middle, missing) if is_there(middle) else (there, middle)
+    return there
+
+
+def part_key(stem: str, number: int) -> str:
+    """Of one segment of a remote log."""
+    return f"{stem}.part-{number:05d}.jsonl"
 
 
 class LostLog:
@@ -231,7 +259,7 @@ class _SegmentLog:
                 segment = self._full[0] if full else bytes(self._newest)
                 if not full and len(segment) == self._sent_bytes:
                     return
-            self._store.write(f"{self._stem}.part-{self._number:05d}.jsonl", segment)
+            self._store.write(part_key(self._stem, self._number), segment)
             with self._changed:
                 if full:
                     self._full.pop(0)
@@ -244,11 +272,4 @@ class _SegmentLog:
 
     def _first_free_number(self) -> int:
         """Segments of an earlier log under the same key stay."""
-        stem = f"{self._stem}.part-"
-        folder = self._stem.rpartition("/")[0]
-        numbers = [
-            int(number)
-            for info in self._store.list(folder)
-            if info.key.startswith(stem) and (number := info.key[len(stem) :].removesuffix(".jsonl")).isdecimal()
-        ]
-        return max(numbers, default=0) + 1
+        return last_part(self._store, self._stem) + 1

@@ -36,13 +36,15 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.watchdog import bound_s
 from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.lease.holder import Lease
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.job_notes import JobNotes
+from elastictrain.train.lease import Asking, note_start, take_lease
 from elastictrain.train.preflight import RunPreflight
-from elastictrain.train.runfolder import check_run_folder, next_incarnation_number
+from elastictrain.train.runfolder import check_run_folder
 from elastictrain.train.samples import Samples, open_samples
 from elastictrain.train.signing import signing_key
 from elastictrain.train.state_size import Memory, Spread, judge_fit, measure_state
@@ -77,6 +79,9 @@ class Met:
     journal: Journal
     board: Board
     job: JobNotes
+    lease: Lease | None
+    """Of rank 0, unless a launcher has started it: those have a lease of their own."""
+
     unwritable: StorageError | None = None
     """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
 
@@ -100,10 +105,13 @@ def bring_up(
     whereabouts: Whereabouts,
     stop_request: StopRequested,
     on_meeting: Callable[[Met], None],
+    parent: int = 0,
+    on_lost: Callable[[str], None] = lambda _: None,
 ) -> Started:
     """Check everything that can be checked alone, then meet the other ranks. Collective: yes.
 
-    `on_meeting` is told as soon as failures can be recorded.
+    `on_meeting` is told as soon as failures can be recorded; `on_lost`, by a thread of rank 0, when another run has taken over.
+    `parent` is the process that started this one.
     """
     timings = Timings()
     with timings.phase("checks"):
@@ -118,7 +126,13 @@ def bring_up(
         if identity.local_rank == 0:
             _check_memory(own.task, config, identity, backend=own.backend)
     with timings.phase("rendezvous"):
-        met = _meet(config, identity, own, whereabouts=whereabouts, stop_request=stop_request)
+        # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
+        whereabouts.enter(Phase.RENDEZVOUS)
+        way = _reach(config, identity, whereabouts=whereabouts, poll=leave_if_asked)
+        lease = None
+        if identity.rank == 0 and identity.launcher is None:
+            lease = _take_lease(config, identity, own, way, parent=parent, on_lost=on_lost)
+        met = _meet(config, identity, own, way, lease, whereabouts=whereabouts)
     on_meeting(met)
     check_alike(met.incarnation)
 
@@ -229,34 +243,67 @@ def _wait_for_predecessors(identity: Identity, *, poll: Callable[[], None]) -> N
         )
 
 
-def _meet(
-    config: RunConfig,
-    identity: Identity,
-    own: _Own,
-    *,
-    whereabouts: Whereabouts,
-    stop_request: StopRequested,
-) -> Met:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The way to the other ranks."""
+
+    store: dist.Store
+    answers: StoreAnswers
+    job: JobNotes
+    limit_s: float
+    put_off: Callable[[float], None]
+    """Allow that much more time from now on."""
+
+    poll: Callable[[], None]
+
+
+def _reach(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts, poll: Callable[[], None]) -> _Way:
+    """Raises: TransportError."""
+    limit_s = config.fault.rendezvous_timeout_s
+    answers = StoreAnswers(limit_s=limit_s, poll=poll)
+    store = answers.ask(lambda: connect(identity, timeout_s=limit_s))
+
+    def put_off(seconds: float) -> None:
+        # As long as another run trains here there is no progress to be made.
+        whereabouts.enter(Phase.RENDEZVOUS)
+        answers.put_off(seconds)
+
+    return _Way(store, answers, JobNotes(store, identity), limit_s, put_off, poll)
+
+
+def _take_lease(
+    config: RunConfig, identity: Identity, own: _Own, way: _Way, *, parent: int, on_lost: Callable[[str], None]
+) -> Lease:
+    """Raises: RunHeldError, StorageError, StopRequestedError, TransportError."""
+
+    def wait_on() -> None:
+        way.put_off(way.limit_s)
+        way.poll()
+
+    asking = Asking(BoundedStore(way.store, way.answers), parent, wait_on, on_lost)
+    # Also where the run folder was deleted under a job that lives, the numbers go on.
+    used = max(map(number_of, way.job.read().incarnations), default=0)
+    return take_lease(own.store, config, identity, asking, used=used)
+
+
+def _meet(config: RunConfig, identity: Identity, own: _Own, way: _Way, lease: Lease | None, *, whereabouts: Whereabouts) -> Met:
+    number = lease.number if lease is not None else identity.launcher.generation if identity.launcher is not None else 0
     digest = group_digest(config, data_digest=own.samples.digest)
     introduction = Introduction(identity.host, identity.local_world_size, own.backend, digest)
-    timeout_s = config.fault.rendezvous_timeout_s
-    leave_if_asked = partial(_leave_if_asked, stop_request)
-    # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
-    whereabouts.enter(Phase.RENDEZVOUS)
-    answers = StoreAnswers(limit_s=timeout_s, poll=leave_if_asked)
-    rendezvous = answers.ask(lambda: connect(identity, timeout_s=timeout_s))
-    job = JobNotes(rendezvous, identity)
-    number = _next_number(own.store, job) if identity.rank == 0 else 0
+    answers = way.answers
     incarnation = agree(
-        BoundedStore(rendezvous, answers),
+        BoundedStore(way.store, answers),
         identity,
         introduction,
         number=number,
         timeout_s=answers.left_s,
-        poll=leave_if_asked,
+        poll=way.poll,
+        put_off=way.put_off,
         tell=_tell,
     )
-    shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", rendezvous)
+    if identity.rank == 0:
+        note_start(own.store, incarnation=incarnation.name, world_size=identity.world_size)
+    shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", way.store)
     board = answers.ask(
         lambda: Board(
             shared,
@@ -274,12 +321,7 @@ def _meet(
     except StorageError as error:
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
-    return Met(incarnation, shared, own.store, journal, board, job, unwritable)
-
-
-def _next_number(store: Store, job: JobNotes) -> int:
-    """Also where the run folder was deleted under a job that lives, the numbers go on. Raises: StorageError."""
-    return max(next_incarnation_number(store), 1 + max(map(number_of, job.read().incarnations), default=0))
+    return Met(incarnation, shared, own.store, journal, board, way.job, lease, unwritable)
 
 
 def beat_of(mark: Mark, *, options: FaultGroup) -> dict[str, object]:

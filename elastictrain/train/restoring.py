@@ -6,6 +6,7 @@ from collections.abc import Callable
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.counters import counters_of
 from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
@@ -31,7 +32,7 @@ def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -
         config_digest=config_digest(config),
         record=started.met.journal.record,
         job=job,
-        generation=identity.launcher.generation if identity.launcher is not None else None,
+        generation=number_of(started.met.incarnation.name),
         signing=signing,
     )
 

@@ -1,7 +1,5 @@
 """The run's folder: what must hold before anything is written to it, and the configuration kept in it."""
 
-import re
-
 from elastictrain.checkpoint.stored_config import read_stored_config
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
@@ -12,7 +10,6 @@ from elastictrain.storage.store import Store
 from elastictrain.train.task import HasNeutralOptions, Task
 
 CONFIG_FILE = "config.yaml"
-_TRACE = re.compile(r"(?:events/|lineage/\d+-)(\d{6,})-")
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
@@ -49,12 +46,3 @@ def store_config(store: Store, config: RunConfig) -> None:
         there = False
     if not there:
         store.write(CONFIG_FILE, data)
-
-
-def next_incarnation_number(store: Store) -> int:
-    """One more than the largest of the incarnations that left a trace in the run's folder.
-
-    Events may be stored a while after they happened; where an incarnation went on from is stored at once.
-    """
-    matches = (_TRACE.match(info.key) for folder in ("events", "lineage") for info in store.list(folder))
-    return 1 + max((int(match.group(1)) for match in matches if match), default=0)

@@ -17,7 +17,7 @@ from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
-from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
+from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.events import Failure, Journal, Stop
 from elastictrain.fault.limit import limit_the_end
 from elastictrain.fault.meaning import Meaning, describe_heard, meaning
@@ -82,13 +82,18 @@ class Worker:
         if self._identity.launched and not follow_parent(self._parent):
             return EXIT_STOPPED
         self._watchdog.start()
+        code = EXIT_BUG
         try:
-            return self._train()
+            code = self._train()
         except BaseException as error:  # noqa: BLE001  # the edge of the process: everything that ends it is accounted for
-            return self._end_failed(error)
+            code = self._end_failed(error)
         finally:
+            if self._met is not None and self._met.lease is not None:
+                # A restart after a failure is still the same owner.
+                self._met.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
             # The stop listener stays: a SIGTERM while this process leaves must not change its exit code.
             self._watchdog.close()
+        return code
 
     def _train(self) -> int:
         config, identity = self._config, self._identity
@@ -98,6 +103,8 @@ class Worker:
             whereabouts=self._whereabouts,
             stop_request=lambda: self._stop.request,
             on_meeting=self._take_note,
+            parent=self._parent,
+            on_lost=self._end_without_lease,
         )
         self._backend = started.group.backend
         self._link = start_keeper(config, identity, started, agent=self._starter())
@@ -201,6 +208,15 @@ class Worker:
                 self._report_briefly(what, heard=heard)
         finally:
             os._exit(overdue.exit_code)
+
+    def _end_without_lease(self, sentence: str) -> None:
+        """From the lease's thread: another run trains here, so that nothing that is done from now on counts."""
+        self._limit_the_end(EXIT_STOPPED)
+        self._hangs.say_ending()
+        try:
+            self._report_briefly(Meaning(EXIT_STOPPED, sentence, show_stack=False), heard={})
+        finally:
+            os._exit(EXIT_STOPPED)
 
     def _lost_peer(self) -> LostPeer | None:
         lost = self._link.lost if self._link is not None else None

@@ -1,5 +1,6 @@
 """A Llama that takes its time: a test can act between two steps of it, however slow the machine is that runs the test."""
 
+import os
 import time
 
 from torch import nn
@@ -11,14 +12,17 @@ from recipes.llama.config import LlamaConfig
 
 
 class PacedLlama(LlamaTask):
-    """LlamaTask with a pause in every pass."""
+    """LlamaTask with a pause in every pass, and as long as the file `gate` is there."""
 
-    neutral_options = LlamaTask.neutral_options | {"pause_s"}
+    neutral_options = LlamaTask.neutral_options | {"pause_s", "gate"}
 
-    def __init__(self, *, model: LlamaConfig, compile_loss: bool = False, pause_s: float = 0.0) -> None:
+    def __init__(self, *, model: LlamaConfig, compile_loss: bool = False, pause_s: float = 0.0, gate: str = "") -> None:
         super().__init__(model=model, compile_loss=compile_loss)
         self._pause_s = pause_s
+        self._gate = gate
 
     def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
         time.sleep(self._pause_s)
+        while self._gate and os.path.exists(self._gate):  # noqa: PTH110
+            time.sleep(0.05)
         return super().loss(model, batch)

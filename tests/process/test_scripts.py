@@ -77,6 +77,11 @@ def bench_checkpoint(folder: Path) -> None:
     assert rows["dcp.save"]["rounds"] == 1
 
 
+def bench_start(folder: Path) -> None:
+    lines = python("bench_start.py", str(folder / "run"), "--objects", "5,20", folder=folder).splitlines()
+    assert [line.split()[0] for line in lines] == ["5", "20"]
+
+
 def bench_fleet(folder: Path) -> None:
     assert len(python("bench_fleet.py", "--hosts", "4", "--seeds", "2", folder=folder).splitlines()) == 2
 
@@ -193,6 +198,7 @@ CHECKS: Mapping[str, Check] = {
     "bench_compare.py": bench_compare,
     "bench_fleet.py": bench_fleet,
     "bench_planning.py": bench_planning,
+    "bench_start.py": bench_start,
     "bench_step.py": bench_step,
     "demo.sh": demo,
     "gpu/engine.py": gpu_engine,

@@ -10,8 +10,9 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
-from elastictrain.checkpoint.target import list_checkpoints, list_incarnations
+from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.lease.starts import Starts
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
 
@@ -149,7 +150,10 @@ def _wanted(store: Store, station: Station, held: Sequence[Held]) -> list[tuple[
     folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
     _, off_line = Lineage(store).line_first(folders)
     newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
-    # What a deleted run of the same name left in memory has no events here.
-    known = {*list_incarnations(store), *((station.incarnation,) if station.heard else ())}
     whole = whole_here(held, station)
+    # What a deleted run of the same name left in memory has left no trace here.
+    known = {
+        *Starts(store).known(one[0].facts.incarnation for one in whole),
+        *((station.incarnation,) if station.heard else ()),
+    }
     return [one for one in whole if one[0].facts.step > newest and one[0].facts.incarnation in known]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
+from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper.facts import RunFacts
 from elastictrain.checkpoint.keeper.flush import still_there
@@ -85,6 +86,7 @@ class Saver:
         self._reports = reports
         self._clock = clock
         self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every, signing=signing)
+        self._fence = Fence(store)
         self._jobs: queue.Queue[SaveJob | Refusal | None] = queue.Queue()
         self._current: SaveJob | None = None
         self._current_since_s = 0.0
@@ -215,6 +217,7 @@ class Saver:
             manifest = self._manifest(job, written)
             check_files(self._store, manifest, folder=folder)
             self._check_run()
+            self._fence.check(job.incarnation, step=job.step)
             committing = True
             commit(self._store, manifest, folder=folder, signing=self._signing)
         except BaseException:
@@ -236,7 +239,12 @@ class Saver:
     def _settle(self, job: SaveJob, newest: _Known, listing: Listing, hosts: Hosts) -> None:
         """It is committed: remove what is of no use any more."""
         pruned = self._pruner.tidy(
-            newest.name, manifest=newest.manifest, listing=listing, incarnation=job.incarnation, time_s=time.time()
+            newest.name,
+            manifest=newest.manifest,
+            listing=listing,
+            incarnation=job.incarnation,
+            time_s=time.time(),
+            fence=self._fence,
         )
         if pruned:
             self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))

@@ -15,6 +15,12 @@ T = TypeVar("T", bound=Entry | End | Generation | Member | Failure)
 _PARTS: Mapping[str, type[Member] | type[Failure]] = {"members": Member, "failures": Failure}
 """Fields that hold tuples of records."""
 
+_LATER: Mapping[type, Mapping[str, object]] = {
+    Entry: {"committed_step": 0, "hears": [], "writers": []},
+    Generation: {"owner": ""},
+}
+"""Fields that the records of earlier releases lack."""
+
 
 def encode(record: Entry | End | Generation) -> bytes:
     """One object of JSON."""
@@ -31,6 +37,8 @@ def decode(cls: type[T], data: bytes) -> T | None:
 
 def _from_json(cls: type[T], value: object) -> T:
     """Raises: ValueError."""
+    if isinstance(value, dict):
+        value = {**_LATER.get(cls, {}), **value}
     if not isinstance(value, dict) or set(value) != {field.name for field in fields(cls)}:
         raise ValueError(f"no {cls.__name__}")
     hints = get_type_hints(cls)

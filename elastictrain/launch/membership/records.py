@@ -7,6 +7,8 @@ one with the largest number is the current one, and each is created once, atomic
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastictrain.lease.records import LAUNCHER
+
 
 class HostState(StrEnum):
     """What a host says of itself."""
@@ -61,6 +63,9 @@ class Entry:
 
     hears: tuple[str, ...] = ()
     """Hosts whose watch this host's watch hears, in order; in a group each must hear each."""
+
+    writers: tuple[str, ...] = ()
+    """The launcher's process, told apart from every other one: on its own host it is known to be dead at once."""
 
 
 class EndKind(StrEnum):
@@ -139,6 +144,9 @@ class Outcome(StrEnum):
     GIVE_UP = "give up"
     """It failed for good, with `exit_code` and `reason`."""
 
+    ELSEWHERE = "elsewhere"
+    """Not a launcher's: a torchrun, or one process alone, trains or has trained in the folder."""
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
@@ -176,6 +184,9 @@ class Generation:
 
     reason: str
     """Why it was made, for people."""
+
+    owner: str = LAUNCHER
+    """Who trains in it; empty in records that are older than owners."""
 
     @property
     def terminal(self) -> bool:

@@ -1,24 +1,26 @@
 """The roster and the generations, in the run's storage. Acts; what follows from them is decided elsewhere."""
 
 import logging
-import re
 import secrets
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
-from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError, PermanentStorageError
+from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.codec import decode, encode
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
-from elastictrain.storage.bounded_read import read_bounded
+from elastictrain.lease.chain import ENDS, GENERATIONS, HOSTS, newest_record, point_at
+from elastictrain.lease.records import parse_claim
+from elastictrain.storage.bounded_read import read_record
 from elastictrain.storage.opening import create_secret, read_secret
+from elastictrain.storage.parallel import read_all, side_by_side
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
 ROOT = "launch"
-HOSTS, GENERATIONS, ENDS = f"{ROOT}/hosts", f"{ROOT}/generations", f"{ROOT}/ends"
 _TOKEN = f"{ROOT}/token"
-_GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
 _TOKEN_BYTES = 32
 _MOST_TOKEN_BYTES = 4096
 
@@ -33,6 +35,11 @@ class Registry:
         self._unsettled: list[tuple[str, bytes]] = []
         self._newest: Generation | None = None
         self._listed = False
+        self._created = 0
+        """The last one that this host has created, which whoever looks for the newest is not pointed at yet."""
+
+        self._lines: frozenset[str] = frozenset()
+        """Keys of the lines that were there the last time: they are read while it is looked which others there are."""
 
     def token(self) -> bytes:
         """The run's secret, known to whoever may read its storage; made by whoever comes first.
@@ -55,15 +62,10 @@ class Registry:
 
     def entries(self) -> list[Entry]:
         """All lines that can be read."""
-        found = []
-        for info in self._store.list(HOSTS):
-            try:
-                entry = decode(Entry, self._record(info.key))
-            except ObjectNotFoundError:
-                continue
-            if entry is not None and info.key == _host_key(entry.host):
-                found.append(entry)
-        return found
+        lines = self._read_below(HOSTS, self._lines)
+        self._lines = frozenset(lines)
+        entries = [(key, decode(Entry, data)) for key, data in sorted(lines.items())]
+        return [entry for key, entry in entries if entry is not None and key == _host_key(entry.host)]
 
     def forget(self, host: str) -> None:
         """Remove a host's line."""
@@ -72,7 +74,7 @@ class Registry:
     def bury(self, host: str) -> None:
         """Say of a launcher that is known to be dead that it is gone, if it did not do so itself."""
         try:
-            entry = decode(Entry, self._record(_host_key(host)))
+            entry = decode(Entry, read_record(self._store, _host_key(host)))
         except ObjectNotFoundError:
             return
         if entry is not None and entry.state is not HostState.GONE:
@@ -81,9 +83,9 @@ class Registry:
     def newest(self) -> Generation | None:
         """The generation with the largest number; None if there is none."""
         if not self._listed:
-            numbers = (_GENERATION.fullmatch(info.key) for info in self._store.list(GENERATIONS))
-            last = max((int(match[1]) for match in numbers if match), default=0)
-            self._newest, self._listed = self._read(last) if last else None, True
+            number, data = newest_record(self._store)
+            self._newest, self._listed = self._parse(number, data) if number else None, True
+            return self._newest
         # A list may lag behind, a read of a name does not.
         while (following := self._read(self._newest.number + 1 if self._newest else 1)) is not None:
             self._newest = following
@@ -101,7 +103,10 @@ class Registry:
             self._fleeting.create(key, data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return self._record(key) == data
+            return read_record(self._store, key) == data
+        if self._newest is None or self._newest.number < generation.number:
+            self._newest = generation
+        self._created = generation.number
         if self._fleeting is not self._store:
             self._unsettled.append((key, data))
         return True
@@ -114,37 +119,50 @@ class Registry:
         while self._unsettled:
             self._store.write(*self._unsettled[0])
             self._unsettled.pop(0)
+        if self._created:
+            point_at(self._fleeting, self._created)
+            self._created = 0
 
     def write_end(self, end: End) -> None:
         """Note how a generation ended for a host."""
         self._fleeting.write(_end_key(end.generation, end.host), encode(end))
 
-    def ends(self, number: int) -> dict[str, End]:
-        """How generation `number` ended, by host."""
+    def ends(self, number: int, *, known: Collection[str] = (), expected: Iterable[str] = ()) -> dict[str, End]:
+        """How generation `number` ended, by host, without those `known`: an end is written once.
+
+        Those of `expected` hosts are asked for by name, which takes one round trip instead of two.
+        """
+        prefix = f"{ENDS}/{number:09d}"
+        without = frozenset(_end_key(number, host) for host in known)
+        likely = frozenset(_end_key(number, host) for host in expected) - without
         found = {}
-        for info in self._store.list(f"{ENDS}/{number:09d}"):
-            try:
-                end = decode(End, self._record(info.key))
-            except ObjectNotFoundError:
-                continue
-            if end is not None and info.key == _end_key(number, end.host) and end.generation == number:
+        for key, data in self._read_below(prefix, likely, without=without).items():
+            end = decode(End, data)
+            if end is not None and key == _end_key(number, end.host) and end.generation == number:
                 found[end.host] = end
         return found
 
-    def _record(self, key: str) -> bytes:
-        """Nothing of an object that is larger than any record: it decodes as none."""
-        try:
-            return read_bounded(self._store, key)
-        except ObjectTooLargeError as error:
-            logger.warning("%s", error)
-            return b""
+    def _read_below(self, prefix: str, likely: Collection[str], *, without: Collection[str] = ()) -> dict[str, bytes]:
+        """All objects below a folder. Those that are `likely` there are read while it is listed."""
+        calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
+            lambda: [info.key for info in self._store.list(prefix)],
+            *(partial(read_all, self._store, [key]) for key in sorted(likely)),
+        ]
+        listed, *read = side_by_side(calls)
+        found = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
+        return found | read_all(self._store, [key for key in listed if key not in found and key not in without])
 
     def _read(self, number: int) -> Generation | None:
         try:
-            data = self._record(_generation_key(number))
+            return self._parse(number, read_record(self._store, _generation_key(number)))
         except ObjectNotFoundError:
             return None
+
+    def _parse(self, number: int, data: bytes) -> Generation:
         generation = decode(Generation, data)
+        if generation is None and (claim := parse_claim(number, data)).owner:
+            reason = f"another run trains here: {claim}"
+            return Generation(number, Outcome.ELSEWHERE, (), 0, "", (), (), 0.0, EXIT_STOPPED, reason, claim.owner)
         if generation is None or generation.number != number:
             logger.warning(
                 "%s/%s is damaged: it counts as a generation without hosts", self._store.url, _generation_key(number)

@@ -36,7 +36,7 @@ CONFIG = RunConfig(
 )
 
 FREE = {
-    "run": {"dir", "on_change", "deterministic"},
+    "run": {"dir", "on_change", "on_held", "deterministic"},
     "data": {"cache_dir", "cache_gb", "workers", "prefetch", "ledger"},
     "train": {"micro_batch", "compile", "activation_checkpointing", "max_skipped", "eval_every_steps", "eval_samples"},
     "optim": set(),

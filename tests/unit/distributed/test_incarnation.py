@@ -17,6 +17,7 @@ from elastictrain.distributed.incarnation import (
     check_alike,
     coordinate,
     pack,
+    say_waiting,
     unpack,
 )
 from elastictrain.errors import ConfigError, StopRequestedError, TransportError
@@ -316,3 +317,28 @@ def test_whoever_is_waited_for_is_told_once_before_the_wait_is_over() -> None:
     with pytest.raises(TransportError):
         agree(dist.HashStore(), identity, HERE, number=1, timeout_s=30.0, tell=told.append, clock=lambda: now[0], sleep=sleep)
     assert told == ["waiting for up to 30 s until all 2 ranks have met: rank(s) 1 did not say hello"]
+
+
+def test_others_wait_as_long_as_rank_0_says_that_it_waits_for_another_run() -> None:
+    store, now, put_off = dist.HashStore(), [0.0], list[float]()
+    # Of an earlier start: it says nothing.
+    say_waiting(store)
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if now[0] < 100:
+            say_waiting(store)
+
+    with pytest.raises(TransportError, match="heard nothing of rank 0"):
+        agree(
+            store,
+            Identity(1, 2, 0, 1, "b", launched=True),
+            HERE,
+            number=0,
+            timeout_s=5.0,
+            put_off=put_off.append,
+            clock=lambda: now[0],
+            sleep=sleep,
+        )
+    assert 100 < now[0] < 125
+    assert len(put_off) >= 9

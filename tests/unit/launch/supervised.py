@@ -299,6 +299,7 @@ class SupervisedHost:
             expected_hosts=0,
             stop_request=lambda: self.stop_request,
             check_host=self._check,
+            free_after=0,
             committed_step=self._committed_step,
             remembered_step=lambda: self.remembered_step,
             ask_to_flush=self._ask_to_flush,

@@ -16,7 +16,7 @@ from elastictrain.launch.roster import Roster
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.fakes import FakeStore, nothing
-from tests.unit.launch.membership.made import end, entry, generation
+from tests.unit.launch.membership.made import end, entry, generation, member
 
 LIMIT_S = 10.0
 POLL_S, LOST_S = 0.01, 0.4
@@ -183,6 +183,8 @@ def test_a_group_that_forms_looks_more_often_and_one_that_trains_at_each_poll() 
         eventually(lambda: roster.known.reads >= 3)
         Registry(store).create(generation(1, "ab"))
         eventually(lambda: roster.known.newest is not None)
+        # The turn that has found it may not be over.
+        time.sleep(0.3)
         reads = roster.known.reads
         time.sleep(0.3)
         assert roster.known.reads == reads
@@ -358,11 +360,12 @@ def test_storage_that_fails_is_not_asked_at_every_call() -> None:
     store.before = gate
     with rostering(store, poll_s=LONG_S) as roster:
         eventually(lambda: roster.known.trouble == "away")
+        asked = len(gate.asked)
         for number in range(10):
             roster.post(generation(number, "a"))
             roster.wake()
             time.sleep(0.01)
-        assert len(gate.asked) == 1
+        assert len(gate.asked) == asked
 
 
 @pytest.mark.parametrize("kind", ["fake", "local"])
@@ -448,3 +451,57 @@ def test_its_line_tells_whom_it_hears() -> None:
         roster.hears = ("b", "c")
         eventually(lambda: (line := line_in(store)) is not None and line.hears == ("b", "c"))
         assert roster.entry.hears == ()
+
+
+@dataclass
+class Slow:
+    """A store that takes as long for each request, and how many of them had to follow one another."""
+
+    delay_s: float = 0.05
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def __call__(self, operation: str, key: str) -> None:
+        began_s = time.monotonic()
+        time.sleep(self.delay_s)
+        self.spans.append((began_s, time.monotonic()))
+
+    @property
+    def in_a_row(self) -> int:
+        """Requests of which each began when the one before had ended."""
+        number, until_s = 0, float("-inf")
+        for began_s, ended_s in sorted(self.spans, key=lambda span: span[1]):
+            if began_s >= until_s:
+                number, until_s = number + 1, ended_s
+        return number
+
+
+def in_a_row(num_hosts: int, *, ended: bool) -> int:
+    """Requests that follow one another in a turn that finds nothing new, or all ends of a generation."""
+    store, slow = FakeStore(), Slow()
+    hosts = [f"host{number}" for number in range(num_hosts)]
+    registry = Registry(store)
+    members = tuple(replace(member("a"), host=host) for host in hosts)
+    registry.create(replace(generation(1, ""), members=members))
+    with rostering(store, poll_s=LONG_S) as roster:
+        for host in hosts:
+            registry.write_entry(replace(entry("a"), host=host))
+        # One turn may be under way, which has looked before they came; afterwards none is.
+        roster.wake()
+        eventually(lambda: len(roster.known.seen) == num_hosts)
+        time.sleep(0.2)
+        if ended:
+            for host in hosts:
+                registry.write_end(replace(end("a", EndKind.FAILED), host=host))
+        reads, store.before = roster.known.reads, slow
+        roster.wake()
+        eventually(lambda: roster.known.reads > reads)
+        store.before = nothing
+        assert len(roster.known.seen) == num_hosts
+        assert len(roster.known.ends) == (num_hosts if ended else 0)
+    return slow.in_a_row
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_turn_takes_no_longer_with_many_hosts(ended: bool) -> None:
+    assert in_a_row(2, ended=ended) <= 2
+    assert in_a_row(40, ended=ended) <= 3

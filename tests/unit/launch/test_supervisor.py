@@ -697,3 +697,19 @@ def test_an_outage_of_the_network_between_two_decisions_is_known_to_the_next_one
     host.learn(ends=[end("b", EndKind.LOST, lost="a")], seen=lines)
     assert host.go(2.0) is None
     assert not [post for post in host.roster.posts if isinstance(post, Generation)]
+
+
+def elsewhere(number: int) -> Generation:
+    return replace(generation(number, ""), outcome=Outcome.ELSEWHERE, exit_code=75, reason="another run trains here", owner="x")
+
+
+def test_it_leaves_where_a_run_without_a_launcher_was_faster(host: SupervisedHost) -> None:
+    host.learn(elsewhere(1))
+    assert host.go(1.0) == 75
+
+
+def test_it_ends_its_workers_where_a_run_without_a_launcher_has_taken_over(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "a"))
+    host.learn(elsewhere(2))
+    assert host.go(5.0) == 75
+    assert not host.torchrun.running

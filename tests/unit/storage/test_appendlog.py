@@ -4,13 +4,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from elastictrain.errors import AccessDeniedError, TransientStorageError
+from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, TransientStorageError
 from elastictrain.storage import appendlog
 from elastictrain.storage.appendlog import open_append_log, read_appended
 from elastictrain.storage.opening import open_store
@@ -179,8 +178,8 @@ class Unsteady:
             raise TransientStorageError("cannot write now")
         self.objects[key] = bytes(data)
 
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return iter(())
+    def stat(self, key: str) -> ObjectInfo:
+        raise ObjectNotFoundError(key)
 
 
 def test_failed_upload_is_logged_once_and_repeated(caplog: pytest.LogCaptureFixture) -> None:

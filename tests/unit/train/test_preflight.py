@@ -17,6 +17,7 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
+from elastictrain.lease.starts import Start, Starts
 from elastictrain.preflight.group.checks import Findings, Request
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.links.baseline import Baseline
@@ -30,7 +31,7 @@ from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.past_starts import PastStarts, findings_in, last_word, world_size_in
+from elastictrain.train.past_starts import PastStarts, findings_in, last_word
 from elastictrain.train.preflight import BUS_KEY, LINKS_KEY, RunPreflight
 from elastictrain.train.preflight_options import group_options, link_options
 from tests.unit.checkpoint.fakes import FakeStore
@@ -96,6 +97,8 @@ def end(store: Store, incarnation: str, *codes: int | None) -> None:
     for rank, code in enumerate(codes):
         last = {"event": "failure", "exit_code": code} if code is not None else {"event": "step", "step": 3}
         store.write(f"events/{incarnation}-r{rank:05d}.jsonl", json.dumps(last).encode() + b"\n")
+    if codes:
+        Starts(store).write(Start(int(incarnation[:6]), incarnation, len(codes)))
 
 
 def test_a_first_start_is_checked_in_full(make: Make) -> None:
@@ -168,6 +171,7 @@ def test_what_was_found_is_recorded_and_shown_and_the_baseline_kept(
         assert [row["check"] for row in event.findings] == ["bandwidth"]
         row = {"event": "preflight", "stage": "hosts", "findings": list(event.findings)}
         store.write("events/000006-bb-r00000.jsonl", json.dumps(row).encode() + b"\n")
+        Starts(store).write(Start(6, "000006-bb", 1))
     assert seats[0].asked.baseline == baseline
     assert store.stat(LINKS_KEY)
     shown = capsys.readouterr().err
@@ -201,22 +205,12 @@ def test_the_last_word_of_a_rank(data: bytes, ended: Ended | None) -> None:
     assert last_word(data, rank=3) == ended
 
 
-def test_the_world_size_is_in_the_start_among_other_records() -> None:
-    rows = [
-        '{"event": "preflight", "reason": "start"}',
-        '{"event": "start"',
-        '{"event": "start", "world_size": "3"}',
-        '{"event": "start", "world_size": 3}',
-    ]
-    assert [world_size_in("\n".join(rows[:count]).encode()) for count in range(5)] == [None, None, None, None, 3]
-
-
 def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Make) -> None:
     """Where a log is sent now and then, one that is killed at once leaves none."""
+    Starts(store).write(Start(6, "000006-bb", 3))
     for rank in range(2):
-        start = b'{"event": "start", "world_size": 3}\n' if rank == 0 else b""
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
-        store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", start + b'{"event": "failure", "exit_code": 71}\n')
+        store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
     assert PastStarts(store, incarnation="000007-cc").ended() == ([Ended(0, 71), Ended(1, 71)], 3)
     preflight, _, _ = make(restart="1")
     assert preflight.chosen.level is Level.QUICK
@@ -225,9 +219,10 @@ def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Ma
 def test_of_a_long_log_its_ends_are_read() -> None:
     store = FakeStore()
     steps = b'{"event": "step"}\n' * 200_000
-    start, end = b'{"event": "start", "world_size": 1}\n', b'{"event": "failure", "exit_code": 71}\n'
+    Starts(store).write(Start(6, "000006-bb", 1))
+    end = b'{"event": "failure", "exit_code": 71}\n'
     finding = b'{"event": "preflight", "stage": "hosts", "findings": [{"check": "mtu"}]}\n'
-    store.write("events/000006-bb-r00000.jsonl", start + finding + steps + end)
+    store.write("events/000006-bb-r00000.jsonl", finding + steps + end)
     num_read: list[int] = []
     read = store.read
 
@@ -245,9 +240,9 @@ def test_of_a_long_log_its_ends_are_read() -> None:
 
 def test_a_large_group_is_known_by_its_first_ranks() -> None:
     store = FakeStore()
+    Starts(store).write(Start(6, "000006-bb", 100))
     for rank in range(100):
-        start = b'{"event": "start", "world_size": 100}\n' if rank == 0 else b""
-        store.write(f"events/000006-bb-r{rank:05d}.jsonl", start + b'{"event": "failure", "exit_code": 71}\n')
+        store.write(f"events/000006-bb-r{rank:05d}.jsonl", b'{"event": "failure", "exit_code": 71}\n')
     ended, world_size = PastStarts(store, incarnation="000007-cc").ended()
     assert (ended, world_size) == ([Ended(rank, 71) for rank in range(64)], 64)
 
@@ -378,6 +373,7 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
 
 
 def test_a_log_in_a_bucket_has_its_last_word_in_its_last_object(store: Store, make: Make) -> None:
+    Starts(store).write(Start(6, "000006-bb", 2))
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "step"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
@@ -395,5 +391,4 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(line: bytes, caplog: py
     data = b"\n".join([line + b'"preflight""start"', start, good, line + b'"preflight"', b""])
     assert findings_in(data) == [[{"check": "mtu"}]]
     assert "2 lines" in caplog.text
-    assert world_size_in(data) == 3
     assert last_word(line, rank=0) is None

@@ -8,7 +8,7 @@ from elastictrain.errors import ConfigError, StorageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import runfolder
-from elastictrain.train.runfolder import check_run_folder, next_incarnation_number, store_config
+from elastictrain.train.runfolder import check_run_folder, store_config
 from tests.unit.train.parts import Squares
 from tests.unit.train.test_loop import config
 
@@ -21,22 +21,6 @@ def store(tmp_path: Path) -> Store:
 def of(store: Store, **run: object) -> RunConfig:
     plain = config(steps=5)
     return dataclasses.replace(plain, run=dataclasses.replace(plain.run, dir=store.url, **run))  # type: ignore[arg-type]
-
-
-def test_incarnations_are_numbered_after_those_that_left_events(store: Store) -> None:
-    assert next_incarnation_number(store) == 1
-    store.write("events/000001-aa-r00000.jsonl", b"")
-    store.write("events/000009-bb-r00001.part-00001.jsonl", b"")
-    store.write("events/notes.txt", b"")
-    assert next_incarnation_number(store) == 10
-    store.write("events/1000000-cc-r00000.jsonl", b"")
-    assert next_incarnation_number(store) == 1000001
-
-
-def test_an_incarnation_that_was_killed_before_its_events_were_stored_has_its_number(store: Store) -> None:
-    store.write("events/000001-aa-r00000.jsonl", b"")
-    store.write("lineage/000000012-000002-bb.json", b"{}")
-    assert next_incarnation_number(store) == 3
 
 
 def test_a_new_folder_is_fine_and_so_is_the_same_config_again(store: Store) -> None:

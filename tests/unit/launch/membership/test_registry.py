@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, Stor
 from elastictrain.launch.membership.codec import encode
 from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.registry import Registry
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.records import Claim
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import Retrying, RetryOptions
@@ -334,3 +337,24 @@ def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> No
     newest = Registry(store).newest()
     assert newest is not None
     assert (newest.number, newest.members) == (1, ())
+
+
+def test_a_generation_that_no_launcher_made_is_over_for_launchers() -> None:
+    store = FakeStore()
+    Chain(store).create(Claim(1, "torchrun-x", "host1", 17, ("torchrun-x",)))
+    newest = Registry(store).newest()
+    assert newest is not None
+    assert (newest.number, newest.outcome, newest.owner, newest.exit_code) == (1, Outcome.ELSEWHERE, "torchrun-x", 75)
+    assert newest.terminal
+
+
+def test_records_of_releases_without_owners_are_read() -> None:
+    store = FakeStore()
+    old = json.loads(encode(generation(1, "a")))
+    del old["owner"]
+    store.objects[key(1)] = json.dumps(old).encode()
+    assert Registry(store).newest() == replace(generation(1, "a"), owner="")
+    line = json.loads(encode(entry("a")))
+    del line["writers"]
+    store.objects["launch/hosts/a.json"] = json.dumps(line).encode()
+    assert Registry(store).entries() == [entry("a")]

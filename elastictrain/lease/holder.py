@@ -1,0 +1,180 @@
+"""Takes the lease of a run, shows that this run lives, and notices when another one has taken over. Acts."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
+
+from elastictrain.errors import RunHeldError, StorageError
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.records import BEAT_S, LAUNCHER, Claim, Hold, judge
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_GIVE_BACK_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who wants to train in a folder."""
+
+    name: str
+    """The same for all starts by one torchrun."""
+
+    host: str = ""
+    pid: int = 0
+    writers: tuple[str, ...] = ()
+    """Its processes: it is dead where all of them are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How somebody waits for a lease."""
+
+    on_held: Literal["stop", "wait"]
+    url: str
+    tell: Callable[[str], None]
+    poll: Callable[[], None] = lambda: None
+    """Called about once a second; may raise to leave early."""
+
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> Claim:
+    """The newest generation, when nobody but `owner` holds it any more.
+
+    Raises: RunHeldError if another owner lives and this one is not to wait; StorageError; what `poll` raises.
+    """
+    claim = chain.newest()
+    before, since_s, told = chain.signs(claim), waiting.clock(), False
+    now = before
+    while True:
+        if claim.over or claim.owner == owner or (not claim.owner and owner == LAUNCHER):
+            return claim
+        hold = judge(before, now, watched_s=waiting.clock() - since_s)
+        if hold is Hold.FREE:
+            return claim
+        if hold is Hold.HELD:
+            sentence = _sentence(chain, claim, waiting.url)
+            if waiting.on_held == "stop":
+                raise RunHeldError(sentence)
+            if not told:
+                waiting.tell(f"{sentence}. Waiting until it ends, as `run.on_held` is wait")
+            before, since_s, told = now, waiting.clock(), True
+        waiting.poll()
+        waiting.sleep(_LOOK_S)
+        following = chain.read(claim.number + 1)
+        if following is not None:
+            claim, since_s = chain.newest(), waiting.clock()
+            before = now = chain.signs(claim)
+        else:
+            now = chain.signs(claim)
+
+
+def _sentence(chain: Chain, claim: Claim, url: str) -> str:
+    created_s = chain.created_s(claim.number)
+    since = "" if created_s is None else f" since {datetime.fromtimestamp(created_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return (
+        f"another run trains in {url}: {claim}{since}. End that one first, set `run.dir` to another folder, or set "
+        "`run.on_held=wait`"
+    )
+
+
+def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str], None], used: int = 0) -> "Lease":
+    """Create the next generation with this owner, when nobody else holds the run. Raises as `wait_until_free`."""
+    while True:
+        before = wait_until_free(chain, owner.name, waiting)
+        lines = (owner.name,)
+        # Written first: an owner without a sign of life would be taken for one that is silent.
+        chain.write_sign(owner.name, beat=0, gone=False, writers=owner.writers)
+        claim = Claim(max(chain.last_number(before), used) + 1, owner.name, owner.host, owner.pid, lines)
+        if chain.create(claim):
+            break
+    if before.owner != owner.name:
+        clean_up(chain, before)
+    lease = Lease(chain, owner, claim, on_lost=on_lost)
+    lease.start()
+    return lease
+
+
+def clean_up(chain: Chain, before: Claim) -> None:
+    """Remove the signs of life of an owner whose place was taken; launchers look after their own."""
+    if before.owner in ("", LAUNCHER):
+        return
+    try:
+        chain.remove_signs(before)
+    except StorageError as error:
+        logger.info("what the owner before left is not removed yet: %s", error)
+
+
+class Lease:
+    """A generation of this run, held until it is given back or another owner takes over."""
+
+    def __init__(
+        self, chain: Chain, owner: Owner, claim: Claim, *, on_lost: Callable[[str], None], beat_s: float = BEAT_S
+    ) -> None:
+        self._chain = chain
+        self._owner = owner
+        self._newest = claim
+        self.number = claim.number
+        self._on_lost = on_lost
+        self._beat_s = beat_s
+        self._beat = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        """Begin to show signs of life."""
+        self._thread.start()
+
+    def close(self, *, give_back: bool) -> None:
+        """No more signs of life. `give_back`: this run has ended in an orderly way, and the next need not wait."""
+        self._closed.set()
+        self._thread.join(_GIVE_BACK_S)
+        if not give_back or self._thread.is_alive():
+            return
+        try:
+            if self._taken_by() is None:
+                self._beat += 1
+                self._show(gone=True)
+        except StorageError as error:
+            logger.warning("the lease is not given back, the next start may wait for it: %s", error)
+
+    def _run(self) -> None:
+        try:
+            self._chain.point_at(self.number)
+        except StorageError as error:
+            logger.info("the next start has to list the generations: %s", error)
+        while not self._closed.wait(self._beat_s):
+            try:
+                # In this order: one that was frozen must not show a sign of life after it has lost the lease.
+                taken = self._taken_by()
+                if taken is not None:
+                    self._on_lost(f"the lease of this run was lost: {taken} has taken over, and nothing more is saved here")
+                    return
+                self._beat += 1
+                self._show(gone=False)
+            except StorageError as error:
+                logger.warning("no sign of life can be stored: %s", error)
+            except Exception:
+                # The edge of the thread: without it this run would be taken for dead.
+                logger.exception("the lease cannot be kept up")
+
+    def _show(self, *, gone: bool) -> None:
+        """Not in a folder that somebody has deleted: a write would make it again. Raises: StorageError."""
+        if self._chain.read(self.number) is not None:
+            self._chain.write_sign(self._owner.name, beat=self._beat, gone=gone, writers=self._owner.writers)
+
+    def _taken_by(self) -> Claim | None:
+        """The newest generation, if it is another owner's. Raises: StorageError."""
+        while self._newest.owner == self._owner.name:
+            following = self._chain.read(self._newest.number + 1)
+            if following is None:
+                return None
+            self._newest = following
+        return self._newest

@@ -1,0 +1,142 @@
+"""What storage says of the owner of a run, and when that owner counts as gone. Pure, but for /proc.
+
+A generation is one object, created if it does not exist; the newest one names the owner. An owner shows that it lives by a
+number that grows in an object of its own. All observers use their own monotonic clock.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum, auto
+from pathlib import Path
+
+from elastictrain.bounded_json import parse_json
+from elastictrain.storage.temporaries import Writer
+
+LAUNCHER = "launch"
+"""The owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves."""
+
+BEAT_S = 5.0
+"""Interval at which an owner shows that it lives."""
+
+STALE_S = 20.0
+"""How long an owner may be silent before another one may take over; a few of its beats, so that slow storage is survived."""
+
+
+class Hold(StrEnum):
+    """What is known of an owner."""
+
+    FREE = auto()
+    HELD = auto()
+    UNKNOWN = auto()
+    """Not looked at for long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A generation, as far as its owner goes."""
+
+    number: int
+    owner: str
+    """Empty where the record is damaged, or older than owners."""
+
+    host: str = ""
+    pid: int = 0
+    lines: tuple[str, ...] = ()
+    """Names of the objects in which its owner shows that it lives."""
+
+    over: bool = False
+    """Whether the run was over: nobody holds it."""
+
+    def __str__(self) -> str:
+        who = f"launcher(s) on {self.host}" if self.owner == LAUNCHER else f"process {self.pid} on {self.host}"
+        return f"{who}, generation {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What an owner's object says."""
+
+    beat: int
+    gone: bool
+    """Whether it has left, or its processes are known to be dead."""
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """The record of a generation that no launcher made."""
+    return json.dumps(asdict(claim), sort_keys=True).encode()
+
+
+def parse_claim(number: int, data: bytes) -> Claim:
+    """The inverse; reads the records of launchers, too. What cannot be read has no owner, and is over."""
+    document = _mapping(data)
+    if document.get("number") != number:
+        return Claim(number, "", over=True)
+    if "outcome" not in document:
+        host, pid, owner = (document.get(name) for name in ("host", "pid", "owner"))
+        if not (isinstance(owner, str) and isinstance(host, str) and isinstance(pid, int)):
+            return Claim(number, "", over=True)
+        return Claim(number, owner, host, pid, _texts(document.get("lines")), over=document.get("over") is not False)
+    members = document.get("members")
+    rows = [row for row in members if isinstance(row, dict)] if isinstance(members, list) else []
+    names = ", ".join(str(row.get("name", "")) for row in rows)
+    lines = tuple(str(row.get("host", "")) for row in rows)
+    owner = LAUNCHER if document.get("owner") == LAUNCHER else ""
+    return Claim(number, owner, names, 0, lines, over=document.get("outcome") != "run")
+
+
+def encode_sign(*, beat: int, gone: bool, writers: tuple[str, ...]) -> bytes:
+    """What an owner's object says."""
+    return json.dumps({"beat": beat, "state": "gone" if gone else "busy", "writers": writers}).encode()
+
+
+def parse_sign(data: bytes, *, is_dead: Callable[[str], bool]) -> Sign | None:
+    """The inverse; reads the lines of launchers, too. None if it is damaged."""
+    document = _mapping(data)
+    beat, writers = document.get("beat"), _texts(document.get("writers"))
+    if not isinstance(beat, int):
+        return None
+    return Sign(beat, document.get("state") == "gone" or (bool(writers) and all(map(is_dead, writers))))
+
+
+def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> Hold:
+    """Whether the owner of these objects lives; `before` was read `watched_s` ago."""
+    living = {name: sign for name, sign in now.items() if not sign.gone}
+    if now and not living:
+        return Hold.FREE
+    if any(before.get(name) != sign for name, sign in living.items()):
+        return Hold.HELD
+    return Hold.FREE if watched_s >= STALE_S else Hold.UNKNOWN
+
+
+def name_of(writer: Writer) -> str:
+    """A process in one word, told apart from every other one."""
+    return f"{writer.boot}.{writer.namespace}.{writer.pid}.{writer.started}"
+
+
+def is_dead(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bool:
+    """Whether a process is certainly gone, or has ended and was not asked for; false for one that cannot be seen from here."""
+    boot, _, rest = name.partition(".")
+    namespace, _, rest = rest.partition(".")
+    pid, _, started = rest.partition(".")
+    if here is None or (boot, namespace) != (here.boot, here.namespace) or not pid.isdecimal():
+        return False
+    try:
+        fields = (proc / pid / "stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return len(fields) > 19 and (fields[19] != started or (fields[0] in "ZX" and int(fields[17]) <= 1))
+
+
+def _mapping(data: bytes) -> Mapping[str, object]:
+    try:
+        document = parse_json(data)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()

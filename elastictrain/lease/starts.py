@@ -1,0 +1,119 @@
+"""The starts of a run by their numbers: nothing has to be listed to find one. Acts.
+
+Records of starts, generations and ends are kept for the last `KEPT` numbers: each start removes what falls behind. What
+happened before is in the events.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+
+from elastictrain.bounded_json import parse_json
+from elastictrain.errors import ObjectNotFoundError
+from elastictrain.lease.chain import ENDS, GENERATIONS, LINEAGE
+from elastictrain.storage.parallel import read_all, side_by_side
+from elastictrain.storage.store import Store
+
+STARTS = "launch/starts"
+KEPT = 1000
+_AT_ONCE = 16
+"""Numbers that one start removes at most: a run that has many of them left is trimmed little by little."""
+
+_LINEAGE_EVERY = 16
+"""The lineage is named after incarnations, and has to be listed: not by each start."""
+
+_NUMBER = re.compile(r"(\d{6,})-\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One incarnation of the run, from the moment that its ranks had met."""
+
+    number: int
+    incarnation: str
+    world_size: int
+
+
+class Starts:
+    """Of one run. Every method raises StorageError."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, start: Start) -> None:
+        """Note that a start's ranks have met."""
+        self._store.write(_key(start.number), json.dumps(asdict(start)).encode())
+
+    def last(self, before: int, *, count: int) -> list[Start]:
+        """Those among the `count` numbers before `before` whose ranks had met, the newest last."""
+        numbers = {_key(number): number for number in range(max(1, before - count), before)}
+        found = read_all(self._store, numbers)
+        starts = (_parse(numbers[key], data) for key, data in found.items())
+        return sorted((start for start in starts if start is not None), key=lambda start: start.number)
+
+    def known(self, incarnations: Iterable[str]) -> list[str]:
+        """Those that belong to this run: they have left a trace in its folder, by whatever release."""
+        names = sorted(set(incarnations))
+        traces = {key: name for name in names for key in _traces(name)}
+        calls = [_probe(self._store, key) for key in traces]
+        there = {name for (key, name), is_there in zip(traces.items(), side_by_side(calls), strict=True) if is_there}
+        numbers = {name: int(match[1]) for name in names if (match := _NUMBER.fullmatch(name))}
+        records = read_all(self._store, {_key(number) for number in numbers.values()})
+        for name, number in numbers.items():
+            start = _parse(number, records.get(_key(number), b""))
+            if start is not None and start.incarnation == name:
+                there.add(name)
+        return sorted(there)
+
+    def trim(self, newest: int) -> None:
+        """Remove what no start needs any more."""
+        last = newest - KEPT
+        if last < 1:
+            return
+        numbers = range(max(1, last - _AT_ONCE + 1), last + 1)
+        keys = [key for number in numbers for key in (_key(number), f"{GENERATIONS}/{number:09d}.json")]
+        for listed in side_by_side([_listing(self._store, f"{ENDS}/{number:09d}") for number in numbers]):
+            keys += listed
+        if newest % _LINEAGE_EVERY == 0:
+            keys += sorted(_listing(self._store, LINEAGE)())[:-KEPT]
+        side_by_side([_deletion(self._store, key) for key in keys])
+
+
+def _key(number: int) -> str:
+    return f"{STARTS}/{number:09d}.json"
+
+
+def _traces(incarnation: str) -> list[str]:
+    keys = [f"events/{incarnation}-r00000.jsonl", f"events/{incarnation}-r00000.part-00001.jsonl"]
+    if match := _NUMBER.fullmatch(incarnation):
+        keys.append(f"{LINEAGE}/{int(match[1]):09d}-{incarnation}.json")
+    return keys
+
+
+def _parse(number: int, data: bytes) -> Start | None:
+    try:
+        start = Start(**parse_json(data))
+    except (ValueError, TypeError):
+        return None
+    sound = start.number == number and isinstance(start.incarnation, str) and isinstance(start.world_size, int)
+    return start if sound else None
+
+
+def _probe(store: Store, key: str) -> Callable[[], bool]:
+    def probe() -> bool:
+        try:
+            store.stat(key)
+        except ObjectNotFoundError:
+            return False
+        return True
+
+    return probe
+
+
+def _listing(store: Store, prefix: str) -> Callable[[], list[str]]:
+    return lambda: [info.key for info in store.list(prefix)]
+
+
+def _deletion(store: Store, key: str) -> Callable[[], None]:
+    return lambda: store.delete(key)

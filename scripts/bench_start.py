@@ -1,0 +1,95 @@
+"""Seconds that a start of a run waits for storage, with few and with many objects in the run's folder.
+
+    python scripts/bench_start.py URL [--objects 10,1000,100000]
+
+URL is an empty folder, a path or s3://bucket/folder; what is written there is removed. The parts of a start that look at what
+earlier starts have left are timed one after another, as rank 0 goes through them.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.holder import Owner, Waiting, take
+from elastictrain.lease.records import Claim
+from elastictrain.lease.starts import KEPT, Start, Starts
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+from elastictrain.train.past_starts import PastStarts
+
+_WRITERS = 32
+
+
+def fill(store: Store, num_objects: int) -> int:
+    """Leave what that many starts of one rank leave, of which the records of all but the last ones have been removed."""
+    first = max(1, num_objects - KEPT)
+    event = b'{"event": "stop", "exit_code": 75}\n'
+    with ThreadPoolExecutor(_WRITERS) as pool:
+
+        def event_of(number: int) -> None:
+            store.write(f"events/{number:06d}-aa-r00000.jsonl", event)
+
+        def records_of(number: int) -> None:
+            Chain(store).create(Claim(number, "bench", over=True))
+            Starts(store).write(Start(number, f"{number:06d}-aa", 1))
+            Lineage(store).write(Origin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
+
+        list(pool.map(event_of, range(1, num_objects + 1)))
+        list(pool.map(records_of, range(first, num_objects + 1)))
+    Chain(store).point_at(num_objects)
+    return num_objects
+
+
+def measure(store: Store, last: int) -> dict[str, float]:
+    """Seconds of each part."""
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, act: Callable[[], object]) -> None:
+        began = time.monotonic()
+        act()
+        seconds[name] = time.monotonic() - began
+
+    name = f"{last + 1:06d}-bb"
+    waiting = Waiting("stop", store.url, print)
+
+    def take_lease() -> None:
+        take(Chain(store), Owner("bench"), waiting, on_lost=print).close(give_back=True)
+
+    timed("lease", take_lease)
+    timed("how the last start ended", PastStarts(store, incarnation=name).ended)
+    timed("findings of earlier starts", PastStarts(store, incarnation=name).findings)
+    timed("whose snapshots", lambda: Starts(store).known([f"{last:06d}-aa"]))
+    timed("lineage", lambda: Lineage(store).has(f"{last:06d}-aa", last))
+    return seconds
+
+
+def clear(store: Store) -> None:
+    """Remove everything."""
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(store.delete, [info.key for info in list(store.list())]))
+
+
+def main() -> None:
+    """Print one line for each number of objects."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("url")
+    parser.add_argument("--objects", default="10,1000,100000")
+    arguments = parser.parse_args()
+    store = open_store(arguments.url)
+    if next(iter(store.list()), None) is not None:
+        parser.error(f"{arguments.url} must be an empty folder")
+    try:
+        for number in map(int, arguments.objects.split(",")):
+            seconds = measure(store, fill(store, number))
+            parts = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
+            print(f"{number} objects: {sum(seconds.values()):.3f} s ({parts})")
+            clear(store)
+    finally:
+        clear(store)
+
+
+if __name__ == "__main__":
+    main()

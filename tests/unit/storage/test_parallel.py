@@ -1,0 +1,36 @@
+import threading
+
+import pytest
+
+from elastictrain.errors import TransientStorageError
+from elastictrain.storage.parallel import read_all, side_by_side
+from tests.unit.checkpoint.fakes import FakeStore
+
+
+def test_calls_run_at_once_and_answer_in_their_order() -> None:
+    together = threading.Barrier(5)
+
+    def call(number: int) -> int:
+        together.wait(10)
+        return number
+
+    assert side_by_side([lambda number=number: call(number) for number in range(5)]) == list(range(5))
+    assert side_by_side([]) == []
+
+
+def test_the_first_error_is_raised_when_all_have_ended() -> None:
+    ended: list[int] = []
+
+    def call(number: int) -> None:
+        ended.append(number)
+        if number in (3, 7):
+            raise TransientStorageError(str(number))
+
+    with pytest.raises(TransientStorageError, match="3"):
+        side_by_side([lambda number=number: call(number) for number in range(100)])
+    assert sorted(ended) == list(range(100))
+
+
+def test_objects_that_are_gone_are_left_out() -> None:
+    store = FakeStore({"a": b"1", "b": b"2"})
+    assert read_all(store, ["b", "x", "a"]) == {"b": b"2", "a": b"1"}
