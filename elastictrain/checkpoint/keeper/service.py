@@ -149,8 +149,8 @@ class Keeper:
         )
 
     def _tell_flushed(self, life: Life) -> None:
-        """A launcher waits for nothing any more."""
-        if life.saving or not life.flushed:
+        """A launcher waits for nothing any more; what storage refuses it waits for, since it is tried again."""
+        if life.saving or not life.flushed or life.unsaved:
             return
         for one in self._workers.asking:
             if not one.told_flushed:

@@ -192,7 +192,7 @@ class Workers:
             # A worker that is refused must not knock again and again.
             self.answer(one, {"op": "refused", "reason": str(error)})
             self._drop(one)
-        if one.rank >= 0:
+        if one.rank >= 0 or one.asks_to_flush:
             self._pending.remove(one)
 
     def _drop(self, one: Connection) -> None:

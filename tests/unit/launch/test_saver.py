@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from elastictrain.checkpoint.memory.place import make_private, run_folder
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.launch.saver import ask_to_flush
+from elastictrain.net.pending import PendingLimits
 from tests.unit.checkpoint.keeper.kept import Worker, checkpoints, keeping, until
 from tests.unit.checkpoint.memory.madeslots import facts_of, put
 
@@ -63,6 +65,34 @@ def test_what_is_only_in_memory_is_written_while_the_launcher_lives(config: RunC
         assert checkpoints(run) == [40]
         # It keeps host memory as long as it is asked, and its own launcher lives.
         assert (memory / "own-r00000-s0").exists()
+        saver.close()
+        again = Worker(memory)
+        again.say(op="finish")
+        again.bye()
+
+
+def test_what_storage_refuses_is_waited_for(
+    config: RunConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("elastictrain.checkpoint.keeper.flushing._RETRY_S", 0.02)
+    # Strangers are not listened to for long, and this launcher is none.
+    monkeypatch.setattr("elastictrain.checkpoint.keeper.workers.PendingLimits", partial(PendingLimits, handshake_s=0.2))
+    run = tmp_path / "run"
+    (run / "events").mkdir()
+    with keeping(memory, run):
+        (run / "checkpoints").write_text("in the way")
+        worker = Worker(memory, agent=os.getpid())
+        put(memory, facts_of(40))
+        worker.say(op="snapshot", slot=0, step=40, durable=False)
+        worker.bye()
+        saver = ask_to_flush(config)
+        assert saver is not None
+        # It was tried, and tried again.
+        until(lambda: caplog.text.count("be saved") > 1)
+        assert saver.writes()
+        (run / "checkpoints").unlink()
+        until(lambda: not saver.writes())
+        assert checkpoints(run) == [40]
         saver.close()
         again = Worker(memory)
         again.say(op="finish")
