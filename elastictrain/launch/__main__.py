@@ -192,7 +192,7 @@ def _hold(config: RunConfig, ending: ExitStack) -> Held:
     listener = StopListener(notice_s=config.fault.notice_s)
     listener.start()
     try:
-        folder = Path(tempfile.mkdtemp(prefix="elastictrain-launch-"))
+        folder = claim.make_folder()
     except OSError as error:
         raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
     ending.callback(shutil.rmtree, folder, ignore_errors=True)

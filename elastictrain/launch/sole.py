@@ -4,7 +4,11 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
 from elastictrain.checkpoint.memory.place import run_name
 from elastictrain.errors import UsageError
@@ -17,14 +21,28 @@ _MOST_BYTES = 4096
 class Claim:
     """Held as long as this process lives."""
 
-    def __init__(self, descriptor: int, before: str) -> None:
+    def __init__(self, descriptor: int, before: str, *, digest: str, folder: str | None) -> None:
         self._descriptor = descriptor
+        self._digest = digest
+        self._folder = folder
         self.before = before
         """The launcher that held it before, which is gone; empty if nobody did."""
 
     def close(self) -> None:
         """Let go."""
         os.close(self._descriptor)
+
+    def make_folder(self) -> Path:
+        """A new folder for temporary files of this launcher; those that killed launchers of the run left here are removed.
+
+        Raises: OSError.
+        """
+        parent, prefix = Path(self._folder or tempfile.gettempdir()), f"elastictrain-launch-{self._digest}-"
+        for left in parent.glob(f"{prefix}*"):
+            with suppress(OSError):
+                if left.lstat().st_uid == os.getuid():
+                    shutil.rmtree(left)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
     def sign(self, host: str) -> None:
         """Tell the next one who this was."""
@@ -46,7 +64,7 @@ def claim_run(run_dir: str, *, folder: str | None = None) -> Claim:
         raise UsageError(
             f"another launcher of {run_dir} lives on this host (process {holder}); end it first, or give another run.dir"
         ) from None
-    return Claim(descriptor, str(_read(descriptor).get("host", "")))
+    return Claim(descriptor, str(_read(descriptor).get("host", "")), digest=digest, folder=folder)
 
 
 def _read(descriptor: int) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -310,6 +311,8 @@ class Supervisor:
         parts = self._parts
         self._hurried_until_s = parts.clock() + _HURRIED_S
         self._attempt, self._done = None, end.kind is EndKind.DONE
+        # All of it was read, and a run may start again thousands of times.
+        shutil.rmtree(self._folder_of(attempt.generation), ignore_errors=True)
         self._stop_cost_s = parts.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             parts.roster.post(end)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,34 @@ def test_workers_that_cannot_be_forks_are_told_of(tmp_path: Path) -> None:
     (told,) = events(run_dir, "workers_not_forked")
     assert "threads" in told["reason"]
     assert told["reason"] in run.output()
+
+
+def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_path: Path) -> None:
+    run_dir, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+
+    def names() -> set[str]:
+        found = {re.sub(r"generation-\d+", "generation-N", str(path.relative_to(temporary))) for path in temporary.rglob("*")}
+        return {re.sub(r"none_\w+", "RUN", name) for name in found}
+
+    def folders() -> list[Path]:
+        return sorted(temporary.rglob("generation-*"))
+
+    arguments = [*PACED, "train.steps=1000000", "checkpoint.every_steps=5"]
+    after: list[set[str]] = []
+    with launched(arguments, folder=tmp_path, extra_environment={"TMPDIR": str(temporary)}) as run:
+        for restart in range(6):
+            step = last_step(run_dir) + 6
+            wait_until(lambda least=step: last_step(run_dir) >= least, what="steps")  # type: ignore[misc]
+            after.append(names())
+            assert len(folders()) == 1
+            if restart < 5:
+                kill(run.workers()[0])
+        run.process.terminate()
+        assert run.wait(90) == 75, run.output()
+    # The first start of torch makes a folder for its compiler.
+    assert after[1:] == [after[1]] * 5, after
+    assert not folders()
 
 
 def test_a_killed_torchrun_takes_its_workers_with_it_before_the_next_one_starts(

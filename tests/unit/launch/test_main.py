@@ -238,7 +238,7 @@ def test_whatever_ends_it_nothing_is_left_behind(launch: Launch) -> None:
 def test_a_host_without_room_for_temporary_files_is_unfit(
     monkeypatch: pytest.MonkeyPatch, launch: Launch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(prefix: str) -> str:
+    def full(prefix: str, dir: Path) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(tempfile, "mkdtemp", full)

@@ -72,3 +72,35 @@ def test_a_lock_file_that_is_taken_is_not_used(tmp_path: Path, kind: str) -> Non
             path.chmod(0o666)
     with pytest.raises(HostUnfitError, match=rf"{path} must be .* TMPDIR"):
         claim_run("runs/a", folder=str(tmp_path))
+
+
+def test_folders_that_killed_launchers_of_the_run_left_here_are_removed_and_no_others(tmp_path: Path) -> None:
+    parent = tmp_path / "tmp"
+    parent.mkdir()
+    other = claim_run("runs/other", folder=str(parent))
+    kept = other.make_folder()
+    first = claim_run("runs/x", folder=str(parent))
+    left = first.make_folder()
+    (left / "generation-7").mkdir()
+    first.close()
+    second = claim_run("runs/x", folder=str(parent))
+    fresh = second.make_folder()
+    second.close()
+    other.close()
+    assert {path for path in parent.iterdir() if path.is_dir()} == {kept, fresh}
+    assert fresh != left
+    assert fresh.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_in_the_place_of_such_a_folder_is_not_followed(tmp_path: Path) -> None:
+    parent, precious = tmp_path / "tmp", tmp_path / "precious"
+    parent.mkdir()
+    precious.mkdir()
+    (precious / "kept").touch()
+    claim = claim_run("runs/x", folder=str(parent))
+    folder = claim.make_folder()
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(precious)
+    claim.make_folder()
+    claim.close()
+    assert (precious / "kept").exists()

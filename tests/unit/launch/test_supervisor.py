@@ -713,3 +713,13 @@ def test_it_ends_its_workers_where_a_run_without_a_launcher_has_taken_over(host:
     host.learn(elsewhere(2))
     assert host.go(5.0) == 75
     assert not host.torchrun.running
+
+
+def test_the_folder_of_a_generation_goes_with_it(host: SupervisedHost) -> None:
+    for number in (1, 2):
+        host.run_workers(generation(number, "ab"))
+        host.begin_training(number)
+        host.end_workers(number, 1, Reason(0, 70, "reduce", 5, "boom"))
+        assert host.folder_of(number).is_dir()
+        assert host.go(0.5) is None
+        assert not host.folder_of(number).exists()
