@@ -40,6 +40,7 @@ from elastictrain.errors import (
     StorageError,
 )
 from elastictrain.fault.stop import StopListener
+from elastictrain.launch.address import OwnAddress
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import Place, Probes
 from elastictrain.launch.host_check import why_unfit
@@ -242,7 +243,13 @@ def _put_together(
     held.claim.sign(host)
     # From the moment that the others can see this host they count on it: all that can fail comes before.
     log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-    roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s)
+    own = OwnAddress(
+        entry.address,
+        own=partial(_own_addresses, surroundings),
+        find=partial(own_address, place.peers, surroundings=surroundings),
+    )
+    find_address = None if options.address else own.look
+    roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
     watch.start()
     roster.start()
     return Parts(
@@ -262,6 +269,10 @@ def _put_together(
         ask_to_flush=partial(ask_to_flush, config),
         say=say,
     )
+
+
+def _own_addresses(surroundings: Surroundings) -> frozenset[str]:
+    return frozenset(address for one in usable_interfaces(surroundings) for address in one.addresses)
 
 
 def _processes(config: RunConfig, place: Place) -> int:

@@ -59,13 +59,18 @@ class Roster:
         *,
         poll_s: float,
         lost_s: float,
+        find_address: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`find_address` is asked every `lost_s`, in the thread for storage; None: the one in `entry` stays."""
         self._registry = registry
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._clock = clock
         self._entry = entry
+        self._address = entry.address
+        self._find_address = find_address
+        self._found_s = clock()
         self._beat = 0
         self._written: Entry | None = None
         self._written_s = float("-inf")
@@ -100,7 +105,7 @@ class Roster:
     @property
     def entry(self) -> Entry:
         """What this host says of itself."""
-        return self._entry
+        return replace(self._entry, address=self._address)
 
     def say(
         self,
@@ -222,11 +227,16 @@ class Roster:
 
     def _write(self) -> None:
         # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
-        entry = replace(self._entry, hears=self.hears)
+        self._look_for_address()
+        entry = replace(self.entry, hears=self.hears)
         while self._posts:
             self._write_post(self._posts[0])
             self._posts.popleft()
         self._write_entry(entry)
+
+    def _look_for_address(self) -> None:
+        if self._find_address is not None and self._clock() - self._found_s >= self._lost_s:
+            self._address, self._found_s = self._find_address(), self._clock()
 
     def _write_post(self, post: Generation | End) -> None:
         if isinstance(post, End):

@@ -52,6 +52,12 @@ class Host:
         inside.ip("link", "set", INTERFACE, "up")
         self.switch.ip("link", "set", port, "master", "bridge", "up")
 
+    def move(self, address: str) -> None:
+        """The host has another address from now on, and the old one no more."""
+        self.namespaces.ip("address", "flush", "dev", INTERFACE, "scope", "global")
+        self.namespaces.ip("address", "add", f"{address}/24", "dev", INTERFACE)
+        self.address = address
+
     def popen(
         self,
         command: Sequence[str | Path],

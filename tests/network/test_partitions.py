@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fleet import Fleet, launcher_of
 from hosts import Host, Network
-from torchruns import TINY
+from torchruns import TINY, wait_until
 
 GOES_ON_WITHIN_S = 15.0
 ARGUMENTS = (
@@ -73,3 +73,20 @@ def test_a_network_that_falls_apart_never_ends_the_run(network: Network, tmp_pat
     for host in hosts:
         os.kill(launcher_of(host), signal.SIGTERM)
     assert fleet.wait() == dict.fromkeys("abcd", 75), fleet.output()[-8000:]
+
+
+def test_a_host_whose_address_changes_is_taken_in_under_the_new_one(network: Network, tmp_path: Path) -> None:
+    a, b = (network.add(name) for name in "ab")
+    fleet = Fleet(tmp_path / "run", tmp_path / "logs", [*ARGUMENTS, "launch.max_hosts=2"])
+    fleet.start(a, b)
+    fleet.wait_for_members(["a", "b"])
+    fleet.wait_for_step(3)
+    b.move("10.89.0.77")
+
+    def addresses() -> dict[str, str]:
+        return {member["name"]: member["address"] for member in fleet.generations()[-1]["members"]}
+
+    wait_until(lambda: addresses() == {"a": a.address, "b": "10.89.0.77"}, timeout_s=60, what="the new address")
+    fleet.go_on()
+    assert all(run.process.poll() is None for run in fleet.launchers.values())
+    assert fleet.generations()[-1]["failures"] == []

@@ -59,6 +59,8 @@ def _while_running(view: View, running: Generation, options: LaunchGroup) -> Dec
         # Frozen or cut off, it was given up by the others: nothing that it could still write counts.
         reason = f"generation {newest.number} has begun without this host's part of generation {running.number}"
         return Finish(_end(view, running, EndKind.LOST, EXIT_TRANSPORT, reason, lost=me), at_once=True)
+    if (moved := _moved(view, running)) is not None:
+        return Finish(_end(view, running, EndKind.LOST, EXIT_TRANSPORT, moved, lost=me), at_once=True)
     # A reading that is older than what this host takes part in says nothing.
     others = [end for host, end in view.ends.items() if host != me and end.generation == running.number]
     if view.wants_to_leave:
@@ -73,6 +75,14 @@ def _while_running(view: View, running: Generation, options: LaunchGroup) -> Dec
     if running.members[0].host == me and not others and (worth := worth_growing(view, running, options)) is not None:
         return Finish(_end(view, running, EndKind.GROW, EXIT_OK, worth), at_once=False)
     return Wait()
+
+
+def _moved(view: View, running: Generation) -> str | None:
+    """That this host is not where the others look for it any more: connections to the address that it had are dead."""
+    known = next((member.address for member in running.members if member.host == view.me.host), view.me.address)
+    if len(running.members) == 1 or known == view.me.address:
+        return None
+    return f"the address of {view.me.name} has changed from {known} to {view.me.address}"
 
 
 def _to_follow(view: View, others: list[End]) -> End | None:

@@ -130,6 +130,8 @@ def _harmless_reason(aftermath: Aftermath, ends: Mapping[str, End], cause: End |
         return None
     if grow := [end.reason for end in ends.values() if end.kind is EndKind.GROW]:
         return grow[0]
+    if moved := [end.reason for end in ends.values() if end.kind is EndKind.LOST and end.lost == end.host]:
+        return moved[0]
     if lost := [end for end in ends.values() if end.kind is EndKind.LOST]:
         pairs = words.listed(f"{names[end.host]} did not hear {names.get(end.lost, end.lost)}" for end in lost)
         return f"{pairs}, though all of them live"

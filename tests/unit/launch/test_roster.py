@@ -505,3 +505,17 @@ def in_a_row(num_hosts: int, *, ended: bool) -> int:
 def test_a_turn_takes_no_longer_with_many_hosts(ended: bool) -> None:
     assert in_a_row(2, ended=ended) <= 2
     assert in_a_row(40, ended=ended) <= 3
+
+
+def test_an_address_that_changes_is_in_its_line_and_in_what_it_says_of_itself() -> None:
+    store, address = FakeStore(), ["10.0.0.1"]
+    roster = Roster(Registry(store), entry("a"), poll_s=POLL_S, lost_s=0.02, find_address=lambda: address[0])
+    roster.start()
+    try:
+        eventually(lambda: roster.entry.address == "10.0.0.1")
+        address[0] = "10.0.0.2"
+        eventually(lambda: (line := line_in(store)) is not None and line.address == "10.0.0.2")
+        roster.say(HostState.BUSY)
+        assert (roster.entry.address, roster.entry.state) == ("10.0.0.2", HostState.BUSY)
+    finally:
+        roster.close(limit_s=LIMIT_S)

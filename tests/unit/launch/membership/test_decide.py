@@ -185,3 +185,11 @@ def test_an_unfit_host_leaves_at_once_where_it_is_not_tried_again(line: Entry) -
     decision = decide(view(newest=newest, me=line), replace(OPTIONS, retry_unfit_s=0.0))
     assert isinstance(decision, Leave)
     assert decision.exit_code == EXIT_UNFIT
+
+
+def test_a_host_whose_address_has_changed_ends_its_part_at_once_unless_it_trains_alone() -> None:
+    moved = replace(entry("a", HostState.BUSY), address="10.0.0.9")
+    decision = decide(view(me=moved, running=generation(3, "ab"), newest=generation(3, "ab")), OPTIONS)
+    assert isinstance(decision, Finish)
+    assert (decision.end.kind, decision.end.lost, decision.at_once) == (EndKind.LOST, "a", True)
+    assert decide(view(me=moved, running=generation(3, "a"), newest=generation(3, "a")), OPTIONS) == Wait()
