@@ -6,12 +6,15 @@ under one key. Each is refused here before any caller computes with it.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 _INTEGER_DIGITS = 20
 """Enough for every integer of 64 bits with its sign."""
+
+_LONG_DIGITS = re.compile(r"[0-9]{20}")
 
 
 class MalformedJsonError(ValueError):
@@ -48,7 +51,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
         raise MalformedJsonError(f"must be UTF-8, but is not at byte {error.start}") from error
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_refuse_constant
+            text,
+            object_pairs_hook=_object,
+            # Called for each number, so only where one may be too long; a digest in hexadecimal can look like one.
+            parse_int=_integer if _LONG_DIGITS.search(text) else None,
+            parse_float=_number,
+            parse_constant=_refuse_constant,
         )
     except MalformedJsonError:
         raise

@@ -92,3 +92,11 @@ def test_many_keys_of_which_one_is_there_twice() -> None:
 
 def test_a_surrogate_pair_is_a_character() -> None:
     assert parse_json(b'"\\ud83d\\ude00"', limits=RECORD) == "\U0001f600"
+
+
+@pytest.mark.parametrize("number", [2**64 - 1, -(2**63), 10**19, 10**20 - 1])
+def test_integers_of_64_bits_are_read_beside_texts_that_look_like_larger_ones(number: int) -> None:
+    assert parse_json(f'[{number},"{"7" * 32}"]') == [number, "7" * 32]
+    for longer in (10**20, -(10**19)):
+        with pytest.raises(MalformedJsonError):
+            parse_json(f'[{number},{longer},"{"7" * 32}"]')
