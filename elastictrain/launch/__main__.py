@@ -234,7 +234,7 @@ def _put_together(
         reason="",
         beat=0,
         ended=0,
-        writers=() if (own := this_writer()) is None else (name_of(own),),
+        writers=() if (process := this_writer()) is None else (name_of(process),),
     )
     registry = Registry(store, fleeting=without_sync(store))
     if held.claim.before:
