@@ -179,13 +179,22 @@ class Roster:
             nonlocal ends
             ends = self._ends_of(before.newest, before.ends)
 
+        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
+        self._look_for_address()
+        entry = replace(self.entry, hears=self.hears)
+        # What is posted from now on waits for the next turn: a proposal is not written beside reads.
+        posts = tuple(self._posts)
+
+        def write() -> None:
+            self._write(entry, num_posts=len(posts))
+
         # What is read beside a change of the own line says nothing of that line. Of a proposal it has to be known who won.
-        if any(isinstance(post, Generation) for post in tuple(self._posts)):
-            self._write()
+        if any(isinstance(post, Generation) for post in posts):
+            write()
             before = self._known
             side_by_side([read_generations, read_ends, read_lines])
         else:
-            side_by_side([self._write, read_generations, read_ends, read_lines])
+            side_by_side([write, read_generations, read_ends, read_lines])
         newest = self._known.newest
         if newest != before.newest or before.reads == 0:
             ends = self._ends_of(newest, {})
@@ -225,11 +234,8 @@ class Roster:
         expected = [member.host for member in newest.members] if self._hurried else []
         return self._registry.ends(newest.number, known=known, expected=expected)
 
-    def _write(self) -> None:
-        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
-        self._look_for_address()
-        entry = replace(self.entry, hears=self.hears)
-        while self._posts:
+    def _write(self, entry: Entry, *, num_posts: int) -> None:
+        for _ in range(num_posts):
             self._write_post(self._posts[0])
             self._posts.popleft()
         self._write_entry(entry)
