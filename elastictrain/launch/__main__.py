@@ -243,12 +243,7 @@ def _put_together(
     held.claim.sign(host)
     # From the moment that the others can see this host they count on it: all that can fail comes before.
     log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-    own = OwnAddress(
-        entry.address,
-        own=partial(_own_addresses, surroundings),
-        find=partial(own_address, place.peers, surroundings=surroundings),
-    )
-    find_address = None if options.address else own.look
+    find_address = None if options.address else _address_of(entry, place, surroundings).look
     roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
     watch.start()
     roster.start()
@@ -268,6 +263,14 @@ def _put_together(
         remembered_step=partial(remembered_step, config),
         ask_to_flush=partial(ask_to_flush, config),
         say=say,
+    )
+
+
+def _address_of(entry: Entry, place: Place, surroundings: Surroundings) -> OwnAddress:
+    return OwnAddress(
+        entry.address,
+        own=partial(_own_addresses, surroundings),
+        find=partial(own_address, place.peers, surroundings=surroundings),
     )
 
 
