@@ -28,6 +28,8 @@ from torchruns import (
     wait_until,
 )
 
+from elastictrain.fault.hang.outpost import default_parent
+
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")
 PACED = ("task._target_=tests.process.paced.PacedLlama", "task.pause_s=0.05")
@@ -126,6 +128,11 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
     def folders() -> list[Path]:
         return sorted(temporary.rglob("generation-*"))
 
+    def marks() -> list[Path]:
+        """Folders in host memory of this run's incarnations."""
+        incarnations = {path.name.rpartition("-r")[0] for path in (run_dir / "events").glob("*-r*")}
+        return [path for path in Path(default_parent()).glob("*") if path.name.rpartition("-r")[0] in incarnations]
+
     arguments = [*PACED, "train.steps=1000000", "checkpoint.every_steps=5"]
     after: list[set[str]] = []
     with launched(arguments, folder=tmp_path, extra_environment={"TMPDIR": str(temporary)}) as run:
@@ -134,6 +141,8 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
             wait_until(lambda least=step: last_step(run_dir) >= least, what="steps")  # type: ignore[misc]
             after.append(names())
             assert len(folders()) == 1
+            # The watcher of the workers that were killed removes theirs a moment later.
+            wait_until(lambda: len(marks()) == 1, what="the end of the watcher before")
             if restart < 5:
                 kill(run.workers()[0])
         run.process.terminate()
@@ -141,6 +150,7 @@ def test_nothing_of_a_generation_stays_in_the_folder_for_temporary_files(tmp_pat
     # The first start of torch makes a folder for its compiler.
     assert after[1:] == [after[1]] * 5, after
     assert not folders()
+    wait_until(lambda: not marks(), what="the end of the watcher")
 
 
 def test_a_killed_torchrun_takes_its_workers_with_it_before_the_next_one_starts(
