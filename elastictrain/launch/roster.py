@@ -145,6 +145,7 @@ class Roster:
         while True:
             # In this order: what comes after it is either seen in this turn, or ends the wait after it.
             self._awake.clear()
+            began_s = self._clock()
             last = self._closed.is_set()
             try:
                 self._turn()
@@ -160,7 +161,11 @@ class Roster:
                 return
             forming = self._known.newest is None or self._known.newest.terminal or bool(self._known.ends)
             # Who is woken has been told that something has happened.
-            self._hurried = self._awake.wait(min(self._poll_s, _HURRIED_S) if forming else self._poll_s) or forming
+            pause_s = self._poll_s
+            if forming:
+                # From begin to begin: where storage is slow, one look follows another.
+                pause_s = max(0.0, min(self._poll_s, _HURRIED_S) - (self._clock() - began_s))
+            self._hurried = self._awake.wait(pause_s) or forming
 
     def _turn(self) -> None:
         """One look, in which nothing waits for anything else, however many hosts there are."""

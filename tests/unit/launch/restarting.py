@@ -1,0 +1,173 @@
+"""Three launchers in threads, with a store whose requests take time; their workers are made up."""
+
+import threading
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.events import Event
+from elastictrain.launch.membership.records import Entry, Generation
+from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.orders import Orders
+from elastictrain.launch.records import Recorder
+from elastictrain.launch.roster import Roster
+from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.torchrun import Torchrun
+from elastictrain.launch.watch.mesh import Watch
+from tests.unit.checkpoint.fakes import FakeStore
+from tests.unit.launch.membership.made import entry
+from tests.unit.launch.supervised import config
+
+LIMIT_S = 60.0
+OPTIONS = LaunchGroup(min_hosts=3, max_hosts=3, backoff_s=0.0, poll_s=0.5, lost_s=60.0, grow=False, max_failures=100)
+
+
+class OverError(Exception):
+    """The test is over."""
+
+
+@dataclass
+class Workers:
+    """They run until one of the group dies, which all of them notice."""
+
+    started: list[float] = field(default_factory=list)
+    code: int | None = None
+
+    def prepare(self) -> None: ...
+    def start(self, orders: Orders) -> None:
+        self.code = None
+        self.started.append(time.monotonic())
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def kill(self) -> None:
+        self.code = -9
+
+    def ask_to_stop(self) -> None: ...
+    def close(self) -> None: ...
+    def wait_until_gone(self, limit_s: float) -> None: ...
+
+
+@dataclass
+class Sound:
+    """Hears everybody at once."""
+
+    all: "list[Sound]"
+    news: bool = False
+    silent: frozenset[str] = frozenset()
+    heard: tuple[frozenset[str], float] = (frozenset("abc"), 0.0)
+
+    def follow(self, generation: Generation | None) -> None:
+        self._tell()
+
+    def call(self, hosts: Collection[Entry]) -> None: ...
+    def say_ended(self) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        for other in self.all:
+            if other is not self:
+                other.news = True
+
+    def take_news(self) -> bool:
+        news, self.news = self.news, False
+        return news
+
+    def close(self) -> None: ...
+
+
+class Nothing:
+    """Keeps no records."""
+
+    def record(self, generation: int, event: Event) -> None: ...
+
+
+@dataclass
+class Slow:
+    """The hook of a store whose requests take as long, each."""
+
+    delay_s: float = 0.0
+
+    def __call__(self, operation: str, key: str) -> None:
+        time.sleep(self.delay_s)
+
+
+class Group:
+    """They have begun to train when this returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.slow = Slow()
+        store = FakeStore(before=self.slow)
+        sounds: list[Sound] = []
+        self.stop = threading.Event()
+        self.workers = {host: Workers() for host in "abc"}
+        self.threads: list[threading.Thread] = []
+        self.rosters: list[Roster] = []
+        for host in "abc":
+            sounds.append(Sound(sounds))
+            line = replace(entry(host), order="abc".index(host))
+            roster = Roster(Registry(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
+            parts = Parts(
+                config=config(OPTIONS, FaultGroup()),
+                run_arguments=(),
+                roster=roster,
+                watch=cast(Watch, sounds[-1]),
+                torchrun=cast(Torchrun, self.workers[host]),
+                recorder=cast(Recorder, Nothing()),
+                folder=folder / host,
+                expected_hosts=3,
+                stop_request=lambda: None,
+                check_host=lambda: "",
+                free_after=0,
+                committed_step=lambda: 0,
+                remembered_step=lambda: 0,
+                ask_to_flush=lambda: None,
+                say=lambda text: None,
+                sleep=self._sleep,
+            )
+            roster.start()
+            self.rosters.append(roster)
+            self.threads.append(threading.Thread(target=self._run, args=(parts,), daemon=True))
+            self.threads[-1].start()
+        self._wait_for(1)
+
+    def _sleep(self, seconds: float) -> None:
+        if self.stop.wait(seconds):
+            raise OverError
+
+    def _run(self, parts: Parts) -> None:
+        with suppress(OverError):
+            Supervisor(parts).run()
+
+    def restart(self, *, delay_s: float) -> float:
+        """A worker of the second host dies; seconds until all hosts have started workers again."""
+        number = len(self.workers["a"].started)
+        self.slow.delay_s = delay_s
+        began_s = time.monotonic()
+        for host in "bac":
+            # The others notice a moment later.
+            self.workers[host].code = 1
+            time.sleep(0.02)
+        self._wait_for(number + 1)
+        self.slow.delay_s = 0.0
+        return max(one.started[-1] for one in self.workers.values()) - began_s
+
+    def close(self) -> None:
+        """End the launchers."""
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(LIMIT_S)
+        for roster in self.rosters:
+            roster.close(limit_s=LIMIT_S)
+
+    def _wait_for(self, starts: int) -> None:
+        deadline_s = time.monotonic() + LIMIT_S
+        while min(len(one.started) for one in self.workers.values()) < starts:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.002)
