@@ -400,6 +400,8 @@ def test_close_is_heard_at_any_moment() -> None:
     Registry(store).create(generation(1, "a"))
     with rostering(store, poll_s=LONG_S) as roster:
         eventually(lambda: roster.known.reads > 0)
+        # By then it waits.
+        time.sleep(0.2)
         before, late = roster._awake, LateEvent()
         # What `close` does before it waits.
         late.come = lambda: (roster._closed.set(), late.set())
