@@ -205,32 +205,6 @@ def test_nonsense_on_its_socket(tmp_path: Path, undisturbed: dict[int, float]) -
     check_nothing_left(tmp_path)
 
 
-def test_two_starts_of_one_run_share_a_keeper(tmp_path: Path) -> None:
-    run_dir = tmp_path / "job/run"
-    command = arguments(run_dir, "task.pause_s=0.05", "train.steps=400")
-    seen = set()
-    with launched(command, world_size=1, folder=run_dir.parent) as first:
-        at_step(run_dir, 4)
-        with launched(command, world_size=1, folder=tmp_path / "second") as second:
-
-            def first_is_refused() -> bool:
-                there = keepers(tmp_path)
-                assert len(there) <= 1, there
-                seen.update(there)
-                return "it refuses this worker" in first.output()
-
-            wait_until(first_is_refused, what="the notice of the first start")
-            # It goes on by itself, and does not knock again and again.
-            step = last_step(run_dir)
-            at_step(run_dir, step + 10)
-            kill_everything(second)
-        kill_everything(first)
-    assert len(seen) == 1
-    assert first.output().count("no more snapshots in host memory") == 1
-    assert not events(run_dir, "keeper_lost")
-    check_nothing_left(tmp_path)
-
-
 def test_everybody_killed_is_flushed(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "job/run"
     with torchrun(arguments(run_dir, "checkpoint.every_steps=0"), world_size=2, folder=run_dir.parent) as run:

@@ -188,7 +188,7 @@ def test_another_run_of_the_same_name_finds_nothing(tmp_path: Path, undisturbed:
     faults = [Fault(COPY, "both", "middle", nth=2)]
     environment = with_faults(faults, tmp_path / "faults")
     with torchrun(
-        arguments(run_dir, "checkpoint.every_steps=0"),
+        arguments(run_dir, "checkpoint.every_steps=0", "checkpoint.on_invalid=fresh"),
         world_size=1,
         folder=run_dir.parent,
         max_restarts=1,
