@@ -96,6 +96,11 @@ def simulate_partitions(folder: Path) -> None:
     python("simulate_partitions.py", "--seeds", "2", folder=folder)
 
 
+def fuzz_run_folder(folder: Path) -> None:
+    summary = json.loads(python("fuzz_run_folder.py", "--cases", "6", "--jobs", "1", folder=folder).splitlines()[-1])
+    assert (summary["cases"], summary["failed"]) == (6, 0)
+
+
 def gpu_preflight(folder: Path) -> None:
     assert "full again" in python("gpu/preflight.py", folder=folder, CUDA_VISIBLE_DEVICES="")
 
@@ -201,6 +206,7 @@ CHECKS: Mapping[str, Check] = {
     "bench_start.py": bench_start,
     "bench_step.py": bench_step,
     "demo.sh": demo,
+    "fuzz_run_folder.py": fuzz_run_folder,
     "gpu/engine.py": gpu_engine,
     "gpu/preflight.py": gpu_preflight,
     "gpu/variants.sh": gpu_shells,
@@ -211,6 +217,7 @@ CHECKS: Mapping[str, Check] = {
 ELSEWHERE = {
     "check.sh": "test.sh",
     "checkpoint_methods.py": "bench_checkpoint.py",
+    "fuzz_mutations.py": "fuzz_run_folder.py",
     "gpu/check.sh": "gpu/variants.sh",
     "soak.py": "tests/network/test_soak.py",
     **{f"cluster/{path.name}": "tests/unit/launch/test_templates.py" for path in (SCRIPTS / "cluster").iterdir()},
