@@ -558,7 +558,7 @@ def test_a_master_port_that_is_taken_is_a_sentence_and_nobodys_fault(tmp_path: P
 def made_up_torch(folder: Path, *, at_import: str = "", at_run: str = "") -> dict[str, str]:
     """A package that takes no time to import, and fails as it is told; returns the environment that has it."""
     files = {
-        "torch/__init__.py": at_import,
+        "torch/__init__.py": f"__version__ = '0'\n{at_import}",
         "torch/distributed/__init__.py": "",
         "torch/distributed/run.py": f"def parse_args(told): return told\ndef run(told):\n    {at_run or 'pass'}\n",
         "torch/distributed/elastic/__init__.py": "",

@@ -15,7 +15,7 @@ from tests.process.s3.server import S3Server
 SAVE_AND_HANG = """
 import os, sys, time
 from elastictrain.storage.opening import open_store
-def hang(*_):
+def hang(*_, **__):
     print("ready", flush=True)
     time.sleep(60)
 setattr(os, sys.argv[2], hang)
