@@ -218,24 +218,10 @@ def _put_together(
         free_after = _unless_stopped(partial(_wait_until_free, store, config, held.listener), held.listener)
     except StorageError as error:
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
-    name = socket.gethostname()
-    host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
+    host = f"{_NOT_IN_A_KEY.sub('-', socket.gethostname())}-{secrets.token_hex(4)}"
     options = config.launch
     watch = Watch(host, token=token, lost_s=options.lost_s)
-    entry = Entry(
-        host=host,
-        name=name,
-        address=options.address or place.address or own_address(place.peers, surroundings=surroundings),
-        watch_port=watch.port,
-        master_port=free_port(),
-        processes=_processes(config, place),
-        order=place.order,
-        state=HostState.READY,
-        reason="",
-        beat=0,
-        ended=0,
-        writers=() if (process := this_writer()) is None else (name_of(process),),
-    )
+    entry = _own_entry(host, config, place, surroundings, watch_port=watch.port)
     registry = Registry(store, fleeting=without_sync(store))
     if held.claim.before:
         # It did not come to say so itself.
@@ -263,6 +249,25 @@ def _put_together(
         remembered_step=partial(remembered_step, config),
         ask_to_flush=partial(ask_to_flush, config),
         say=say,
+    )
+
+
+def _own_entry(host: str, config: RunConfig, place: Place, surroundings: Surroundings, *, watch_port: int) -> Entry:
+    """What this host says of itself at first."""
+    process = this_writer()
+    return Entry(
+        host=host,
+        name=socket.gethostname(),
+        address=config.launch.address or place.address or own_address(place.peers, surroundings=surroundings),
+        watch_port=watch_port,
+        master_port=free_port(),
+        processes=_processes(config, place),
+        order=place.order,
+        state=HostState.READY,
+        reason="",
+        beat=0,
+        ended=0,
+        writers=() if process is None else (name_of(process),),
     )
 
 
