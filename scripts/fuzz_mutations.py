@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import xxhash
 
 ALGORITHM = b'"digest_algorithm":'
 HUGE = 30 * 10**9
+MOST_BYTES = 64 << 20
 RNG = random.Random
 SPECIAL_TEXTS = (
     "../../outside/precious.txt",
@@ -73,6 +75,21 @@ class Mutation:
     apply: Callable[[RNG, Path, Path], None]
 
 
+def read_file(path: Path) -> bytes:
+    """Of a file. Raises: ValueError where an earlier mutation has made it something that cannot be read."""
+    facts = path.lstat()
+    if not stat.S_ISREG(facts.st_mode) or facts.st_size > MOST_BYTES:
+        raise ValueError(f"{path} is nothing to change any more")
+    return path.read_bytes()
+
+
+def check_copyable(path: Path) -> None:
+    """Whether a file, or all that a folder holds, can be copied. Raises: ValueError if not."""
+    for one in [path, *path.rglob("*")]:
+        if not one.is_dir() or one.is_symlink():
+            read_file(one)
+
+
 def any_file(rng: RNG, folder: Path, pattern: str = "*") -> Path:
     """A regular file of the run."""
     return rng.choice([path for path in sorted(folder.rglob(pattern)) if path.is_file() and not path.is_symlink()])
@@ -117,7 +134,7 @@ def seal(document: dict[str, Any]) -> bytes:
 
 def flip_byte(rng: RNG, path: Path, *, below: int | None = None) -> None:
     """One bit of a file."""
-    data = bytearray(path.read_bytes())
+    data = bytearray(read_file(path))
     data[rng.randrange(min(below or len(data), len(data)))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
@@ -137,6 +154,7 @@ def replace_with_link(rng: RNG, path: Path, outside: Path) -> None:
 
 def move_out_and_link(rng: RNG, path: Path, outside: Path) -> None:
     """Valid content, but reached through a link out of the run."""
+    check_copyable(path)
     target = outside / f"moved-{rng.randrange(10**9)}"
     shutil.copytree(path, target) if path.is_dir() else shutil.copyfile(path, target)
     remove(path)
@@ -165,7 +183,7 @@ def edit_manifest(change: Callable[[RNG, dict[str, Any]], None]) -> Callable[[RN
 
     def apply(rng: RNG, folder: Path, outside: Path) -> None:
         path = any_manifest(rng, folder)
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_file(path))
         change(rng, document)
         path.write_bytes(seal(document))
 
@@ -260,7 +278,7 @@ def odd_state(rng: RNG, document: dict[str, Any]) -> None:
 def raw_number(rng: RNG, folder: Path, outside: Path) -> None:
     """A number that JSON's grammar lets through, in the text of a manifest."""
     path = any_manifest(rng, folder)
-    text = path.read_text()
+    text = read_file(path).decode()
     key = rng.choice(('"step":', '"world_size":', '"start":', '"bytes":', '"created":'))
     place = text.index(key) + len(key)
     end = min(found for found in (text.find(",", place), text.find("}", place)) if found > 0)
@@ -270,7 +288,7 @@ def raw_number(rng: RNG, folder: Path, outside: Path) -> None:
 def edit_json(rng: RNG, folder: Path, outside: Path) -> None:
     """A value of some other JSON object of the run: marks, generations, ends, lineage, hosts."""
     path = rng.choice([path for path in sorted(folder.rglob("*.json")) if path.is_file() and path.name != "manifest.json"])
-    document = json.loads(path.read_bytes())
+    document = json.loads(read_file(path))
     if isinstance(document, dict) and document:
         document[rng.choice(sorted(document))] = rng.choice(SPECIAL_VALUES)
     path.write_bytes(json.dumps(document).encode())
@@ -279,7 +297,7 @@ def edit_json(rng: RNG, folder: Path, outside: Path) -> None:
 def edit_shard_header(rng: RNG, folder: Path, outside: Path) -> None:
     """Offsets, types or the length in the header of a shard file."""
     path = any_shard(rng, folder)
-    data = bytearray(path.read_bytes())
+    data = bytearray(read_file(path))
     length = int.from_bytes(data[:8], "little")
     if rng.random() < 0.4:
         data[:8] = rng.choice((0, 2**63, 2**64 - 1, length + 1, HUGE)).to_bytes(8, "little")
@@ -292,7 +310,7 @@ def edit_shard_header(rng: RNG, folder: Path, outside: Path) -> None:
 def swap_shards(rng: RNG, folder: Path, outside: Path) -> None:
     """The content of two files of the same size."""
     one, other = rng.sample(sorted((folder / "checkpoints").rglob("*.safetensors")), 2)
-    a, b = one.read_bytes(), other.read_bytes()
+    a, b = read_file(one), read_file(other)
     one.write_bytes(b)
     other.write_bytes(a)
 
@@ -346,7 +364,7 @@ def manifest_noise(rng: RNG, folder: Path, outside: Path) -> None:
 def record_noise(rng: RNG, folder: Path, outside: Path) -> None:
     """Lines among the records of what happened."""
     path = any_file(rng, folder / "events", "*.jsonl")
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_file(path).splitlines(keepends=True)
     lines.insert(rng.randrange(len(lines) + 1), rng.choice(NOISE) + rng.choice((b"\n", b"")))
     path.write_bytes(b"".join(lines))
 
@@ -355,13 +373,13 @@ def config_noise(rng: RNG, folder: Path, outside: Path) -> None:
     """A stored configuration that is a program, a bomb or a question about the environment."""
     path = folder / "config.yaml"
     content = rng.choice(CONFIGS)
-    path.write_bytes(path.read_bytes() + content if rng.random() < 0.3 else content)
+    path.write_bytes(read_file(path) + content if rng.random() < 0.3 else content)
 
 
 def config_value(rng: RNG, folder: Path, outside: Path) -> None:
     """A line of the stored configuration."""
     path = folder / "config.yaml"
-    lines = path.read_text().splitlines()
+    lines = read_file(path).decode().splitlines()
     place = rng.randrange(len(lines))
     lines[place] = (
         lines[place].partition(":")[0] + ": " + rng.choice(("*x", "&x y", "${oc.env:FUZZ_SECRET}", "[", "!!binary x", "1e999"))

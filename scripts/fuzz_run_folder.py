@@ -36,7 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fuzz_mutations import MUTATIONS
+from fuzz_mutations import MOST_BYTES, MUTATIONS
 
 SIZES = (
     "recipe=llama_tiny",
@@ -205,7 +205,9 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 def new_events(folder: Path) -> list[dict[str, object]]:
     """Events of the newest incarnation, by the order of file names, which a start of a world of one wrote."""
-    files = [path for path in (folder / "events").glob("*-r00000.jsonl") if path.is_file() and not path.is_symlink()]
+    files = [
+        path for path in (folder / "events").glob("*-r00000.jsonl") if path.is_file() and path.lstat().st_size < MOST_BYTES
+    ]
     fresh = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
     rows = []
     for line in fresh.read_bytes().splitlines() if fresh is not None else []:
