@@ -1,6 +1,6 @@
 """The run's folder: what must hold before anything is written to it, and the configuration kept in it."""
 
-from elastictrain.checkpoint.stored_config import read_stored_config
+from elastictrain.checkpoint.stored_config import CONFIG_NAME, read_stored_config
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, StorageError
@@ -8,8 +8,6 @@ from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
 from elastictrain.train.task import HasNeutralOptions, Task
-
-CONFIG_FILE = "config.yaml"
 
 
 def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
@@ -41,8 +39,8 @@ def store_config(store: Store, config: RunConfig) -> None:
     """Keep the resolved configuration with the run, if it is not there already."""
     data = to_yaml(config).encode()
     try:
-        there = store.read(CONFIG_FILE, end=len(data) + 1) == data
+        there = store.read(CONFIG_NAME, end=len(data) + 1) == data
     except ObjectNotFoundError:
         there = False
     if not there:
-        store.write(CONFIG_FILE, data)
+        store.write(CONFIG_NAME, data)

@@ -11,9 +11,8 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commands.location import CONFIG_NAME
 from elastictrain.checkpoint.commands.speaking import note
-from elastictrain.checkpoint.stored_config import read_stored_config
+from elastictrain.checkpoint.stored_config import CONFIG_NAME, read_stored_config
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct
 from elastictrain.errors import ConfigError, Problem, UsageError

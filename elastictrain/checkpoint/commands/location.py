@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.second_look import is_there
 from elastictrain.checkpoint.signing import SigningKey, load_key
+from elastictrain.checkpoint.stored_config import CONFIG_NAME
 from elastictrain.errors import ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
-
-CONFIG_NAME = "config.yaml"
 
 
 @dataclass(frozen=True, slots=True)

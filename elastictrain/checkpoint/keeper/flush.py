@@ -10,6 +10,7 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
+from elastictrain.checkpoint.stored_config import CONFIG_NAME
 from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from elastictrain.lease.starts import Starts
@@ -23,13 +24,11 @@ _STORAGE_PAUSE_S = 1.0
 _AGAIN = 5
 """Times the limit for a first host that is at work, and has chosen a step that is not whole here."""
 
-_RUN_MARK = "config.yaml"
-
 
 def still_there(store: Store) -> bool:
     """Whether the run's folder exists: who deleted it does not want a checkpoint in it."""
     try:
-        store.stat(_RUN_MARK)
+        store.stat(CONFIG_NAME)
     except ObjectNotFoundError:
         pass
     except StorageError:
