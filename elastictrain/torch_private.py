@@ -67,6 +67,11 @@ FLIGHT_RECORDER = (PrivateName("torch._C._distributed_c10d", "_dump_fr_trace_jso
 
 _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
 
+AGENT_RECORD = "torchelastic/role_info/"
+"""The key of what each torchrun says of itself in the store, without its node rank."""
+
+_FIND_AGENTS = timedelta(seconds=2)
+
 # Public from 2.14 on, which warns where the private one is used.
 _PUBLIC_TIMEOUT = PrivateName("torch.distributed", "set_timeout", ("timeout", "group"))
 _PRIVATE_TIMEOUT = PrivateName("torch.distributed.distributed_c10d", "_set_pg_timeout", ("timeout", "group"))
@@ -160,6 +165,18 @@ def intercept_workers(
 
     api.get_subprocess_handler = Handler  # type: ignore[assignment]  # it takes what the function took
     return ()
+
+
+def find_agents(address: str, port: int, *, run_id: str, count: int) -> frozenset[int]:
+    """Which of `count` torchruns have come to a static rendezvous, by node rank: each leaves a record in its store.
+
+    A store whose host is frozen keeps this call for ever. Raises: RuntimeError.
+    """
+    import torch.distributed as dist
+
+    client = dist.TCPStore(address, port, is_master=False, timeout=_FIND_AGENTS, wait_for_workers=False)
+    store = dist.PrefixStore(run_id, client)
+    return frozenset(place for place in range(count) if store.check([f"{AGENT_RECORD}{place}"]))
 
 
 def _require(names: Sequence[PrivateName]) -> None:

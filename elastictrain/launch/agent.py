@@ -10,6 +10,9 @@ import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+import psutil
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.parent import follow_parent
@@ -20,10 +23,11 @@ from elastictrain.identity import FOLDER, LAUNCHER
 from elastictrain.launch.forks import Forks, hand_out, import_ahead
 from elastictrain.launch.orders import Answer, Orders, decode, write_answer
 from elastictrain.launch.records import NO_RANK
+from elastictrain.launch.rendezvous import StorePlace, bound_rendezvous
 
 _EXIT_FAILED = 1
 
-_NOT_MET = frozenset(("DistError", "RendezvousError", "ConnectionError", "TimeoutError", "gaierror"))
+_MEETING_ERRORS = frozenset(("DistError", "RendezvousError", "ConnectionError", "TimeoutError", "gaierror"))
 """Classes of errors that torchrun has where it cannot open its store, or reach that of another host."""
 
 _LONGEST = 400
@@ -72,14 +76,25 @@ def _run(orders: Orders) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     forks = Forks()
-    unforked = hand_out(forks) or forks.prepare(orders.processes)
+    unhooked = hand_out(forks)
+    unforked = unhooked or forks.prepare(orders.processes)
     if unforked:
         # Before the workers start: the launcher looks when their first step is through.
         _tell(orders, Answer(unforked=unforked))
     # What ended, and how, is said by the workers and by the launcher.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+    def not_met(missing: tuple[int, ...], sentence: str) -> None:
+        _tell(orders, Answer(unforked=unforked, missing=missing))
+        _leave_now(_complain(orders, _not_met(sentence)))
+
+    # Where torchrun does not say that it starts a worker, there are no forks: every child is one.
+    begun = (lambda: bool(psutil.Process().children())) if unhooked else (lambda: forks.begun)
     try:
-        torchrun.run(torchrun.parse_args(list(orders.arguments)))  # type: ignore[no-untyped-call]  # torch annotates neither
+        options = torchrun.parse_args(list(orders.arguments))  # type: ignore[no-untyped-call]  # torch does not annotate it
+        place = StorePlace(options.master_addr, options.master_port, options.rdzv_id, options.node_rank)
+        bound_rendezvous(place, orders.hosts, limit_s=orders.limit_s, begun=begun, not_met=not_met)
+        torchrun.run(options)  # type: ignore[no-untyped-call]  # torch does not annotate it
     except ChildFailedError as error:
         codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
         _tell(orders, Answer(codes, forks.leaving(), unforked))
@@ -96,10 +111,13 @@ def _run(orders: Orders) -> int:
 def explain(error: Exception) -> Reason:
     """Why torchrun itself failed."""
     # By name: torch has moved some of them.
-    if not _NOT_MET.isdisjoint(kind.__name__ for kind in type(error).__mro__):
-        sentence = f"torchrun could not bring the workers together: {_words(error)}"
-        return Reason(NO_RANK, EXIT_TRANSPORT, str(Phase.RENDEZVOUS), 0, sentence)
+    if not _MEETING_ERRORS.isdisjoint(kind.__name__ for kind in type(error).__mro__):
+        return _not_met(_words(error))
     return Reason(NO_RANK, EXIT_BUG, str(Phase.START), 0, f"torchrun failed: {_words(error)}")
+
+
+def _not_met(why: str) -> Reason:
+    return Reason(NO_RANK, EXIT_TRANSPORT, str(Phase.RENDEZVOUS), 0, f"torchrun could not bring the workers together: {why}")
 
 
 def _words(error: Exception) -> str:
@@ -121,9 +139,12 @@ def _tell(orders: Orders, answer: Answer) -> None:
         write_answer(Path(orders.answer_file), answer)
 
 
-if __name__ == "__main__":
-    exit_code = main()
+def _leave_now(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # All hosts wait for this process before they start again, and to take torch apart takes a tenth of a second.
     os._exit(exit_code)
+
+
+if __name__ == "__main__":
+    _leave_now(main())

@@ -1,5 +1,6 @@
 """From a generation to one host's torchrun. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from elastictrain.launch.orders import ANSWER_NAME, Orders
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_INTERVAL_S = 0.1
+_LIMIT_MARGIN_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class Here:
 
     restarted: bool
     stop_file: str
+    rendezvous_limit_s: float
 
 
 def plan_torchrun(generation: Generation, here: Here) -> Orders:
@@ -42,6 +45,8 @@ def plan_torchrun(generation: Generation, here: Here) -> Orders:
         *("--master-addr", _LOOPBACK if alone else members[0].address),
         *("--master-port", str(generation.master_port)),
         *("--local-addr", _LOOPBACK if alone else here.address),
+        # Its own limit of 600 s ends by a sentence that names nobody: ours comes first.
+        *("--rdzv-conf", f"timeout={math.ceil(here.rendezvous_limit_s) + _LIMIT_MARGIN_S}"),
         # What follows an end is decided by the hosts together, not by each torchrun for itself.
         *("--max-restarts", "0"),
         *("--monitor-interval", str(_MONITOR_INTERVAL_S)),
@@ -58,4 +63,11 @@ def plan_torchrun(generation: Generation, here: Here) -> Orders:
         STORE_HOST: members[0].name,
         STOP_FILE_VARIABLE: here.stop_file,
     }
-    return Orders(tuple(arguments), environment, f"{here.folder}/{ANSWER_NAME}", members[index].processes)
+    return Orders(
+        tuple(arguments),
+        environment,
+        answer_file=f"{here.folder}/{ANSWER_NAME}",
+        processes=members[index].processes,
+        hosts=tuple(member.name for member in members),
+        limit_s=here.rendezvous_limit_s,
+    )

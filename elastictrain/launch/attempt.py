@@ -36,6 +36,9 @@ class Attempt:
 
 def read_remains(attempt: Attempt, folder: Path, *, host: str, code: int, committed_step: int) -> Remains:
     """What is left of it on this host; `code` is torchrun's."""
-    before = itertools.takewhile(lambda member: member.host != host, attempt.generation.members)
+    members = attempt.generation.members
+    before = itertools.takewhile(lambda member: member.host != host, members)
     first_rank = sum(member.processes for member in before)
-    return Remains(code, read_answer(folder / ANSWER_NAME).codes, read_reasons(str(folder)), committed_step, first_rank)
+    answer = read_answer(folder / ANSWER_NAME)
+    missing = tuple(members[place].host for place in answer.missing if 0 <= place < len(members))
+    return Remains(code, answer.codes, read_reasons(str(folder)), committed_step, first_rank, missing)

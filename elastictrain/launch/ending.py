@@ -40,6 +40,9 @@ class Remains:
     first_rank: int = 0
     """Rank of the host's first worker: reasons go by rank."""
 
+    missing: tuple[str, ...] = ()
+    """Other hosts that did not meet this one in torchrun's store in time."""
+
 
 def judge_end(remains: Remains, *, generation: int, host: str) -> End:
     """How it ended, if nobody had asked for it."""
@@ -48,16 +51,19 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
         return End(generation, host, EndKind.DONE, EXIT_OK, "", 0, committed, "the last step is done")
     chosen = _choose(remains)
     if chosen is not None:
+        # As where the watch does not hear a host any more, which is nobody's failure.
+        missing = remains.missing if chosen.exit_code == EXIT_TRANSPORT else ()
         return End(
             generation,
             host,
-            EndKind.FAILED,
+            EndKind.LOST if missing else EndKind.FAILED,
             chosen.exit_code,
             chosen.phase,
             chosen.step,
             committed,
             chosen.sentence,
-            blames=(host,) if any(reason.guilty for reason in remains.reasons) else (),
+            lost=next(iter(missing), ""),
+            blames=(host,) if any(reason.guilty for reason in remains.reasons) else missing,
         )
     where = next((reason for reason in remains.reasons if reason.exit_code == EXIT_TRANSPORT), None)
     phase, step = (where.phase, where.step) if where else ("", 0)

@@ -116,6 +116,8 @@ class Forks:
         self._waiting: list[Fork] = []
         self._taken: list[Fork] = []
         self._ask_at_s: float | None = None
+        self.begun = False
+        """Whether torchrun has asked for a worker."""
 
     def prepare(self, count: int) -> str:
         """Fork as far as that is possible; whoever gets no fork starts its worker as before. Does not return in a fork.
@@ -160,6 +162,7 @@ class Forks:
 
     def take(self, command: Sequence[str], environment: Mapping[str, str]) -> Fork | None:
         """A worker that runs `command`, in exactly this environment; None if none of ours can."""
+        self.begun = True
         if tuple(command[: len(_COMMAND)]) != _COMMAND:
             return None
         while self._waiting:

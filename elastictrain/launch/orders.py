@@ -26,16 +26,23 @@ class Orders:
     processes: int
     """Workers on this host."""
 
+    hosts: tuple[str, ...]
+    """Names of the generation's hosts, in order; torchrun's store is on the first."""
+
+    limit_s: float
+    """Until all hosts have met in that store, and workers start."""
+
 
 def encode(orders: Orders) -> bytes:
     """One line."""
-    return json.dumps([list(orders.arguments), dict(orders.environment), orders.answer_file, orders.processes]).encode() + b"\n"
+    rest = (orders.answer_file, orders.processes, list(orders.hosts), orders.limit_s)
+    return json.dumps([list(orders.arguments), dict(orders.environment), *rest]).encode() + b"\n"
 
 
 def decode(line: bytes) -> Orders:
     """The orders in a line."""
-    arguments, environment, answer_file, processes = json.loads(line)
-    return Orders(tuple(arguments), environment, answer_file, processes)
+    arguments, environment, answer_file, processes, hosts, limit_s = json.loads(line)
+    return Orders(tuple(arguments), environment, answer_file, processes, tuple(hosts), limit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +58,25 @@ class Answer:
     unforked: str = ""
     """Why its workers, or some of them, are not forks of it; empty if they are."""
 
+    missing: tuple[int, ...] = ()
+    """Hosts, by place in the generation, that did not come to torchrun's store in time, or whose store it was."""
+
 
 def write_answer(path: Path, answer: Answer) -> None:
     """Raises: OSError."""
-    path.write_text(json.dumps([dict(answer.codes), [[one.pid, one.started] for one in answer.leaving], answer.unforked]))
+    leaving = [[one.pid, one.started] for one in answer.leaving]
+    path.write_text(json.dumps([dict(answer.codes), leaving, answer.unforked, list(answer.missing)]))
 
 
 def read_answer(path: Path) -> Answer:
     """An empty one if there is none that can be read."""
     try:
-        codes, leaving, unforked = json.loads(path.read_text())
+        codes, leaving, unforked, missing = json.loads(path.read_text())
         return Answer(
             {int(rank): int(code) for rank, code in codes.items()},
             tuple(Process(int(pid), int(started)) for pid, started in leaving),
             str(unforked),
+            tuple(map(int, missing)),
         )
     except (OSError, ValueError, TypeError, AttributeError):
         return Answer()

@@ -227,6 +227,7 @@ class Supervisor:
             run_arguments=parts.run_arguments,
             restarted=parts.roster.known.follows_another,
             stop_file=str(folder / _STOP_NAME),
+            rendezvous_limit_s=parts.config.fault.rendezvous_timeout_s,
         )
         parts.torchrun.start(plan_torchrun(generation, here))
         attempt.started = True

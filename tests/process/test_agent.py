@@ -25,7 +25,7 @@ from elastictrain.identity import FOLDER, LAUNCHER, PREDECESSORS
 from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answer
 from elastictrain.launch.torchrun import Torchrun
 
-NO_ORDERS = Orders((), {}, "", 0)
+NO_ORDERS = Orders((), {}, "", 0, (), 600.0)
 PR_SET_CHILD_SUBREAPER = 36
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 
@@ -498,7 +498,7 @@ sys.exit(agent.main())
 def told(arguments: Sequence[str], folder: Path, *, launcher: int | None = None) -> bytes:
     """Orders for one worker."""
     variables = {LAUNCHER: str(os.getpid() if launcher is None else launcher), FOLDER: str(folder)}
-    return encode(Orders(tuple(arguments), variables, str(folder / "answer.json"), 1))
+    return encode(Orders(tuple(arguments), variables, str(folder / "answer.json"), 1, ("a",), 600.0))
 
 
 def agent(
@@ -555,12 +555,18 @@ def test_a_master_port_that_is_taken_is_a_sentence_and_nobodys_fault(tmp_path: P
     assert "Traceback" not in done.stderr
 
 
+PARSE = """
+from types import SimpleNamespace
+def parse_args(told): return SimpleNamespace(master_addr="", master_port=0, rdzv_id="", node_rank=0)
+"""
+
+
 def made_up_torch(folder: Path, *, at_import: str = "", at_run: str = "") -> dict[str, str]:
     """A package that takes no time to import, and fails as it is told; returns the environment that has it."""
     files = {
         "torch/__init__.py": f"__version__ = '0'\n{at_import}",
         "torch/distributed/__init__.py": "",
-        "torch/distributed/run.py": f"def parse_args(told): return told\ndef run(told):\n    {at_run or 'pass'}\n",
+        "torch/distributed/run.py": f"def run(told):\n    {at_run or 'pass'}\n" + PARSE,
         "torch/distributed/elastic/__init__.py": "",
         "torch/distributed/elastic/multiprocessing/__init__.py": "",
         "torch/distributed/elastic/multiprocessing/errors.py": "class ChildFailedError(Exception): pass\n",

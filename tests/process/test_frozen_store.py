@@ -1,4 +1,4 @@
-"""The host of the store that ranks meet through is frozen: each rank ends in time, and names it."""
+"""The host of the store that ranks or torchruns meet through is frozen: each ends in time, and names who did not answer."""
 
 import os
 import signal
@@ -10,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torchruns import REPOSITORY, TINY, environment
+from torchruns import REPOSITORY, TINY, environment, free_port
+
+from elastictrain.errors import EXIT_TRANSPORT
+from elastictrain.fault.reasons import read_reasons
+from elastictrain.identity import FOLDER, LAUNCHER
+from elastictrain.launch.orders import Orders, encode, read_answer
 
 LIMIT_S = 5.0
 STARTS_WITHIN_S = 60.0
@@ -60,3 +65,54 @@ def test_a_rank_whose_store_is_frozen_ends_in_time_and_names_it(when: str, tmp_p
     assert "File " not in said
     if when.startswith("in"):
         assert seconds < 3 * LIMIT_S
+
+
+HOSTS = ("first-host", "second-host", "third-host")
+_AGENT = """
+import sys
+from elastictrain.launch import agent
+# Of interest is what comes after it.
+agent.import_ahead = lambda: None
+sys.exit(agent.main())
+"""
+
+
+def begin(index: int, port: int, folder: Path, *, hosts: int) -> "subprocess.Popen[bytes]":
+    """The torchrun of one host, as its launcher starts it; it is not waited for."""
+    folder.mkdir()
+    arguments = f"--nnodes {hosts} --node-rank {index} --nproc-per-node 1 --max-restarts 0 --rdzv-conf timeout=600".split()
+    arguments += f"--master-addr 127.0.0.1 --master-port {port} -m elastictrain.run --help".split()
+    variables = {LAUNCHER: str(os.getpid()), FOLDER: str(folder)}
+    orders = Orders(tuple(arguments), variables, str(folder / "answer.json"), 1, HOSTS[:hosts], LIMIT_S)
+    command = [sys.executable, "-u", "-c", _AGENT]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
+    assert agent.stdin is not None
+    agent.stdin.write(encode(orders))
+    agent.stdin.flush()
+    return agent
+
+
+def check_end(agent: "subprocess.Popen[bytes]", folder: Path, *, missing: int) -> None:
+    try:
+        _, err = agent.communicate(timeout=STARTS_WITHIN_S + 3 * LIMIT_S)
+    finally:
+        agent.kill()
+    assert agent.returncode == 1
+    assert read_answer(folder / "answer.json").missing == (missing,)
+    (reason,) = read_reasons(str(folder))
+    assert reason.exit_code == EXIT_TRANSPORT
+    assert HOSTS[missing] in reason.sentence
+    assert err.decode() == f"elastictrain: {reason.sentence}\n"
+
+
+def test_a_torchrun_whose_store_is_frozen_ends_in_time_and_names_its_host(tmp_path: Path) -> None:
+    with store_server() as (server, port):
+        os.kill(server.pid, signal.SIGSTOP)
+        check_end(begin(1, port, tmp_path / "b", hosts=2), tmp_path / "b", missing=0)
+
+
+def test_torchruns_that_wait_for_one_that_does_not_come_end_in_time_and_name_its_host(tmp_path: Path) -> None:
+    port = free_port()
+    agents = [begin(index, port, tmp_path / f"{index}", hosts=3) for index in (0, 1)]
+    for index, agent in enumerate(agents):
+        check_end(agent, tmp_path / f"{index}", missing=2)

@@ -19,6 +19,7 @@ HERE = Here(
     run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
     restarted=True,
     stop_file="/tmp/x/generation-7/stop.json",
+    rendezvous_limit_s=899.5,
 )
 
 
@@ -31,6 +32,7 @@ def test_one_of_two_hosts() -> None:
     assert orders.arguments == (
         *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "5000", "--local-addr", "10.0.0.2"),
+        *("--rdzv-conf", "timeout=960"),
         *("--max-restarts", "0", "--monitor-interval", "0.1"),
         *("--log-dir", "/tmp/x/generation-7/torchrun"),
         *("-m", "elastictrain.run", "recipe=llama_tiny", "--config-dir", "my conf"),
@@ -44,7 +46,7 @@ def test_one_of_two_hosts() -> None:
         "ELASTICTRAIN_STOP_FILE": "/tmp/x/generation-7/stop.json",
     }
     assert orders.answer_file == "/tmp/x/generation-7/torchrun.json"
-    assert orders.processes == 4
+    assert (orders.processes, orders.hosts, orders.limit_s) == (4, ("a", "b"), 899.5)
 
 
 def test_the_first_host_has_the_workers_that_it_says() -> None:
@@ -65,6 +67,7 @@ def test_torchrun_understands_it() -> None:
     orders = plan_torchrun(group(replace(A, address="fd00::1"), B), HERE)
     options = torchrun.parse_args(list(orders.arguments))
     assert (options.nnodes, options.node_rank, options.nproc_per_node, options.max_restarts) == ("2", 1, "4", 0)
+    assert options.rdzv_conf == "timeout=960"
     assert parse_rendezvous_endpoint(f"{options.master_addr}:{options.master_port}", -1) == ("fd00::1", 5000)
     assert (options.monitor_interval, options.module, options.training_script) == (0.1, True, "elastictrain.run")
     assert options.training_script_args == ["recipe=llama_tiny", "--config-dir", "my conf"]

@@ -42,6 +42,18 @@ def test_what_a_worker_says_is_passed_on() -> None:
     assert found == End(7, "a-1", EndKind.FAILED, EXIT_BUG, "reduce", 12, 10, "rank 3 says 70")
 
 
+def test_a_host_that_did_not_come_to_torchruns_store_is_lost_and_nobody_failed() -> None:
+    remains = Remains(1, {}, [reason(NO_RANK, EXIT_TRANSPORT)], 10, missing=("b-1", "c-1"))
+    found = judge_end(remains, generation=7, host="a-1")
+    assert (found.kind, found.exit_code, found.lost, found.blames) == (EndKind.LOST, EXIT_TRANSPORT, "b-1", ("b-1", "c-1"))
+    assert (found.committed_step, found.reason) == (10, f"rank {NO_RANK} says 71")
+
+
+def test_what_explains_more_than_a_host_that_did_not_come_counts() -> None:
+    remains = Remains(1, {}, [reason(NO_RANK, EXIT_TRANSPORT), reason(0, EXIT_BUG)], 10, missing=("b-1",))
+    assert judge_end(remains, generation=7, host="a-1").kind is EndKind.FAILED
+
+
 def test_what_explains_most_counts_whichever_rank_says_it() -> None:
     for clear, other in combinations((*CLEAREST_FIRST, *NOTICED), 2):
         for said in ((clear, other), (other, clear)):

@@ -9,7 +9,13 @@ from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answ
 
 text = st.text(max_size=20)
 orders = st.builds(
-    Orders, st.lists(text, max_size=5).map(tuple), st.dictionaries(text, text, max_size=5), text, st.integers(1, 64)
+    Orders,
+    st.lists(text, max_size=5).map(tuple),
+    st.dictionaries(text, text, max_size=5),
+    text,
+    st.integers(1, 64),
+    st.lists(text, max_size=5).map(tuple),
+    st.floats(0, 1e9),
 )
 
 
@@ -24,12 +30,18 @@ def test_orders_are_one_line_and_come_back(orders: Orders) -> None:
 
 def test_arguments_that_are_no_text_come_back_as_they_are() -> None:
     """Python shows bytes of a command line that are not UTF-8 as lone surrogates, and torchrun has to get the same bytes."""
-    orders = Orders(("run.dir=\udcff", "a\nb", "c=é"), {"X": "\udcfe"}, "/tmp/x.json", 8)
+    orders = Orders(("run.dir=\udcff", "a\nb", "c=é"), {"X": "\udcfe"}, "/tmp/x.json", 8, ("a\udcff",), 900.0)
     assert decode(encode(orders)) == orders
 
 
 @pytest.mark.parametrize(
-    "answer", [Answer(), Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101))), Answer(unforked="2 threads")]
+    "answer",
+    [
+        Answer(),
+        Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101))),
+        Answer(unforked="2 threads"),
+        Answer(missing=(0, 2)),
+    ],
 )
 def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> None:
     write_answer(tmp_path / "answer", answer)
@@ -38,7 +50,10 @@ def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "text",
-    [None, "", "{", "[]", "{}", "[{}]", "[[], []]", '[{"a": 1}, [], ""]', '[{"0": 1}, [[1]], ""]', '[{}, 3, ""]', "[{}, []]"],
+    [
+        *(None, "", "{", "[]", "{}", "[{}]", "[[], []]", "[{}, []]", '[{}, [], ""]'),
+        *('[{"a": 1}, [], "", []]', '[{"0": 1}, [[1]], "", []]', '[{}, 3, "", []]', '[{}, [], "", 3]', '[{}, [], "", ["a"]]'),
+    ],
 )
 def test_an_answer_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:
     if text is not None:

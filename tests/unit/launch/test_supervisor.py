@@ -14,7 +14,7 @@ from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
 from elastictrain.launch.orders import ANSWER_NAME, Answer, write_answer
-from elastictrain.launch.records import GenerationEnded, WorkersNotForked
+from elastictrain.launch.records import NO_RANK, GenerationEnded, WorkersNotForked
 from elastictrain.launch.roster import Known
 from tests.unit.launch.membership.made import end, entry, generation, seen
 from tests.unit.launch.supervised import FakeSaver, SupervisedHost
@@ -363,6 +363,15 @@ class TestNothingToSave:
         assert host.go(10.0) is None
         assert host.diary.when("kill") == []
         assert ends_of(host.roster.posts) == []
+
+    def test_a_host_that_did_not_come_to_torchruns_store_is_lost(self, host: SupervisedHost) -> None:
+        host.run_workers(generation(1, "abc"))
+        write_answer(host.folder_of(1) / ANSWER_NAME, Answer(missing=(2,)))
+        host.end_workers(1, 1, Reason(NO_RANK, 71, "rendezvous", 0, "c has not come"))
+        assert host.go(1.0) is None
+        assert ends_of(host.roster.posts) == [(EndKind.LOST, "a", 71)]
+        (posted,) = (post for post in host.roster.posts if isinstance(post, End))
+        assert (posted.lost, posted.reason) == ("c", "c has not come")
 
     @pytest.mark.parametrize("why", ["leaving", "growth"])
     def test_an_orderly_end_that_is_under_way_is_cut_short(self, why: str, tmp_path: Path) -> None:
