@@ -94,7 +94,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
 def _inspect(parsed: argparse.Namespace) -> int:
     if parsed.seq_len < 1:
         raise UsageError(f"--seq-len must be >= 1, but is {parsed.seq_len}")
-    store = open_store(parsed.url)
+    store = open_store(parsed.url, follow_links=True)
     index = read_index(store)
     print(summarize(index, url=store.url))  # noqa: T201
     if parsed.sample is not None:

@@ -81,7 +81,7 @@ def open_tokenizer(options: DataGroup) -> Tokenizer:
     installed."""
     if options.path == STDLIB:
         return ByteTokenizer()
-    store = open_store(options.path)
+    store = open_store(options.path, follow_links=True)
     return tokenizer_of(store, read_index(store))
 
 
@@ -91,7 +91,7 @@ def _open_files(options: DataGroup, *, environment: Mapping[str, str]) -> tuple[
     if options.path == STDLIB:
         index, folder, lease = prepare_stdlib(cache, library=library_folder())
         return index, _in_place(index, folder=folder), lease
-    store = open_store(options.path)
+    store = open_store(options.path, follow_links=True)
     index = read_index(store)
     if isinstance(store, LocalStore):
         return index, _in_place(index, folder=Path(store.root)), None
@@ -105,7 +105,7 @@ def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:
     for shard in index.shards:
         path = folder / shard.file
         try:
-            found = path.lstat()
+            found = path.stat()
         except OSError as error:
             raise DataError(f"{path} must be a readable shard, but is not: {error.strerror}; prepare the data again") from None
         if not stat.S_ISREG(found.st_mode):

@@ -58,7 +58,7 @@ def check_data(options: DataGroup, *, seq_len: int) -> tuple[Problem, ...]:
             sources = find_sources(library_folder())
             num_tokens = sum(source.size_bytes for source in sources) + len(sources)
         else:
-            store = open_store(options.path)
+            store = open_store(options.path, follow_links=True)
             index = read_index(store)
             num_tokens = index.num_tokens
             if not isinstance(store, LocalStore):

@@ -85,6 +85,6 @@ class TokenDataset:
 def _opened(path: str) -> Iterator[IO[bytes]]:
     folder, _, name = path.rpartition("/")
     with opened_folder(folder or ".", "") as handle:
-        descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path)
+        descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=True)
     with open(descriptor, "rb") as file:  # noqa: PTH123
         yield file

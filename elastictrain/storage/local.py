@@ -3,7 +3,7 @@
 A write is a temporary file in the folder of its target, fsync, rename, fsync of the folder. `create` links the finished
 temporary file instead of renaming it, so that the name appears once only and never without its content.
 
-Only the root itself may be a link. Below it every folder and file is opened by `nofollow`.
+Only the root itself may be a link, unless links are followed. Every folder and file is opened by `nofollow`.
 """
 
 import os
@@ -35,12 +35,23 @@ class LocalStore:
     """Objects are files below a folder, which the first write makes. See `Store` for what each method promises."""
 
     def __init__(
-        self, root: str, *, url: str, retrying: Retrying, sync: bool = True, passed_over: PassedOver | None = None
+        self,
+        root: str,
+        *,
+        url: str,
+        retrying: Retrying,
+        sync: bool = True,
+        follow_links: bool = False,
+        passed_over: PassedOver | None = None,
     ) -> None:
-        """`root` is an absolute path; `url` is what the user wrote for it; `sync`: what is written outlasts a loss of power."""
+        """`root` is an absolute path; `url` is what the user wrote for it; `sync`: what is written outlasts a loss of power.
+
+        `follow_links`: an object may be a link to a regular file, when it is read by its name. Writes and deletions refuse it.
+        """
         self._root = os.path.realpath(root)
         self._url = url
         self._retrying = retrying
+        self._follow_links = follow_links
         self._folders = DurableFolders(self._root, sync=sync)
         self._passed_over = passed_over or PassedOver()
 
@@ -63,7 +74,14 @@ class LocalStore:
 
         While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
         """
-        return LocalStore(self._root, url=self._url, retrying=self._retrying, sync=False, passed_over=self._passed_over)
+        return LocalStore(
+            self._root,
+            url=self._url,
+            retrying=self._retrying,
+            sync=False,
+            follow_links=self._follow_links,
+            passed_over=self._passed_over,
+        )
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         check_key(key, url=self._url)
@@ -263,7 +281,8 @@ class LocalStore:
         """Descriptor and size of a file."""
         folder, _, name = key.rpartition("/")
         with self._folders.opened(folder) as handle:
-            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=f"{self._root}/{key}")
+            path = f"{self._root}/{key}"
+            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=self._follow_links)
         try:
             yield descriptor, os.fstat(descriptor).st_size
         finally:
@@ -272,7 +291,7 @@ class LocalStore:
     def _look_at(self, key: str) -> os.stat_result:
         folder, _, name = key.rpartition("/")
         with self._folders.opened(folder) as handle:
-            return look_at(name, parent=handle, path=f"{self._root}/{key}")
+            return look_at(name, parent=handle, path=f"{self._root}/{key}", follow=self._follow_links)
 
     def _find_listed(self, key: str, handle: int) -> ObjectInfo | None:
         """What a listing came upon, if it still is there; `handle` is of its folder."""

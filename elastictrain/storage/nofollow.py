@@ -1,4 +1,4 @@
-"""Opening folders and files relative to a folder's handle, following no link and waiting for nobody.
+"""Opening folders and files relative to a folder's handle, waiting for nobody, and following no link unless told to.
 
 Below the root of a store there are folders and regular files. A link could lead to files of somebody else, and opening a FIFO
 could take for ever, so that neither is read, written or deleted, nor is a socket or a device. Handles are opened from the root
@@ -58,16 +58,18 @@ def open_subfolder(name: str, *, parent: int, path: str) -> int:
         _raise_explained(error, name, parent=parent, path=path)
 
 
-def open_regular(name: str, flags: int, *, parent: int, path: str, mode: int = 0o666) -> int:
+def open_regular(name: str, flags: int, *, parent: int, path: str, mode: int = 0o666, follow: bool = False) -> int:
     """Descriptor of a regular file in `parent`; `path` is for messages, `mode` for a file that is made.
+
+    `follow`: a link may stand for the file, which is only read.
 
     Raises: OSError, FileNotFoundError also where a folder has the name; IrregularFileError.
     """
-    safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    safe = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(name, flags | safe, mode, dir_fd=parent)
     except OSError as error:
-        _raise_explained(error, name, parent=parent, path=path)
+        _raise_explained(error, name, parent=parent, path=path, follow=follow)
     found = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(found):
         os.close(descriptor)
@@ -76,9 +78,12 @@ def open_regular(name: str, flags: int, *, parent: int, path: str, mode: int = 0
     return descriptor
 
 
-def look_at(name: str, *, parent: int, path: str) -> os.stat_result:
-    """Facts of a regular file or folder in `parent`; `path` is for messages. Raises: OSError; IrregularFileError."""
-    found = os.stat(name, dir_fd=parent, follow_symlinks=False)
+def look_at(name: str, *, parent: int, path: str, follow: bool = False) -> os.stat_result:
+    """Facts of a regular file or folder in `parent`; `path` is for messages, `follow` as in `open_regular`.
+
+    Raises: OSError; IrregularFileError.
+    """
+    found = os.stat(name, dir_fd=parent, follow_symlinks=follow)
     refuse_irregular(found.st_mode, path=path)
     return found
 
@@ -92,10 +97,10 @@ def refuse_irregular(mode: int, *, path: str) -> None:
         )
 
 
-def _raise_explained(error: OSError, name: str, *, parent: int, path: str) -> NoReturn:
+def _raise_explained(error: OSError, name: str, *, parent: int, path: str, follow: bool = False) -> NoReturn:
     """The reason in words, where it is what has the name: its number is ELOOP, ENOTDIR or ENXIO."""
     try:
-        look_at(name, parent=parent, path=path)
+        look_at(name, parent=parent, path=path, follow=follow)
     except OSError:
         raise error from None
     raise error

@@ -20,8 +20,10 @@ _AZURE = ("az", "abfs", "abfss")
 T = TypeVar("T")
 
 
-def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
+def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: bool = False) -> Store:
     """The store at a path or URL. Touches neither disk nor network: `check_writable` does.
+
+    `follow_links`: on this host objects may be links to files that are only read; for what a user has put together.
 
     Raises: ConfigError if the URL is malformed, its protocol unknown, or the package for it not installed.
     """
@@ -29,11 +31,11 @@ def open_store(url: str, *, retry: RetryOptions | None = None) -> Store:
     retrying = Retrying(options)
     protocol, separator, rest = url.partition("://")
     if not separator:
-        return LocalStore(absolute_url(url), url=_trimmed(url), retrying=retrying)
+        return LocalStore(absolute_url(url), url=_trimmed(url), retrying=retrying, follow_links=follow_links)
     if protocol in ("file", "local"):
         if not rest.startswith("/"):
             raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
-        return LocalStore(unquote(rest), url=_trimmed(url), retrying=retrying)
+        return LocalStore(unquote(rest), url=_trimmed(url), retrying=retrying, follow_links=follow_links)
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
     root = _remote_root(url, protocol)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.data import DataGroup
+from elastictrain.data.__main__ import main
 from elastictrain.data.index import TokenIndex
 from elastictrain.data.opening import open_datasets, open_tokenizer
 from elastictrain.data.split import check_data
@@ -49,13 +50,18 @@ def test_local_files_that_are_not_what_the_index_says(folder: Path, damage: str)
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+@pytest.mark.parametrize("kind", ["link to a fifo", "link to a device", "dangling link", "fifo", "folder"])
 def test_a_shard_is_a_regular_file(folder: Path, tmp_path: Path, kind: str, late: bool) -> None:
     shard = folder / "tokens-00000.bin"
     opened = open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={}) if late else None
     shard.rename(tmp_path / "moved")
-    if kind == "link":
-        shard.symlink_to(tmp_path / "moved")
+    if kind == "link to a fifo":
+        os.mkfifo(tmp_path / "fifo")
+        shard.symlink_to(tmp_path / "fifo")
+    elif kind == "link to a device":
+        shard.symlink_to("/dev/zero")
+    elif kind == "dangling link":
+        shard.symlink_to(tmp_path / "nothing")
     elif kind == "fifo":
         os.mkfifo(shard)
     else:
@@ -66,6 +72,28 @@ def test_a_shard_is_a_regular_file(folder: Path, tmp_path: Path, kind: str, late
     else:
         with pytest.raises(DataError, match=shard.name):
             open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
+
+
+def test_files_of_a_folder_may_be_links(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in list(folder.iterdir()):
+        file.rename(elsewhere / file.name)
+        file.symlink_to(f"../elsewhere/{file.name}")
+    options = DataGroup(path=str(folder), holdout_samples=4)
+    opened = open_datasets(options, seq_len=10, environment={})
+    assert opened.train[25]["tokens"].tolist() == list(TEXT[250:261])
+    assert open_tokenizer(options).decode([104, 105]) == "hi"
+    assert check_data(options, seq_len=10) == ()
+    assert main(["inspect", str(folder), "--verify"]) == 0
+
+
+def test_an_index_that_leads_to_a_fifo_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
+    (folder / "index.json").unlink()
+    os.mkfifo(tmp_path / "fifo")
+    (folder / "index.json").symlink_to(tmp_path / "fifo")
+    with pytest.raises(IrregularFileError, match=r"index\.json"):
+        open_datasets(DataGroup(path=str(folder)), seq_len=10, environment={})
 
 
 @pytest.mark.parametrize("below", ["", "/tokens"])

@@ -10,6 +10,7 @@ import pytest
 
 from elastictrain.errors import (
     AccessDeniedError,
+    IrregularFileError,
     ObjectExistsError,
     PermanentStorageError,
     StorageFullError,
@@ -248,3 +249,28 @@ def test_a_short_write_is_continued(store: LocalStore, monkeypatch: pytest.Monke
             else:
                 getattr(store, way)(f"a/{size_bytes}", data)
         assert store.read(f"a/{size_bytes}") == data
+
+
+class TestFollowedLinks:
+    @pytest.fixture
+    def outside(self, tmp_path: Path) -> Path:
+        (tmp_path / "store").mkdir()
+        (tmp_path / "outside").write_bytes(b"precious")
+        (tmp_path / "store" / "a").symlink_to("../outside")
+        return tmp_path / "outside"
+
+    @pytest.fixture
+    def following(self, outside: Path) -> LocalStore:
+        return LocalStore(str(outside.parent / "store"), url="the-url", retrying=ONCE, follow_links=True)
+
+    def test_are_read(self, following: LocalStore) -> None:
+        for store in (following, following.without_sync()):
+            assert store.read("a") == b"precious"
+            assert store.stat("a").size_bytes == 8
+
+    def test_are_neither_written_nor_deleted_through(self, following: LocalStore, outside: Path) -> None:
+        with pytest.raises(IrregularFileError):
+            following.delete("a")
+        with pytest.raises(IrregularFileError):
+            following.write("a", b"new")
+        assert outside.read_bytes() == b"precious"
