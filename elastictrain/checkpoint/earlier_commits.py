@@ -1,7 +1,6 @@
 """Finds out whether a run has committed before, where its folder holds no checkpoint. Free of torch.
 
-Only a start that would begin at step 0 asks. It lists each folder once, reads no more than some thousand names of it, and then
-reads a few objects, the newest first.
+Only a start that would begin at step 0 asks. It lists each folder once, and then reads a few objects, the newest first.
 """
 
 import re
@@ -11,8 +10,9 @@ from itertools import islice
 
 from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
-from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.errors import ObjectNotFoundError
+from elastictrain.lease.merge_plan import EVENTS, parse_merged
 from elastictrain.storage.store import ObjectInfo, Store
 
 _LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")
@@ -21,7 +21,7 @@ _END = re.compile(rf"{_ENDS_FOLDER}/(\d{{9}})/[^/]+\.json")
 _FOLDER_OF_STEP = re.compile(r"step-(\d{9,})")
 
 _NAMES = 5000
-"""Listed of each folder."""
+"""Listed of the ends of generations."""
 
 _NEWEST, _OLDEST = 8, 2
 """Incarnations whose logs are read. The first one of a run is the most likely to have committed."""
@@ -32,6 +32,10 @@ _OBJECTS = 3
 _ENDS = 4
 _READ_BYTES = 256 << 10
 """Of each end of an object: the beginning of a log tells where its incarnation went on from, the end what it committed last."""
+
+
+_MERGED_BYTES = 32 << 20
+"""Read of an object that holds the logs of several incarnations."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -100,6 +104,14 @@ def step_of_mark(data: bytes) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class _Unit:
+    """Logs that are looked at together: those of an incarnation, or of several ones that were merged."""
+
+    merged: tuple[ObjectInfo, ...]
+    logs: dict[str, list[ObjectInfo]]
+
+
+@dataclass(frozen=True, slots=True)
 class LogContent:
     """What the records of one incarnation tell. `began` is None where they do not say where it went on from."""
 
@@ -109,8 +121,12 @@ class LogContent:
 
 def read_log(pieces: Iterable[bytes]) -> LogContent:
     """From pieces of logs, whose first and last lines may be cut. Pure."""
+    return _content(_rows(pieces))
+
+
+def _content(rows: Iterable[dict[str, object]]) -> LogContent:
     step, began = 0, None
-    for row in _rows(pieces):
+    for row in rows:
         number = row.get("step")
         if type(number) is not int or number < 0:
             continue
@@ -143,20 +159,60 @@ def _of_mark(store: Store) -> Trace | None:
 
 
 def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
-    logs: dict[str, list[ObjectInfo]] = {}
-    for info in islice(store.list("events"), _NAMES):
-        match = _LOG.fullmatch(info.key)
-        if match is not None and match[1] != incarnation:
-            logs.setdefault(match[1], []).append(info)
-    names = sorted(logs, reverse=True)
-    for name in dict.fromkeys(names[:_NEWEST] + names[-_OLDEST:]):
-        content = read_log(_pieces(store, logs[name]))
-        if content.step > 0:
-            return Trace(content.step, f"{store.url}/events of {name}")
-        if content.began == 0 and name in names[:_NEWEST]:
-            # The run began anew there, and committed nothing since: what is older was given up.
-            return None
+    units = _units(store, incarnation=incarnation)
+    looked_at = 0
+    while units and looked_at < _NEWEST:
+        contents = _contents(store, units.pop(0))
+        for name, content in contents:
+            if content.step > 0:
+                return Trace(content.step, f"{store.url}/events of {name}")
+            if content.began == 0:
+                # The run began anew there, and committed nothing since: what is older was given up.
+                return None
+        looked_at += max(1, len(contents))
+    for unit in units[-_OLDEST:]:
+        for name, content in _contents(store, unit):
+            if content.step > 0:
+                return Trace(content.step, f"{store.url}/events of {name}")
     return None
+
+
+def _units(store: Store, *, incarnation: str) -> list[_Unit]:
+    """The logs of the first hosts, newest first."""
+    logs: dict[str, list[ObjectInfo]] = {}
+    merged: dict[tuple[int, int], list[ObjectInfo]] = {}
+    for info in store.list(EVENTS):
+        if (one := parse_merged(info.key)) is not None:
+            merged.setdefault((one.first, one.last), []).append(info)
+        elif (match := _LOG.fullmatch(info.key)) is not None and match[1] != incarnation:
+            logs.setdefault(match[1], []).append(info)
+    units = {(last, f"{last}"): _Unit(tuple(infos), {}) for (_, last), infos in merged.items()}
+    for name, infos in logs.items():
+        number = number_of(name)
+        cover = next((last for first, last in merged if first <= number <= last), None)
+        if cover is not None:
+            units[cover, f"{cover}"].logs[name] = infos
+        else:
+            units[number, name] = _Unit((), {name: infos})
+    return [units[order] for order in sorted(units, reverse=True)]
+
+
+def _contents(store: Store, unit: _Unit) -> list[tuple[str, LogContent]]:
+    """What each incarnation tells, newest first."""
+    rows: dict[str, list[dict[str, object]]] = {}
+    for row in _rows(piece for info in unit.merged for piece in _whole(store, info.key)):
+        if row.get("rank") == 0:
+            rows.setdefault(str(row.get("incarnation")), []).append(row)
+    for name, infos in unit.logs.items():
+        rows.setdefault(name, []).extend(_rows(_pieces(store, infos)))
+    return [(name, _content(rows[name])) for name in sorted(rows, reverse=True)]
+
+
+def _whole(store: Store, key: str) -> Iterator[bytes]:
+    try:
+        yield store.read(key, end=_MERGED_BYTES)
+    except ObjectNotFoundError:
+        return
 
 
 def _pieces(store: Store, log: list[ObjectInfo]) -> Iterator[bytes]:

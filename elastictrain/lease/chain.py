@@ -19,7 +19,7 @@ _NEWEST = "launch/newest.json"
 _AHEAD = 4
 _DIGITS = 10
 _GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
-_TRACE = re.compile(r"(?:events/|lineage/\d+-)(\d{6,})-")
+_TRACE = re.compile(r"(?:events/(?:\d{6,}-to-)?|lineage/\d+-)(\d{6,})[-.]")
 
 
 class Chain:

@@ -1,7 +1,7 @@
 """The starts of a run by their numbers: nothing has to be listed to find one. Acts.
 
 Records of starts, generations and ends are kept for the last `KEPT` numbers: each start removes what falls behind. What
-happened before is in the events.
+happened before is in the events, whose journals are merged.
 """
 
 import json
@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from elastictrain.bounded_json import parse_json
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.chain import ENDS, GENERATIONS, LINEAGE
+from elastictrain.lease.merge import merge_finished
+from elastictrain.lease.merge_plan import KEPT_STARTS
 from elastictrain.storage.parallel import read_all, side_by_side
 from elastictrain.storage.store import Store
 
@@ -22,6 +24,9 @@ _AT_ONCE = 16
 
 _LINEAGE_EVERY = 16
 """The lineage is named after incarnations, and has to be listed: not by each start."""
+
+_MERGE_EVERY = 16
+"""So are the events: not by each start, and by none before it trains."""
 
 _NUMBER = re.compile(r"(\d{6,})-\w+")
 
@@ -78,6 +83,15 @@ class Starts:
         if newest % _LINEAGE_EVERY == 0:
             keys += sorted(_listing(self._store, LINEAGE)())[:-KEPT]
         side_by_side([_deletion(self._store, key) for key in keys])
+
+    def merge_events(self, newest: int) -> None:
+        """Merge the journals of finished starts, now and then, for as long as this is the newest start."""
+        if newest % _MERGE_EVERY or newest <= KEPT_STARTS:
+            return
+        following = f"{GENERATIONS}/{newest + 1:09d}.json"
+        # By the clock that dates the journals: that of the storage.
+        now_s = self._store.stat(_key(newest)).modified
+        merge_finished(self._store, newest=newest, now_s=now_s, goes_on=lambda: not _probe(self._store, following)())
 
 
 def _key(number: int) -> str:

@@ -64,7 +64,8 @@ def take_lease(store: Store, config: RunConfig, identity: Identity, asking: Aski
 
 
 def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
-    """As rank 0, when the ranks have met: later starts find this one by its number, and what none needs any more goes.
+    """As rank 0, when the ranks have met: later starts find this one by its number, what none needs any more goes, and the
+    events of finished starts are merged.
 
     In a thread of its own: nobody waits for that.
     """
@@ -77,6 +78,12 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             starts.trim(number)
         except StorageError as error:
             logger.warning("the next start will know less of this one: %s", error)
+            return
+        try:
+            # Synced: what is merged is deleted.
+            Starts(store).merge_events(number)
+        except StorageError as error:
+            logger.info("events of earlier starts are merged by a later start: %s", error)
 
     threading.Thread(target=note, name="note-start", daemon=True).start()
 

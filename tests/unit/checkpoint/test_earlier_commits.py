@@ -11,6 +11,8 @@ from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.errors import NoValidCheckpointError
 from elastictrain.identity import Identity, Launcher
+from elastictrain.lease.merge import merge_finished
+from elastictrain.lease.merge_plan import FINISHED_S
 from elastictrain.train.job_notes import JobNotes, job_from_json
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import restored_step, save
@@ -173,3 +175,42 @@ def test_a_launcher_remembers_across_the_stores_of_its_torchruns(tmp_path: Path)
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"incarnations": 3, "step": "x"}', '{"incarnations": [1], "step": -4}'])
 def test_notes_that_say_nothing(text: str) -> None:
     assert job_from_json(text) == JobMemory()
+
+
+def merged(store: FakeStore) -> list[str]:
+    """Merge all events of a store; the names of what holds them."""
+    merge_finished(store, newest=1000, now_s=FINISHED_S, goes_on=lambda: True)
+    return [key for key in store.objects if key.startswith("events/")]
+
+
+def by(name: str, *rows: dict[str, object], rank: int = 0) -> bytes:
+    return log(*({"incarnation": name, "rank": rank, **row} for row in rows))
+
+
+@pytest.mark.parametrize(
+    ("logs", "found"),
+    [
+        ({"000001-aa-r00000": by("000001-aa", RESUMED_0, SAVED_40), "000002-bb-r00000": by("000002-bb", STEP)}, [40]),
+        ({"000001-aa-k00000": by("000001-aa", SAVED_40), "000002-bb-k00000": by("000002-bb")}, [40]),
+        ({"000001-aa-r00000": by("000001-aa", RESUMED_40), "000002-bb-r00000": by("000002-bb", RESUMED_0)}, []),
+        ({"000001-aa-r00000": by("000001-aa", RESUMED_0), "000002-bb-r00000": by("000002-bb", RESUMED_40)}, [40]),
+        # Of another rank: it tells nothing of the group.
+        ({"000001-aa-r00001": by("000001-aa", SAVED_40, rank=1), "000002-bb-r00001": by("000002-bb", STEP, rank=1)}, []),
+    ],
+)  # fmt: skip
+def test_merged_events_know_of_commits_as_journals_do(logs: dict[str, bytes], found: list[int]) -> None:
+    store = FakeStore({f"events/{name}.jsonl": data for name, data in logs.items()})
+    assert steps(store) == found
+    assert len(merged(store)) == 1
+    assert steps(store) == found
+
+
+def test_a_commit_long_ago_is_found_in_merged_events() -> None:
+    store = FakeStore({"events/000001-aa-r00000.jsonl": by("000001-aa", RESUMED_0, SAVED_40)})
+    for number in range(2, 600):
+        store.objects[f"events/{number:06d}-bb-r00000.jsonl"] = by(f"{number:06d}-bb", STEP)
+    assert len(merged(store)) < 30
+    did: list[str] = []
+    store.before = lambda operation, key: did.append(operation)
+    assert steps(store) == [40]
+    assert did.count("read") <= 16
