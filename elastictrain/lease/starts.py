@@ -25,6 +25,9 @@ _AT_ONCE = 16
 _LINEAGE_EVERY = 16
 """The lineage is named after incarnations, and has to be listed: not by each start."""
 
+_LINEAGE_KEPT = 960
+"""With what comes until it is trimmed again, one page of a list of an object store."""
+
 _MERGE_EVERY = 16
 """So are the events: not by each start, and by none before it trains."""
 
@@ -81,7 +84,7 @@ class Starts:
         for listed in side_by_side([_listing(self._store, f"{ENDS}/{number:09d}") for number in numbers]):
             keys += listed
         if newest % _LINEAGE_EVERY == 0:
-            keys += sorted(_listing(self._store, LINEAGE)())[:-KEPT]
+            keys += sorted(_listing(self._store, LINEAGE)())[:-_LINEAGE_KEPT]
         side_by_side([_deletion(self._store, key) for key in keys])
 
     def merge_events(self, newest: int) -> None:

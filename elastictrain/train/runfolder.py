@@ -23,12 +23,12 @@ def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing
     if isinstance(store, LocalStore):
         store.sweep_temporaries("checkpoints")
     stored = read_stored_config(store)
-    has_checkpoints = any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints"))
-    if stored is None or config.run.on_change == "continue" or not has_checkpoints:
+    if stored is None or config.run.on_change == "continue":
         return
     neutral = task.neutral_options if isinstance(task, HasNeutralOptions) else ()
     changes = changed_answers(stored, now=config, neutral=neutral)
-    if changes:
+    # Listed only here: an ordinary start has changed nothing.
+    if changes and any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints")):
         advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
         raise ConfigError(
             [Problem(key, f"was {before!r} when the run began and is {now!r} now: {advice}") for key, before, now in changes]

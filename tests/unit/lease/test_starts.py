@@ -64,7 +64,8 @@ def test_what_no_start_needs_any_more_is_removed() -> None:
         Starts(store).trim(number)
     left = sorted(key for key in store.objects if key.startswith(("launch/generations", "launch/starts", "launch/ends")))
     assert min(int(key.split("/")[2][:9]) for key in left) == 41
-    assert len([key for key in store.objects if key.startswith("lineage/")]) == KEPT
+    # With those of the next 16 starts one page of a list.
+    assert len([key for key in store.objects if key.startswith("lineage/")]) <= 1000 - 16
     assert newest_record(store)[0] == KEPT + 40
 
 

@@ -47,7 +47,7 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def of(folder: Path, **options: object) -> RunConfig:
+def of(folder: Path | str, **options: object) -> RunConfig:
     plain = config(steps=5)
     target = f"{SquaresOfPoints.__module__}.{SquaresOfPoints.__qualname__}"
     run = dataclasses.replace(plain.run, dir=str(folder))
