@@ -5,6 +5,7 @@ Only a start that would begin at step 0 asks. It lists each folder once, and the
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,11 +14,11 @@ from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.merge_plan import EVENTS, parse_merged
+from elastictrain.storage.parallel import read_all
 from elastictrain.storage.store import ObjectInfo, Store
 
 _LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")
-_ENDS_FOLDER = "launch/ends"
-_END = re.compile(rf"{_ENDS_FOLDER}/(\d{{9}})/[^/]+\.json")
+_HOSTS_FOLDER = "launch/hosts"
 _FOLDER_OF_STEP = re.compile(r"step-(\d{9,})")
 
 _NAMES = 5000
@@ -29,7 +30,9 @@ _NEWEST, _OLDEST = 8, 2
 _OBJECTS = 3
 """Read of each incarnation's logs of the first host, in a bucket where a log is many objects: the first, and the newest."""
 
-_ENDS = 4
+_LINES = 64
+"""Of launchers that are read: each start of one leaves a line, until another one removes it."""
+
 _READ_BYTES = 256 << 10
 """Of each end of an object: the beginning of a log tells where its incarnation went on from, the end what it committed last."""
 
@@ -66,7 +69,7 @@ class InMemory:
 
 def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Trace]:
     """What the run folder tells of commits before `incarnation`, newest first. Raises: StorageError."""
-    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_lineage(lineage), _of_ends(store, lineage)]
+    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_lineage(lineage), _of_launchers(store, lineage)]
     return sorted((trace for trace in found if trace is not None), reverse=True)
 
 
@@ -235,18 +238,24 @@ def _of_lineage(lineage: Lineage) -> Trace | None:
     return Trace(newest.step, f"the lineage of {newest.incarnation}") if newest is not None and newest.step > 0 else None
 
 
-def _of_ends(store: Store, lineage: Lineage) -> Trace | None:
+def _of_launchers(store: Store, lineage: Lineage) -> Trace | None:
     """What launchers wrote down when generations ended; not of those before a start from step 0."""
     newest = lineage.newest()
-    ends = [info.key for info in islice(store.list(_ENDS_FOLDER), _NAMES) if _END.fullmatch(info.key)]
-    for key in sorted(ends, reverse=True)[:_ENDS]:
-        if newest is not None and int(key.split("/")[2]) < newest.generation:
-            return None
-        try:
-            end = parse_json(store.read(key, end=_READ_BYTES))
-        except (ObjectNotFoundError, MalformedJsonError):
-            continue
-        step = end.get("committed_step") if isinstance(end, dict) else None
-        if type(step) is int and step > 0:
-            return Trace(step, f"{store.url}/{key}")
-    return None
+    first = newest.generation if newest is not None else 0
+    keys = [info.key for info in islice(store.list(_HOSTS_FOLDER), _LINES) if info.key.endswith(".json")]
+    traces = []
+    for key, data in read_all(store, keys).items():
+        with suppress(MalformedJsonError):
+            line = parse_json(data)
+            end = line.get("end") if isinstance(line, dict) else None
+            records = [(line, "ended"), (end, "generation")] if isinstance(end, dict) else [(line, "ended")]
+            traces += [Trace(step, f"{store.url}/{key}") for record, at in records if (step := _step_since(first, record, at))]
+    return max(traces, default=None)
+
+
+def _step_since(first: int, record: object, at: str) -> int:
+    """The committed step of a launcher's record; 0 if it has none, or is of a generation before `first`."""
+    if not isinstance(record, dict):
+        return 0
+    generation, step = record.get(at), record.get("committed_step")
+    return step if type(step) is int and type(generation) is int and generation >= first else 0

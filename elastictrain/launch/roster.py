@@ -1,16 +1,15 @@
-"""The launcher's thread for storage: a store that stalls must not keep the launcher from watching its workers."""
+"""The launcher's threads for storage: a store that stalls must not keep the launcher from watching its workers."""
 
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastictrain.errors import StorageError
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState
 from elastictrain.launch.membership.registry import Registry
-from elastictrain.launch.membership.sight import Seen, outdated, see
+from elastictrain.launch.membership.sight import Seen, hear_lines, outdated, see
 from elastictrain.lease.records import BEAT_S
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.parallel import side_by_side
@@ -19,6 +18,9 @@ logger = logging.getLogger(__name__)
 
 _HURRIED_S = 0.2
 """Interval while a group is forming: every look that is saved is time that nobody trains."""
+
+_IDLE_SHARE = 4.0
+"""Looks for generations are so far apart, compared to what one takes: who is told of a generation seldom waits for one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Known:
     ended_since_s: float | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict)
     reads: int = 0
-    """How often storage has been read; 0: nothing is known yet."""
+    """How often storage has been read, generations and lines; 0: nothing is known yet."""
 
     created: frozenset[int] = frozenset()
     """Numbers of generations that this host has tried to create."""
@@ -50,7 +52,7 @@ class Known:
 
 
 class Roster:
-    """Writes this host's line, and reads those of the others."""
+    """Writes this host's line and reads those of the others; reads generations, and proposes them. None waits for another."""
 
     def __init__(
         self,
@@ -62,50 +64,61 @@ class Roster:
         find_address: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`find_address` is asked every `lost_s`, in the thread for storage; None: the one in `entry` stays."""
+        """`find_address` is asked every `lost_s`, in a thread for storage; None: the one in `entry` stays."""
         self._registry = registry
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._clock = clock
-        self._entry = entry
-        self._address = entry.address
         self._find_address = find_address
         self._found_s = clock()
-        self._beat = 0
-        self._written: Entry | None = None
-        self._written_s = float("-inf")
         self.attentive = True
         """Whether the other hosts' lines are read; while it trains, only the first host of a group needs them."""
 
         self.hears: tuple[str, ...] = ()
         """Whom this host's watch hears, for its line."""
 
-        self._posts: deque[Generation | End] = deque()
-        self._hurried = False
-        self._awake = threading.Event()
-        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        """For what follows: several threads change it."""
+
+        self._entry = entry
         self._known = Known()
-        self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
+        self._proposal: Generation | None = None
+        self._reads = {"lines": 0, "generations": 0}
+        self._troubles: dict[str, str] = {}
+
+        self._written: Entry | None = None
+        self._written_s = float("-inf")
+        self._closed = threading.Event()
+        turns = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
+        self._awake = {name: threading.Event() for name in turns}
+        self._threads = [
+            threading.Thread(target=self._run, args=(name, turn), name=f"roster {name}", daemon=True)
+            for name, turn in turns.items()
+        ]
 
     def start(self) -> None:
         """Begin to read and to write."""
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, limit_s: float) -> None:
         """Write what is still to be written, as far as that is possible within `limit_s`."""
         self._closed.set()
-        self._awake.set()
-        self._thread.join(timeout=limit_s)
+        for awake in self._awake.values():
+            awake.set()
+        until_s = time.monotonic() + limit_s
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     @property
     def known(self) -> Known:
-        """The latest reading."""
+        """What is known by now."""
         return self._known
 
     @property
     def entry(self) -> Entry:
         """What this host says of itself."""
-        return replace(self._entry, address=self._address)
+        return self._entry
 
     def say(
         self,
@@ -117,163 +130,182 @@ class Roster:
         committed_step: int | None = None,
     ) -> None:
         """Change this host's line; what is None stays as it is."""
-        self._entry = replace(
-            self._entry,
-            state=state,
-            reason=reason,
-            ended=self._entry.ended if ended is None else ended,
-            master_port=self._entry.master_port if master_port is None else master_port,
-            committed_step=self._entry.committed_step if committed_step is None else committed_step,
-        )
-        self._awake.set()
+        with self._lock:
+            before = self._entry
+            self._entry = replace(
+                before,
+                state=state,
+                reason=reason,
+                ended=before.ended if ended is None else ended,
+                master_port=before.master_port if master_port is None else master_port,
+                committed_step=before.committed_step if committed_step is None else committed_step,
+                beat=before.beat + 1,
+            )
+        self._awake["lines"].set()
 
     def post(self, record: Generation | End) -> None:
-        """Have a generation created, or an end written, in the order of the calls and before a later change of the line.
+        """Have a generation created, or an end told by this host's line.
 
-        An end is written in any case. A generation is tried once, and may be asked for again: what is proposed then is newer.
+        An end is told in any case. A generation is tried once, and may be asked for again: what is proposed then is newer.
         """
-        waiting = [post.number for post in tuple(self._posts) if isinstance(post, Generation)]
-        if not isinstance(record, Generation) or record.number not in waiting:
-            self._posts.append(record)
-        self._awake.set()
+        with self._lock:
+            if isinstance(record, End):
+                self._entry = replace(self._entry, end=record, beat=self._entry.beat + 1)
+                self._take_note(self._known)
+            elif self._proposal is None or self._proposal.number != record.number:
+                self._proposal = record
+        self._awake["lines" if isinstance(record, End) else "proposals"].set()
 
-    def wake(self) -> None:
-        """Read at once."""
-        self._awake.set()
+    def hear(self, lines: Iterable[Entry]) -> None:
+        """Take note of what other hosts say by datagram, before storage shows it."""
+        now_s = self._clock()
+        with self._lock:
+            known = self._known
+            self._take_note(replace(known, seen=hear_lines(known.seen, lines, own=self._entry.host, now_s=now_s)))
 
-    def _run(self) -> None:
+    def wake(self, generation: int = 0) -> None:
+        """Look at once: hosts have something to say, or the one that knows this generation does."""
+        self._awake["lines"].set()
+        newest = self._known.newest
+        if generation > (newest.number if newest is not None else 0):
+            self._awake["generations"].set()
+
+    def _run(self, name: str, turn: Callable[[bool], None]) -> None:
         while True:
             # In this order: what comes after it is either seen in this turn, or ends the wait after it.
-            self._awake.clear()
+            self._awake[name].clear()
             began_s = self._clock()
             last = self._closed.is_set()
             try:
-                self._turn()
+                turn(last)
             except Exception as error:  # noqa: BLE001  # the edge of the thread: without it this host would wait for ever
-                self._complain(str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {reason_of(error)}")
+                trouble = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {reason_of(error)}"
+                self._complain(name, trouble)
                 if last:
                     return
                 # Whoever cannot be answered asks again and again: storage is not to be asked as often.
                 self._closed.wait(self._poll_s)
                 continue
-            self._known = replace(self._known, trouble="")
-            if last and not self._posts:
+            self._complain(name, "")
+            if last:
                 return
-            forming = self._known.newest is None or self._known.newest.terminal or bool(self._known.ends)
-            # Who is woken has been told that something has happened.
+            known = self._known
             pause_s = self._poll_s
-            if forming:
-                # From begin to begin: where storage is slow, one look follows another.
-                pause_s = max(0.0, min(self._poll_s, _HURRIED_S) - (self._clock() - began_s))
-            self._hurried = self._awake.wait(pause_s) or forming
+            if known.newest is None or known.newest.terminal or known.ends:
+                took_s = self._clock() - began_s
+                # From begin to begin: where storage is slow, one look at the lines follows another.
+                idle_s = 0.0 if name == "lines" else _IDLE_SHARE * took_s
+                pause_s = max(min(self._poll_s, _HURRIED_S) - took_s, idle_s)
+            self._awake[name].wait(pause_s)
 
-    def _turn(self) -> None:
-        """One look, in which nothing waits for anything else, however many hosts there are."""
-        entries: list[Entry] | None = None
-        ends: dict[str, End] = {}
-        before, now_s = self._known, self._clock()
-
-        def read_lines() -> None:
-            nonlocal entries
-            entries = self._registry.entries() if self.attentive else None
-
-        def read_generations() -> None:
-            self._learn(self._registry.newest(), now_s)
-
-        def read_ends() -> None:
-            nonlocal ends
-            ends = self._ends_of(before.newest, before.ends)
-
-        # Taken first: what it says of an end must not be read before the end itself, which was posted before it was said.
+    def _turn(self, last: bool) -> None:
+        """One look at the lines, in which nothing waits for anything else, however many hosts there are."""
         self._look_for_address()
-        entry = replace(self.entry, hears=self.hears)
-        # What is posted from now on waits for the next turn: a proposal is not written beside reads.
-        posts = tuple(self._posts)
-
-        def write() -> None:
-            self._write(entry, num_posts=len(posts))
-
-        # What is read beside a change of the own line says nothing of that line. Of a proposal it has to be known who won.
-        if any(isinstance(post, Generation) for post in posts):
-            write()
-            before = self._known
-            side_by_side([read_generations, read_ends, read_lines])
+        if last or not self.attentive:
+            self._write_entry()
+            entries = None
         else:
-            side_by_side([write, read_generations, read_ends, read_lines])
-        newest = self._known.newest
-        if newest != before.newest or before.reads == 0:
-            ends = self._ends_of(newest, {})
-        self._take_note(ends, entries, now_s)
+            # What is read beside a change of the own line says nothing of that line.
+            _, entries = side_by_side([self._write_entry, self._registry.entries])
+        now_s = self._clock()
+        with self._lock:
+            known = self._known
+            if entries is not None:
+                known = replace(known, seen=see(known.seen, entries, own=self._entry.host, now_s=now_s), read_s=now_s)
+            self._reads["lines"] += 1
+            self._take_note(known)
+            known = self._known
+        if entries is not None:
+            there = {one.host for one in entries}
+            for host in there.intersection(outdated(known.seen, now_s=now_s)):
+                # How the newest generation ended is told by its members' lines alone.
+                if known.newest is None or known.newest.terminal or not known.newest.has(host):
+                    self._registry.forget(host)
+
+    def _look_for_generations(self, last: bool) -> None:
+        if last:
+            return
+        now_s = self._clock()
+        self._learn(self._registry.newest(), now_s)
+        with self._lock:
+            self._reads["generations"] += 1
+            self._take_note(self._known)
+
+    def _propose(self, last: bool) -> None:
+        if (generation := self._proposal) is not None:
+            try:
+                won = self._registry.create(generation)
+            finally:
+                # By the time that storage that fails answers again, another generation may be due.
+                with self._lock:
+                    self._proposal = None
+            with self._lock:
+                self._known = replace(self._known, created=self._known.created | {generation.number})
+            if won and self._reads["generations"]:
+                self._learn(generation, self._clock())
+            self._awake["generations"].set()
         # Last: what is known by now is acted upon meanwhile.
         self._registry.settle()
 
-    def _take_note(self, ends: Mapping[str, End], entries: list[Entry] | None, now_s: float) -> None:
-        known, read_s = self._known, self._clock()
-        ends = {**known.ends, **ends}
-        since_s = known.ended_since_s if known.ended_since_s is not None or not ends else now_s
-        if entries is not None:
-            known = replace(known, seen=see(known.seen, entries, own=self._entry.host, now_s=read_s), read_s=read_s)
-            there = {one.host for one in entries}
-            for host in there.intersection(outdated(known.seen, now_s=read_s)):
-                self._registry.forget(host)
-        began_s = known.began_s if known.reads else now_s
-        self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=known.reads + 1)
-
     def _learn(self, newest: Generation | None, now_s: float) -> None:
-        """This is the newest generation now."""
-        known = self._known
-        if newest == known.newest and known.reads:
+        """This is the newest generation now, unless a newer one is known by now."""
+        before = self._known.newest
+        if newest is None or (before is not None and before.number >= newest.number):
             return
-        if newest is None:
-            follows = False
-        elif known.newest is not None and known.newest.number == newest.number - 1:
-            follows = not known.newest.terminal
+        if before is not None and before.number == newest.number - 1:
+            follows = not before.terminal
         else:
             follows = self._registry.follows_another(newest.number)
-        self._known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows, ends={}, ended_since_s=None)
+        with self._lock:
+            known = self._known
+            if known.newest is None or known.newest.number < newest.number:
+                known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
+                self._take_note(replace(known, ends={}, ended_since_s=None))
 
-    def _ends_of(self, newest: Generation | None, known: Mapping[str, End]) -> dict[str, End]:
-        if newest is None or newest.terminal:
-            return {}
-        # Asked for by name only where ends are likely: each is a request.
-        expected = [member.host for member in newest.members] if self._hurried else []
-        return self._registry.ends(newest.number, known=known, expected=expected)
-
-    def _write(self, entry: Entry, *, num_posts: int) -> None:
-        for _ in range(num_posts):
-            self._write_post(self._posts[0])
-            self._posts.popleft()
-        self._write_entry(entry)
+    def _take_note(self, known: Known) -> None:
+        """All that is known now, with the ends that lines tell; what was read once stays, whatever a later reading shows."""
+        ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
+        if known.newest is not None and not known.newest.terminal:
+            lines = [self._entry, *(one.entry for one in known.seen.values())]
+            told = [line.end for line in lines if line.end is not None and line.end.host == line.host]
+            ends |= {end.host: end for end in told if end.generation == known.newest.number}
+        if ends and since_s is None:
+            # Another one may be there soon.
+            self._awake["generations"].set()
+        reads = min(self._reads.values())
+        self._known = replace(
+            known,
+            began_s=now_s if reads and not known.reads else known.began_s,
+            ends=ends,
+            ended_since_s=now_s if ends and since_s is None else since_s,
+            reads=reads,
+        )
 
     def _look_for_address(self) -> None:
-        if self._find_address is not None and self._clock() - self._found_s >= self._lost_s:
-            self._address, self._found_s = self._find_address(), self._clock()
-
-    def _write_post(self, post: Generation | End) -> None:
-        if isinstance(post, End):
-            self._registry.write_end(post)
+        if self._find_address is None or self._clock() - self._found_s < self._lost_s:
             return
-        try:
-            won = self._registry.create(post)
-        except Exception:
-            # By the time that storage answers again, another generation may be due.
-            self._posts.popleft()
-            raise
-        self._known = replace(self._known, created=self._known.created | {post.number})
-        if won and self._known.reads:
-            self._learn(post, self._clock())
+        address, self._found_s = self._find_address(), self._clock()
+        with self._lock:
+            if address != self._entry.address:
+                self._entry = replace(self._entry, address=address, beat=self._entry.beat + 1)
 
-    def _write_entry(self, entry: Entry) -> None:
-        now_s = self._clock()
-        # While it trains a host is watched in another way; its line is only there for those who come.
-        interval_s = min(self._lost_s / 2, BEAT_S) if entry.state is HostState.BUSY else self._poll_s
-        if entry == self._written and now_s - self._written_s < interval_s:
-            return
-        self._beat += 1
-        self._registry.write_entry(replace(entry, beat=self._beat))
-        self._written, self._written_s = entry, now_s
+    def _write_entry(self) -> None:
+        now_s, before = self._clock(), self._written
+        with self._lock:
+            # While it trains a host is watched in another way; its line is only there for those who come.
+            interval_s = min(self._lost_s / 2, BEAT_S) if self._entry.state is HostState.BUSY else self._poll_s
+            line = replace(self._entry, hears=self.hears)
+            if line == before and now_s - self._written_s < interval_s:
+                return
+            if before is not None and line.beat == before.beat:
+                self._entry = replace(self._entry, beat=line.beat + 1)
+                line = replace(line, beat=line.beat + 1)
+        self._registry.write_entry(line)
+        self._written, self._written_s = line, now_s
 
-    def _complain(self, trouble: str) -> None:
-        if trouble != self._known.trouble:
-            logger.warning("the roster cannot be reached, and is tried again: %s", trouble)
-        self._known = replace(self._known, trouble=trouble)
+    def _complain(self, name: str, trouble: str) -> None:
+        with self._lock:
+            if trouble and trouble not in self._troubles.values():
+                logger.warning("the roster cannot be reached, and is tried again: %s", trouble)
+            self._troubles[name] = trouble
+            self._known = replace(self._known, trouble=next(filter(None, self._troubles.values()), ""))

@@ -135,8 +135,8 @@ class Supervisor:
                 return self._leave(decision.exit_code, decision.reason)
             if decision is not None:
                 self._act(decision)
-            if parts.watch.take_news():
-                parts.roster.wake()
+            if news := parts.watch.take_news():
+                parts.roster.wake(news)
             parts.sleep(_BRIEF_TURN_S if parts.clock() < self._hurried_until_s else _TURN_S)
 
     def _listen(self) -> None:
@@ -144,6 +144,8 @@ class Supervisor:
         parts = self._parts
         heard, _ = parts.watch.heard
         parts.roster.hears = tuple(sorted(heard))
+        if told := parts.watch.take_lines():
+            parts.roster.hear(told)
         waits = self._attempt is None
         lines = [one.entry for one in parts.roster.known.seen.values()] if waits else []
         parts.watch.call([line for line in lines if line.state is not HostState.GONE])
@@ -251,7 +253,7 @@ class Supervisor:
         self._hurried_until_s = now_s + _HURRIED_S
         if end.host == parts.roster.entry.host:
             parts.roster.post(end)
-            parts.watch.say_ended()
+            parts.watch.say_ended(parts.roster.entry)
         if not at_once:
             attempt.kill_s = now_s + self._stop_limit_s
             if request is not None and request.deadline_s is not None:
@@ -317,7 +319,6 @@ class Supervisor:
         self._stop_cost_s = parts.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
             parts.roster.post(end)
-            parts.watch.say_ended()
         parts.recorder.record(
             attempt.generation.number,
             GenerationEnded(
@@ -336,6 +337,7 @@ class Supervisor:
                 master_port=free_port(),
                 committed_step=self._committed_step,
             )
+        parts.watch.say_ended(parts.roster.entry)
 
     def _rest(self, reason: str, *, ended: int) -> None:
         """Take no part for a while."""

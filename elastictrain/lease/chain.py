@@ -12,7 +12,7 @@ from elastictrain.storage.parallel import read_all
 from elastictrain.storage.store import Store
 from elastictrain.storage.temporaries import this_writer
 
-HOSTS, GENERATIONS, ENDS, LINEAGE = "launch/hosts", "launch/generations", "launch/ends", "lineage"
+HOSTS, GENERATIONS, LINEAGE = "launch/hosts", "launch/generations", "lineage"
 _NEWEST = "launch/newest.json"
 """A hint: some generation that is there, and not far behind the newest."""
 

@@ -1,6 +1,6 @@
 """The starts of a run by their numbers: nothing has to be listed to find one. Acts.
 
-Records of starts, generations and ends are kept for the last `KEPT` numbers: each start removes what falls behind. What
+Records of starts and generations are kept for the last `KEPT` numbers: each start removes what falls behind. What
 happened before is in the events, whose journals are merged.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from elastictrain.bounded_json import parse_json
 from elastictrain.errors import ObjectNotFoundError
-from elastictrain.lease.chain import ENDS, GENERATIONS, LINEAGE
+from elastictrain.lease.chain import GENERATIONS, LINEAGE
 from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import KEPT_STARTS
 from elastictrain.storage.parallel import read_all, side_by_side
@@ -81,8 +81,6 @@ class Starts:
             return
         numbers = range(max(1, last - _AT_ONCE + 1), last + 1)
         keys = [key for number in numbers for key in (_key(number), f"{GENERATIONS}/{number:09d}.json")]
-        for listed in side_by_side([_listing(self._store, f"{ENDS}/{number:09d}") for number in numbers]):
-            keys += listed
         if newest % _LINEAGE_EVERY == 0:
             keys += sorted(_listing(self._store, LINEAGE)())[:-_LINEAGE_KEPT]
         side_by_side([_deletion(self._store, key) for key in keys])

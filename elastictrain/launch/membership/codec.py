@@ -16,13 +16,13 @@ _PARTS: Mapping[str, type[Member] | type[Failure]] = {"members": Member, "failur
 """Fields that hold tuples of records."""
 
 _LATER: Mapping[type, Mapping[str, object]] = {
-    Entry: {"committed_step": 0, "hears": [], "writers": []},
+    Entry: {"committed_step": 0, "hears": [], "writers": [], "end": None},
     Generation: {"owner": ""},
 }
 """Fields that the records of earlier releases lack."""
 
 
-def encode(record: Entry | End | Generation) -> bytes:
+def encode(record: Entry | Generation) -> bytes:
     """One object of JSON."""
     return json.dumps(asdict(record), sort_keys=True).encode()
 
@@ -49,6 +49,8 @@ def _from_json(cls: type[T], value: object) -> T:
 def _field(name: str, hint: object, value: object) -> object:
     if name in _PARTS and isinstance(value, list):
         return tuple(_from_json(_PARTS[name], one) for one in value)
+    if hint == End | None:
+        return None if value is None else _from_json(End, value)
     if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
         return tuple(value)
     if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):

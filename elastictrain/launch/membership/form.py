@@ -20,8 +20,8 @@ _KILL_S = 30.0
 _OTHERS_POLLS = 2
 """Hosts of unknown number are often started at once: the first one looks around so often, while torch is imported anyway."""
 
-_STAGGER_S = 0.5
-"""Each host leaves the one before it that much time to make its proposal: any of them may be gone by now."""
+_STAGGER_S = 1.0
+"""Each host leaves the one before it that much time to make its proposal, as slow as storage may be: it may be gone by now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def find_past(view: View, options: LaunchGroup) -> Past | None:
 
 def form(view: View, past: Past, options: LaunchGroup) -> Decision:
     """What a host that runs nothing does about the next generation. It must be able to take part in it itself."""
-    if view.read_s < past.since_s:
+    if view.read_s < past.since_s and not _all_members_told(view, past, options):
         return Wait("the roster to be read")
     if (wait := _wait_for_members(view, past, options)) is not None:
         return wait
@@ -77,6 +77,21 @@ def form(view: View, past: Past, options: LaunchGroup) -> Decision:
     members = _numbered(allowed[: options.max_hosts] if options.max_hosts else allowed)
     queue = list(dict.fromkeys([*members, *queue]))
     return _create(view, past, following, members=tuple(_member(entry) for entry in members), queue=queue)
+
+
+def _all_members_told(view: View, past: Past, options: LaunchGroup) -> bool:
+    """Whether no reading of storage can show more: all members are ready, told so by themselves, and nobody else is there.
+
+    Whoever is to be taken in, and who hears whom, is known from storage alone.
+    """
+    if past.generation is None or is_network_suspected(past.generation, view.ends):
+        return False
+    if any(end.kind in (EndKind.GROW, EndKind.LOST) for end in view.ends.values()):
+        return False
+    lines = {view.me.host: view.me, **{host: one.entry for host, one in view.seen.items() if is_alive(one, view, options)}}
+    ready = {host for host, line in lines.items() if line.state is HostState.READY}
+    told = {host for host in ready if lines[host].ended >= past.generation.number}
+    return ready == told == {member.host for member in past.generation.members}
 
 
 def _wait_to_hear(view: View, past: Past, ready: Sequence[Entry], group: Sequence[Entry], options: LaunchGroup) -> Wait | None:
@@ -110,17 +125,14 @@ def _wait_for_members(view: View, past: Past, options: LaunchGroup) -> Wait | No
 
 def _waited_until_s(host: str, view: View, past: Past, options: LaunchGroup) -> float:
     """Until when one member is waited for; the past if it is not."""
-    seen, end = view.seen.get(host), view.ends.get(host)
+    seen = view.seen.get(host)
     assert past.generation is not None  # noqa: S101
     if seen is None or _is_leaving(host, view):
         return past.since_s
     state, number = seen.entry.state, past.generation.number
-    ended = seen.entry.ended >= number
-    if state is HostState.GONE or (ended and end is not None):
+    if state is HostState.GONE or seen.entry.ended >= number:
+        # The same line tells why, unless this host ended for another one's reason.
         return past.since_s
-    if ended:
-        # It has written why before it has written that. `ends` were read before this line: they are complete next time.
-        return view.now_s + 1.0 if seen.since_s >= view.read_s else past.since_s
     silent = host in view.silent or any(one.lost == host for one in view.ends.values())
     if silent or not is_alive(seen, view, options):
         return past.since_s + (0.0 if quiet_s(seen, view) > 2 * options.lost_s else options.lost_s)

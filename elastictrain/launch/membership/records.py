@@ -26,6 +26,55 @@ class HostState(StrEnum):
     """It has left in an orderly way, and is not waited for."""
 
 
+class EndKind(StrEnum):
+    """Why a generation ended, in the eyes of one of its hosts."""
+
+    DONE = "done"
+    """Every worker of the host has reached the last step."""
+
+    LEAVING = "leaving"
+    """This host was asked to leave; the others may go on."""
+
+    GROW = "grow"
+    """More hosts are there: stopped in order to start again with them."""
+
+    FAILED = "failed"
+    """A worker of the host failed; `exit_code` says how."""
+
+    LOST = "lost"
+    """Another host, `lost`, is silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a generation ended for one host. The host's line carries it until the next one ends."""
+
+    generation: int
+    host: str
+    kind: EndKind
+    exit_code: int
+    """The sysexits code of the host's workers that explains most; 0 where they ended well."""
+
+    phase: str
+    """Where the worker was that failed first; empty if unknown."""
+
+    step: int
+    """The step in which it was; 0 if none."""
+
+    committed_step: int
+    """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
+    line tells it later."""
+
+    reason: str
+    """A sentence for people."""
+
+    lost: str = ""
+    """The host that is silent, where `kind` is LOST."""
+
+    blames: tuple[str, ...] = ()
+    """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A host's own line in the roster.
@@ -67,54 +116,8 @@ class Entry:
     writers: tuple[str, ...] = ()
     """The launcher's process, told apart from every other one: on its own host it is known to be dead at once."""
 
-
-class EndKind(StrEnum):
-    """Why a generation ended, in the eyes of one of its hosts."""
-
-    DONE = "done"
-    """Every worker of the host has reached the last step."""
-
-    LEAVING = "leaving"
-    """This host was asked to leave; the others may go on."""
-
-    GROW = "grow"
-    """More hosts are there: stopped in order to start again with them."""
-
-    FAILED = "failed"
-    """A worker of the host failed; `exit_code` says how."""
-
-    LOST = "lost"
-    """Another host, `lost`, is silent."""
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """How a generation ended for one host; written once for each host and generation."""
-
-    generation: int
-    host: str
-    kind: EndKind
-    exit_code: int
-    """The sysexits code of the host's workers that explains most; 0 where they ended well."""
-
-    phase: str
-    """Where the worker was that failed first; empty if unknown."""
-
-    step: int
-    """The step in which it was; 0 if none."""
-
-    committed_step: int
-    """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
-    line tells it later."""
-
-    reason: str
-    """A sentence for people."""
-
-    lost: str = ""
-    """The host that is silent, where `kind` is LOST."""
-
-    blames: tuple[str, ...] = ()
-    """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
+    end: End | None = None
+    """How the newest generation that has ended for this host ended; as long as `ended` is smaller, workers may still run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,15 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.codec import decode, encode
-from elastictrain.launch.membership.records import End, Entry, Generation, HostState, Outcome
-from elastictrain.lease.chain import ENDS, GENERATIONS, HOSTS, newest_record, point_at
+from elastictrain.launch.membership.records import Entry, Generation, HostState, Outcome
+from elastictrain.lease.chain import GENERATIONS, HOSTS, newest_record, point_at
 from elastictrain.lease.records import parse_claim
 from elastictrain.storage.bounded_read import read_record
 from elastictrain.storage.opening import create_secret, read_secret
@@ -39,7 +39,7 @@ class Registry:
         """The last one that this host has created, which whoever looks for the newest is not pointed at yet."""
 
         self._lines: frozenset[str] = frozenset()
-        """Keys of the lines that were there the last time: they are read while it is looked which others there are."""
+        """Keys of the lines that were there the last time."""
 
     def token(self) -> bytes:
         """The run's secret, known to whoever may read its storage; made by whoever comes first.
@@ -62,7 +62,14 @@ class Registry:
 
     def entries(self) -> list[Entry]:
         """All lines that can be read."""
-        lines = self._read_below(HOSTS, self._lines)
+        # Lines that were there the last time are read while it is looked which others there are.
+        calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
+            lambda: [info.key for info in self._store.list(HOSTS)],
+            *(partial(read_all, self._store, [key]) for key in sorted(self._lines)),
+        ]
+        listed, *read = side_by_side(calls)
+        lines = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
+        lines |= read_all(self._store, [key for key in listed if key not in lines])
         self._lines = frozenset(lines)
         entries = [(key, decode(Entry, data)) for key, data in sorted(lines.items())]
         return [entry for key, entry in entries if entry is not None and key == _host_key(entry.host)]
@@ -86,10 +93,14 @@ class Registry:
             number, data = newest_record(self._store)
             self._newest, self._listed = self._parse(number, data) if number else None, True
             return self._newest
-        # A list may lag behind, a read of a name does not.
-        while (following := self._read(self._newest.number + 1 if self._newest else 1)) is not None:
-            self._newest = following
-        return self._newest
+        # A list may lag behind, a read of a name does not. Two at a time: one round trip tells that no other follows, too.
+        while True:
+            first = self._newest.number + 1 if self._newest else 1
+            found = read_all(self._store, [_generation_key(number) for number in (first, first + 1)])
+            for number in (first, first + 1):
+                if _generation_key(number) not in found:
+                    return self._newest
+                self._advance(self._parse(number, found[_generation_key(number)]))
 
     def follows_another(self, number: int) -> bool:
         """Whether generation `number` continues a launch: the one before it was not its last."""
@@ -104,8 +115,7 @@ class Registry:
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
             return read_record(self._store, key) == data
-        if self._newest is None or self._newest.number < generation.number:
-            self._newest = generation
+        self._advance(generation)
         self._created = generation.number
         if self._fleeting is not self._store:
             self._unsettled.append((key, data))
@@ -123,34 +133,10 @@ class Registry:
             point_at(self._fleeting, self._created)
             self._created = 0
 
-    def write_end(self, end: End) -> None:
-        """Note how a generation ended for a host."""
-        self._fleeting.write(_end_key(end.generation, end.host), encode(end))
-
-    def ends(self, number: int, *, known: Collection[str] = (), expected: Iterable[str] = ()) -> dict[str, End]:
-        """How generation `number` ended, by host, without those `known`: an end is written once.
-
-        Those of `expected` hosts are asked for by name, which takes one round trip instead of two.
-        """
-        prefix = f"{ENDS}/{number:09d}"
-        without = frozenset(_end_key(number, host) for host in known)
-        likely = frozenset(_end_key(number, host) for host in expected) - without
-        found = {}
-        for key, data in self._read_below(prefix, likely, without=without).items():
-            end = decode(End, data)
-            if end is not None and key == _end_key(number, end.host) and end.generation == number:
-                found[end.host] = end
-        return found
-
-    def _read_below(self, prefix: str, likely: Collection[str], *, without: Collection[str] = ()) -> dict[str, bytes]:
-        """All objects below a folder. Those that are `likely` there are read while it is listed."""
-        calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
-            lambda: [info.key for info in self._store.list(prefix)],
-            *(partial(read_all, self._store, [key]) for key in sorted(likely)),
-        ]
-        listed, *read = side_by_side(calls)
-        found = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
-        return found | read_all(self._store, [key for key in listed if key not in found and key not in without])
+    def _advance(self, generation: Generation) -> None:
+        # One thread looks for what another one may have created meanwhile.
+        if self._newest is None or self._newest.number < generation.number:
+            self._newest = generation
 
     def _read(self, number: int) -> Generation | None:
         try:
@@ -173,10 +159,6 @@ class Registry:
 
 def _host_key(host: str) -> str:
     return f"{HOSTS}/{host}.json"
-
-
-def _end_key(generation: int, host: str) -> str:
-    return f"{ENDS}/{generation:09d}/{host}.json"
 
 
 def _generation_key(number: int) -> str:

@@ -1,7 +1,7 @@
 """What one host sees of the others' lines in the roster, by its own clock. Pure."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastictrain.launch.membership.records import Entry, HostState
 
@@ -58,3 +58,16 @@ def see(before: Mapping[str, Seen], entries: Iterable[Entry], *, own: str, now_s
         else:
             seen[entry.host] = known
     return seen
+
+
+def hear_lines(before: Mapping[str, Seen], lines: Iterable[Entry], *, own: str, now_s: float) -> dict[str, Seen]:
+    """What hosts have said by datagram, before storage shows it; of hosts whose line was never read there, nothing.
+
+    A datagram leaves out what takes room: whom a host hears stays as it was.
+    """
+    heard = (
+        replace(line, hears=before[line.host].entry.hears, writers=before[line.host].entry.writers)
+        for line in lines
+        if line.host in before
+    )
+    return see(before, heard, own=own, now_s=now_s)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from elastictrain.launch.membership.records import Entry, Generation, Member
 from elastictrain.launch.watch.silence import Heard, audible, hear, listen_to, look
-from elastictrain.launch.watch.words import ReplayGuard, Word, seal, unseal
+from elastictrain.launch.watch.words import ReplayGuard, Word, seal, shortened, unseal
 
 _BEATS_WITHIN_LOST = 8
 _WINDOWS_WITHIN_LOST = 2
@@ -34,6 +34,12 @@ class Watch:
         self._said = (0, False)
         """The generation, and whether it has ended here."""
 
+        self._line: Entry | None = None
+        """What this host says of itself while that generation has ended here, and before the next one begins."""
+
+        self._lines: dict[str, Entry] = {}
+        """What others said of themselves, until it is taken."""
+
         self._num_sent = 0
         self._guard = ReplayGuard(host)
         self._members: Mapping[str, _Target] = {}
@@ -50,7 +56,7 @@ class Watch:
         self._audible: frozenset[str] = frozenset()
         self._audible_since_s = clock()
         self._silent: frozenset[str] = frozenset()
-        self._news = False
+        self._news = 0
         self._newest_word = (0, False)
         self._newest_word_s = clock()
         self._closed = False
@@ -76,8 +82,12 @@ class Watch:
             self._members = self._targets_of(others)
             self._heard = listen_to([member.host for member in others], now_s=self._clock())
             self._silent = frozenset()
+            self._line = None
             if generation is not None:
                 self._said = (generation.number, False)
+            targets = self._targets()
+        # They need not wait for the next beat to learn that it is there.
+        self._speak(targets)
 
     def call(self, hosts: Collection[Entry]) -> None:
         """Speak to these hosts, too, until this is called again: those that live, as far as is known."""
@@ -88,10 +98,10 @@ class Watch:
         known = before.values()
         self._speak({target: host for host, target in called.items() if target not in known})
 
-    def say_ended(self) -> None:
-        """Tell the others that this generation has ended, and that storage says why."""
+    def say_ended(self, line: Entry) -> None:
+        """Tell the others that this generation has ended, and what this host says of it, before storage shows it."""
         with self._lock:
-            self._said = (self._said[0], True)
+            self._said, self._line = (self._said[0], True), shortened(line)
             targets = self._targets()
         self._speak(targets)
 
@@ -107,11 +117,17 @@ class Watch:
         with self._lock:
             return self._audible, self._audible_since_s
 
-    def take_news(self) -> bool:
-        """Whether anybody has said, since the last call, that this generation has ended or a newer one is there."""
+    def take_news(self) -> int:
+        """The generation that others have said since the last call to have ended, or to be newer than this host's; 0 if none."""
         with self._lock:
-            news, self._news = self._news, False
+            news, self._news = self._news, 0
             return news
+
+    def take_lines(self) -> list[Entry]:
+        """What other hosts have said of themselves since the last call."""
+        with self._lock:
+            lines, self._lines = self._lines, {}
+            return list(lines.values())
 
     @property
     def num_dropped(self) -> int:
@@ -168,7 +184,10 @@ class Watch:
                 self._newest_word, self._newest_word_s = told, now_s
             # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
             fresh = now_s - self._newest_word_s <= self._lost_s
-            self._news |= fresh and told > self._said
+            if fresh and told > self._said:
+                self._news = max(self._news, word.generation)
+            if word.line is not None:
+                self._lines[word.host] = word.line
             return word.host not in self._audible
 
     def _look(self) -> None:
@@ -193,10 +212,13 @@ class Watch:
 
     def _speak(self, targets: Mapping[_Target, str]) -> None:
         with self._lock:
-            first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets)
             generation, ended = self._said
-        for counter, (target, host) in enumerate(targets.items(), start=first):
-            data = seal(Word(self.host, host, counter, generation, ended), token=self._token)
+            # Each by itself: a path that swallows large datagrams must not silence this host.
+            lines = (None,) if self._line is None else (None, self._line)
+            first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets) * len(lines)
+        words = ((target, host, line) for line in lines for target, host in targets.items())
+        for counter, (target, host, line) in enumerate(words, start=first):
+            data = seal(Word(self.host, host, counter, generation, ended, line), token=self._token)
             try:
                 self._socket.sendto(data, target)
             except OSError:

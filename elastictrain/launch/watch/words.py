@@ -3,11 +3,22 @@
 import hashlib
 import hmac
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+
+from elastictrain.launch.membership.codec import decode
+from elastictrain.launch.membership.records import Entry
 
 _SIGNATURE_BYTES = 16
 _LARGEST_BYTES = 512
 """Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
+
+_LARGEST_LINE_BYTES = 1232
+"""With a line: what every path of IPv6 lets through whole. Whoever it does not reach reads the line in storage."""
+
+_REASONS = (300, 100, 0)
+"""Characters of a reason that are sent: as many as fit."""
+
+_HEADER_BYTES = 300
 
 _MOST_SENDERS = 4096
 
@@ -27,29 +38,46 @@ class Word:
     """The newest one that this host knows."""
 
     ended: bool
-    """Whether it has ended in the eyes of this host: storage then tells why."""
+    """Whether it has ended in the eyes of this host: its line then tells why."""
+
+    line: Entry | None = None
+    """What the host says of itself, without whom it hears."""
 
 
 def seal(word: Word, *, token: bytes) -> bytes:
     """One datagram."""
-    body = json.dumps([word.host, word.to, word.counter, word.generation, word.ended]).encode()
+    fields = [word.host, word.to, word.counter, word.generation, word.ended]
+    body = json.dumps(fields if word.line is None else [*fields, asdict(word.line)]).encode()
     return _signature(body, token) + body
+
+
+def shortened(line: Entry) -> Entry | None:
+    """A line as it is sent: without whom the host hears, and with the begin of a long reason. None if even that is too long."""
+    for most in _REASONS:
+        end = line.end and replace(line.end, reason=line.end.reason[:most])
+        short = replace(line, hears=(), writers=(), reason=line.reason[:most], end=end)
+        if len(json.dumps(asdict(short))) <= _LARGEST_LINE_BYTES - _HEADER_BYTES:
+            return short
+    return None
 
 
 def unseal(data: bytes, *, token: bytes) -> Word | None:
     """The word in a datagram; None if it is of another run, or none at all."""
     signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
-    if len(data) > _LARGEST_BYTES or not hmac.compare_digest(signature, _signature(body, token)):
+    if len(data) > _LARGEST_LINE_BYTES or not hmac.compare_digest(signature, _signature(body, token)):
         return None
     try:
-        host, to, counter, generation, ended = json.loads(body)
+        host, to, counter, generation, ended, *rest = json.loads(body)
     except (ValueError, TypeError, RecursionError):
         return None
     if not isinstance(host, str) or not isinstance(to, str) or not isinstance(ended, bool):
         return None
     if type(counter) is not int or type(generation) is not int:
         return None
-    return Word(host, to, counter, generation, ended)
+    if not rest:
+        return Word(host, to, counter, generation, ended) if len(data) <= _LARGEST_BYTES else None
+    line = decode(Entry, json.dumps(rest[0]).encode()) if len(rest) == 1 else None
+    return Word(host, to, counter, generation, ended, line) if line is not None and line.host == host else None
 
 
 class ReplayGuard:

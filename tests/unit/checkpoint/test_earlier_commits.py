@@ -65,7 +65,10 @@ def test_a_deleted_folder_of_checkpoints_is_no_new_run() -> None:
         {"events/000001-aa-r00000.part-0.jsonl": log(RESUMED_0), "events/000001-aa-r00000.part-1.jsonl": log(SAVED_40)},
         {"events/000001-aa-r00000.jsonl": log(RESUMED_0) + log(STEP) * 20_000 + log(SAVED_40)},
         {"lineage/000000002-000002-bb.json": log({"generation": 2, "incarnation": "000002-bb", "step": 40, "parent": "a"})},
-        {"launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 40})},
+        {"launch/hosts/host-1.json": log({"ended": 1, "committed_step": 40, "end": None})},
+        {"launch/hosts/host-1.json": log({"ended": 0, "committed_step": 0, "end": {"generation": 1, "committed_step": 40}}),
+         "launch/hosts/host-2.json": b"{", "launch/hosts/host-3.json": log({"ended": 1, "committed_step": 30}),
+         "launch/hosts/host-4.json": b"[]", "launch/hosts/host-5.json": log({"ended": "1", "committed_step": 1e9})},
         {RUN_COMMITTED_KEY: b'{"checkpoint": "step-000000040-2"}'},
         {RUN_COMMITTED_KEY: b'{"step": 40}'},
     ],
@@ -91,9 +94,9 @@ def test_whatever_knows_of_a_commit_stops_a_start_again_and_again(objects: dict[
         # Begun anew by a person, and nothing was committed since.
         {"events/000001-aa-r00000.jsonl": log(RESUMED_0, SAVED_40), "events/000002-bb-r00000.jsonl": log(RESUMED_0, STEP)},
         {"lineage/000000001-000001-aa.json": log({"generation": 1, "incarnation": "000001-aa", "step": 0, "parent": ""}),
-         "launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 0})},
+         "launch/hosts/host-1.json": log({"ended": 1, "committed_step": 0, "end": {"generation": 1, "committed_step": 0}})},
         {"lineage/000000002-000002-bb.json": log({"generation": 2, "incarnation": "000002-bb", "step": 0, "parent": ""}),
-         "launch/ends/000000001/host-1.json": log({"generation": 1, "committed_step": 40})},
+         "launch/hosts/host-1.json": log({"ended": 1, "committed_step": 40, "end": {"generation": 1, "committed_step": 40}})},
     ],
 )  # fmt: skip
 def test_a_run_that_never_committed_begins(objects: dict[str, bytes]) -> None:

@@ -59,24 +59,34 @@ class Sound:
     """Hears everybody at once."""
 
     all: "list[Sound]"
-    news: bool = False
+    number: int = 0
+    news: int = 0
     silent: frozenset[str] = frozenset()
     heard: tuple[frozenset[str], float] = (frozenset("abc"), 0.0)
+    lines: list[Entry] = field(default_factory=list)
 
     def follow(self, generation: Generation | None) -> None:
+        self.number = generation.number if generation is not None else 0
         self._tell()
 
     def call(self, hosts: Collection[Entry]) -> None: ...
-    def say_ended(self) -> None:
+    def say_ended(self, line: Entry) -> None:
+        for other in self.all:
+            if other is not self:
+                other.lines.append(line)
         self._tell()
+
+    def take_lines(self) -> list[Entry]:
+        lines, self.lines = self.lines, []
+        return lines
 
     def _tell(self) -> None:
         for other in self.all:
             if other is not self:
-                other.news = True
+                other.news = max(other.news, self.number)
 
-    def take_news(self) -> bool:
-        news, self.news = self.news, False
+    def take_news(self) -> int:
+        news, self.news = self.news, 0
         return news
 
     def close(self) -> None: ...

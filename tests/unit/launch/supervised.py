@@ -105,8 +105,11 @@ class FakeRoster:
         self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")
         self.posts.append(record)
 
-    def wake(self) -> None:
-        self.diary.note("wake roster")
+    def hear(self, lines: Iterable[Entry]) -> None:
+        self.diary.note(f"hear {' '.join(line.host for line in lines)}")
+
+    def wake(self, generation: int = 0) -> None:
+        self.diary.note(f"wake roster {generation}")
 
     def close(self, *, limit_s: float) -> None:
         self.diary.note("close roster")
@@ -120,7 +123,9 @@ class FakeWatch:
     silent: frozenset[str] = frozenset()
     heard: tuple[frozenset[str], float] = (frozenset(ascii_lowercase), 0.0)
     called: tuple[str, ...] = ()
-    news: bool = False
+    news: int = 0
+    lines: tuple[Entry, ...] = ()
+    told: list[Entry] = field(default_factory=list)
 
     def follow(self, generation: Generation | None) -> None:
         self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
@@ -128,11 +133,16 @@ class FakeWatch:
     def call(self, hosts: Collection[Entry]) -> None:
         self.called = tuple(one.host for one in hosts)
 
-    def say_ended(self) -> None:
+    def say_ended(self, line: Entry) -> None:
         self.diary.note("say ended")
+        self.told.append(line)
 
-    def take_news(self) -> bool:
-        news, self.news = self.news, False
+    def take_lines(self) -> list[Entry]:
+        lines, self.lines = self.lines, ()
+        return list(lines)
+
+    def take_news(self) -> int:
+        news, self.news = self.news, 0
         return news
 
     def close(self) -> None:

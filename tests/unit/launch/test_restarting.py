@@ -12,5 +12,5 @@ def test_a_restart_with_the_same_hosts_waits_for_few_requests_one_after_another(
         slow_s = group.restart(delay_s=DELAY_S)
     finally:
         group.close()
-    # One after another they would be about thirty.
-    assert (slow_s - quick_s) / DELAY_S <= 10
+    # The proposal, and the other hosts' reading of it.
+    assert (slow_s - quick_s) / DELAY_S <= 3

@@ -168,7 +168,7 @@ class TestAskedToLeave:
         assert host.diary.when("kill") == near(asked_s + limit_s)
         assert host.diary.elapsed_s == pytest.approx(asked_s + limit_s, abs=0.15)
         assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
-        assert len(host.diary.when("say ended")) == 1
+        assert [line.ended for line in host.watch.told] == [0, 1]
         assert recorded_ends(host) == [(1, "leaving")]
         assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.GONE, 1)
 
@@ -411,7 +411,7 @@ class TestOrderlyEnd:
         host.end_workers(1, 1, STOPPED)
         assert host.go(1.0) is None
         assert ends_of(host.roster.posts) == [(EndKind.GROW, "a", 0)]
-        assert len(host.diary.when("say ended")) == 1
+        assert [line.ended for line in host.watch.told] == [0, 1]
         assert host.diary.when("kill") == []
         assert recorded_ends(host) == [(1, "grow")]
         line = host.roster.entry
@@ -429,7 +429,7 @@ class TestOrderlyEnd:
         host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
         assert ends_of(host.roster.posts) == []
-        assert host.diary.when("say ended") == []
+        assert [line.end for line in host.watch.told] == [None]
         assert recorded_ends(host) == [(1, "leaving")]
         assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
         assert host.roster.attentive
@@ -658,11 +658,18 @@ def test_a_generation_is_proposed_once_though_it_is_decided_again_and_again(host
     assert len(host.roster.posts) == proposals
 
 
+def test_what_other_hosts_say_of_their_ends_is_known_before_storage_shows_it(host: SupervisedHost) -> None:
+    host.run_workers(generation(1, "ab"))
+    host.watch.lines = (entry("b", ended=1),)
+    assert host.go(1.0) is None
+    assert host.diary.when("hear b") == near(0.2)
+
+
 def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
-    host.watch.news = True
+    host.watch.news = 2
     assert host.go(1.0) is None
-    assert host.diary.when("wake roster") == near(0.2)
+    assert host.diary.when("wake roster 2") == near(0.2)
 
 
 def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:

@@ -34,7 +34,6 @@ def test_an_empty_store(store: Store) -> None:
     registry = Registry(store)
     assert registry.entries() == []
     assert registry.newest() is None
-    assert registry.ends(1) == {}
     assert not registry.follows_another(1)
 
 
@@ -70,7 +69,6 @@ def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_
 
     monkeypatch.setattr(os, "fsync", refuse)
     registry.write_entry(entry("a"))
-    registry.write_end(end("a", EndKind.DONE))
     assert registry.create(generation(1, "a"))
     assert not registry.create(generation(1, "b"))
     with pytest.raises(AssertionError, match="fsync"):
@@ -88,7 +86,6 @@ def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_
     registry.settle()
     assert synced == []
     assert registry.entries() == [entry("a")]
-    assert set(registry.ends(end("a", EndKind.DONE).generation)) == {"a"}
 
 
 def test_lines_are_replaced_and_forgotten(store: Store) -> None:
@@ -118,7 +115,6 @@ def test_what_is_gone_between_the_list_and_the_read_is_left_out() -> None:
     registry = Registry(store)
     for host in "ab":
         registry.write_entry(entry(host))
-        registry.write_end(end(host, EndKind.DONE))
 
     def take_away(operation: str, name: str) -> None:
         if operation == "read" and name.endswith("/a.json"):
@@ -126,7 +122,6 @@ def test_what_is_gone_between_the_list_and_the_read_is_left_out() -> None:
 
     store.before = take_away
     assert registry.entries() == [entry("b")]
-    assert set(registry.ends(1)) == {"b"}
 
 
 def test_each_number_is_taken_once(store: Store) -> None:
@@ -209,12 +204,12 @@ def test_a_number_is_found_without_a_second_list() -> None:
     asked: list[tuple[str, str]] = []
     store.before = lambda operation, name: asked.append((operation, name))
     registry.newest()
-    assert asked == [("read", key(2))]
+    assert sorted(asked) == [("read", key(2)), ("read", key(3))]
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(end("a", EndKind.DONE))],
+    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(entry("a"))],
     ids=["empty", "torn", "cut", "of another number", "another record"],
 )
 def test_a_damaged_generation_is_one_without_hosts(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -254,27 +249,11 @@ def test_whether_a_generation_follows_another(store: Store) -> None:
     assert [registry.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
 
 
-def test_ends_are_found_by_host(store: Store) -> None:
+def test_a_line_tells_how_a_generation_ended(store: Store) -> None:
     registry = Registry(store)
-    registry.write_end(end("a", EndKind.FAILED, 70))
-    registry.write_end(end("a", EndKind.DONE))
-    registry.write_end(end("b", EndKind.LOST, lost="a"))
-    registry.write_end(end("a", EndKind.LEAVING, number=11))
-    assert registry.ends(1) == {"a": end("a", EndKind.DONE), "b": end("b", EndKind.LOST, lost="a")}
-    assert registry.ends(11) == {"a": end("a", EndKind.LEAVING, number=11)}
-    assert registry.ends(2) == {}
-
-
-def test_ends_that_are_none_are_left_out() -> None:
-    store = FakeStore()
-    registry = Registry(store)
-    registry.write_end(end("a", EndKind.DONE))
-    folder = "launch/ends/000000001"
-    store.objects[f"{folder}/b.json"] = encode(end("b", EndKind.DONE))[:-1]
-    store.objects[f"{folder}/c.json"] = encode(end("c", EndKind.DONE, number=2))
-    store.objects[f"{folder}/a copy.json"] = encode(end("a", EndKind.FAILED, 70))
-    store.objects[f"{folder}/d.json"] = encode(end("e", EndKind.FAILED, 70))
-    assert registry.ends(1) == {"a": end("a", EndKind.DONE)}
+    line = replace(entry("a"), end=end("a", EndKind.LOST, lost="b", blames=("b", "c")))
+    registry.write_entry(line)
+    assert registry.entries() == [line]
 
 
 class ForgettingStore(FakeStore):
@@ -327,13 +306,12 @@ def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> No
     store = open_store(str(tmp_path / "run"))
     registry = Registry(store)
     registry.write_entry(entry("a"))
-    for name in ("launch/hosts/b.json", "launch/ends/000000001/b.json", key(1)):
+    for name in ("launch/hosts/b.json", key(1)):
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(30 << 30)
     assert [one.host for one in registry.entries()] == ["a"]
-    assert registry.ends(1) == {}
     newest = Registry(store).newest()
     assert newest is not None
     assert (newest.number, newest.members) == (1, ())
@@ -355,6 +333,6 @@ def test_records_of_releases_without_owners_are_read() -> None:
     store.objects[key(1)] = json.dumps(old).encode()
     assert Registry(store).newest() == replace(generation(1, "a"), owner="")
     line = json.loads(encode(entry("a")))
-    del line["writers"]
+    del line["writers"], line["end"]
     store.objects["launch/hosts/a.json"] = json.dumps(line).encode()
     assert Registry(store).entries() == [entry("a")]

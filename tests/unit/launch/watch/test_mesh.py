@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastictrain.launch.membership.records import Entry, Generation, Member
+from elastictrain.launch.membership.records import EndKind, Entry, Generation, Member
 from elastictrain.launch.watch.mesh import Watch
 from elastictrain.launch.watch.words import Word, seal, unseal
-from tests.unit.launch.membership.made import entry, generation
+from tests.unit.launch.membership.made import end, entry, generation
 
 TOKEN = b"t" * 32
 LOST_S = 0.08
@@ -358,21 +358,21 @@ def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_tol
         clock.jump(LOST_S / 4)
         assert c.hear() == Said("a", 1, ended=False)
         c.say(watch, 1)
-        watch.say_ended()
+        watch.say_ended(entry("a"))
         eventually(lambda: c.hear() == Said("a", 1, ended=True))
 
 
 @pytest.mark.parametrize(
     ("number", "ended", "news"),
-    [(7, True, True), (8, False, True), (8, True, True), (7, False, False), (6, True, False), (6, False, False)],
+    [(7, True, 7), (8, False, 8), (8, True, 8), (7, False, 0), (6, True, 0), (6, False, 0)],
 )
-def test_news(number: int, ended: bool, news: bool) -> None:
+def test_news(number: int, ended: bool, news: int) -> None:
     clock = Clock()
     with watching("a", clock) as watch, peers("b") as (b,):
         watch.follow(group(7, of(watch, "a"), b.member))
         b.say(watch, number, ended=ended)
         clock.jump(LOST_S / 4)
-        assert watch.take_news() is news
+        assert watch.take_news() == news
         assert not watch.take_news()
 
 
@@ -380,7 +380,7 @@ def test_an_end_that_this_host_has_told_itself_is_no_news_but_a_newer_generation
     clock = Clock()
     with watching("a", clock) as watch, peers("b") as (b,):
         watch.follow(group(7, of(watch, "a"), b.member))
-        watch.say_ended()
+        watch.say_ended(entry("a"))
         b.say(watch, 7, ended=True)
         clock.jump(LOST_S / 4)
         assert not watch.take_news()
@@ -394,7 +394,7 @@ def test_an_end_is_told_at_once_and_again_and_again() -> None:
     with watching("a", clock) as watch, peers("b") as (b,):
         watch.follow(group(7, of(watch, "a"), b.member))
         clock.jump(LOST_S / 4)
-        watch.say_ended()
+        watch.say_ended(entry("a"))
         # The clock stands still: what comes now is not one of those that are due now and then.
         eventually(lambda: b.hear() == Said("a", 7, ended=True))
         clock.jump(LOST_S / 4)
@@ -402,6 +402,33 @@ def test_an_end_is_told_at_once_and_again_and_again() -> None:
         watch.follow(group(8, of(watch, "a"), b.member))
         clock.jump(LOST_S / 4)
         eventually(lambda: b.hear() == Said("a", 8, ended=False))
+
+
+def test_what_a_host_says_of_its_end_is_there_before_storage_shows_it() -> None:
+    clock = Clock()
+    told = replace(entry("b", ended=7), end=end("b", EndKind.FAILED, 70, number=7), writers=("some",))
+    with watching("a", clock) as a, watching("b", clock) as b:
+        a.follow(group(7, of(a, "a"), of(b, "b")))
+        b.follow(group(7, of(a, "a"), of(b, "b")))
+        b.say_ended(told)
+        heard: list[Entry] = []
+
+        def hears() -> bool:
+            heard.extend(a.take_lines())
+            return bool(heard)
+
+        eventually(hears)
+        assert heard[0] == replace(told, hears=(), writers=())
+        assert a.take_news() == 7
+        # It is said again: datagrams are lost.
+        heard.clear()
+        clock.pass_s(LOST_S)
+        assert hears()
+        b.follow(group(8, of(a, "a"), of(b, "b")))
+        clock.pass_s(LOST_S)
+        a.take_lines()
+        clock.pass_s(LOST_S)
+        assert a.take_lines() == []
 
 
 def test_who_was_frozen_accuses_nobody_until_they_have_had_their_time() -> None:

@@ -1,12 +1,15 @@
 import hashlib
 import hmac
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.watch.words import ReplayGuard, Word, seal, unseal
+from elastictrain.launch.membership.records import EndKind, Entry
+from elastictrain.launch.watch.words import ReplayGuard, Word, seal, shortened, unseal
+from tests.unit.launch.membership.made import end, entry
 
 TOKEN = b"t" * 32
 WORD = Word("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
@@ -16,6 +19,45 @@ WORD = Word("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
 def test_what_is_said_is_heard(host: str, to: str, counter: int, generation: int, ended: bool) -> None:
     word = Word(host, to, counter, generation, ended)
     assert unseal(seal(word, token=TOKEN), token=TOKEN) == word
+
+
+def a_line(*, reason: str = "it broke", name: str = "a") -> Entry:
+    return replace(entry(name), end=replace(end(name, EndKind.FAILED, 70), reason=reason))
+
+
+def test_a_line_is_told_without_what_takes_room() -> None:
+    short = shortened(a_line(reason="line\n" * 1000))
+    assert short is not None
+    word = replace(WORD, host="a", line=short)
+    assert unseal(seal(word, token=TOKEN), token=TOKEN) == word
+    assert short.hears == ()
+    assert short.end is not None
+    assert 0 < len(short.end.reason) <= 300
+
+
+@given(st.text(max_size=400), st.integers(1, 80), st.integers(0, 40))
+def test_a_line_fits_into_any_packet_or_is_not_sent(reason: str, host_chars: int, num_blamed: int) -> None:
+    host = "h" * host_chars
+    line = a_line(reason=reason, name=host)
+    assert line.end is not None
+    short = shortened(replace(line, end=replace(line.end, blames=(host,) * num_blamed)))
+    assert short is not None or host_chars * num_blamed > 100
+    if short is not None:
+        data = seal(Word(host, "t" * 80, 10**12, 10**9, ended=True, line=short), token=TOKEN)
+        assert len(data) <= 1232
+        assert unseal(data, token=TOKEN) is not None
+
+
+def test_a_line_of_another_host_or_of_none_is_no_word() -> None:
+    def signed(*fields: object) -> bytes:
+        body = json.dumps(fields).encode()
+        return hmac.new(TOKEN, body, hashlib.sha256).digest()[:16] + body
+
+    line = asdict(replace(a_line(), hears=()))
+    assert unseal(signed("a", "b", 1, 1, True, line), token=TOKEN) is not None
+    for other in ({**line, "host": "c"}, {**line, "beat": "1"}, {**line, "end": {}}, {}, [], None, 3):
+        assert unseal(signed("a", "b", 1, 1, True, other), token=TOKEN) is None
+    assert unseal(signed("a", "b", 1, 1, True, line, line), token=TOKEN) is None
 
 
 def test_another_run_is_not_heard() -> None:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
 from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState
-from elastictrain.launch.membership.sight import Seen, see
+from elastictrain.launch.membership.sight import Seen, hear_lines, see
 from elastictrain.launch.membership.view import View
 from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
 
@@ -78,8 +79,10 @@ class Launcher:
         self.seen: dict[str, Seen] = {}
         self.read_s = self.began_s = -1.0
         self.reads = 0
-        self.posts: list[End | Generation] = []
-        self.own_end: End | None = None
+        self.posts: list[Generation] = []
+        self.told: Entry | None = None
+        """What it says by datagram, again and again, from an end to the next begin."""
+
         self.created: tuple[int, float] = (0, 0.0)
         self.retry_s = float("inf")
         self.attentive = True
@@ -93,9 +96,11 @@ class Launcher:
         self.others = tuple(member.host for member in generation.members if member.host != self.host)
         self.followed_s, self.silent = local_s, frozenset()
 
-    def listen(self, hosts: Iterable[str], *, now_s: float) -> None:
+    def listen(self, hosts: Iterable[str], lines: Iterable[Entry], *, now_s: float) -> None:
         """The watch: who is heard, by the own clock; a pause of its own says nothing about the others."""
         local_s = self.clock(now_s)
+        self.seen = hear_lines(self.seen, lines, own=self.host, now_s=local_s)
+        self._note_ends(local_s)
         if local_s - self.looked_s > max(self.options.lost_s / 2, 2.0):
             self.followed_s = local_s
         self.looked_s = local_s
@@ -114,6 +119,7 @@ class Launcher:
             with suppress(StorageDownError):
                 self._turn(now_s)
         self._look_after_workers(now_s)
+        self._note_ends(self.clock(now_s))
         if self.reads:
             self._act(self._decide(self.view(now_s), self.options), now_s)
 
@@ -140,31 +146,35 @@ class Launcher:
     def _turn(self, now_s: float) -> None:
         storage, local_s = self.storage, self.clock(now_s)
         while self.posts:
-            post = self.posts[0]
-            if isinstance(post, End):
-                storage.write_end(post, now_s=now_s)
-            else:
-                storage.create(post, now_s=now_s)
+            storage.create(self.posts[0], now_s=now_s)
             self.posts.pop(0)
-        self.entry = replace(self.entry, beat=self.entry.beat + 1, hears=tuple(sorted(self.heard)))
+        self._change(hears=tuple(sorted(self.heard)))
         storage.write_entry(self.entry, now_s=now_s)
         newest = storage.newest(self.newest, now_s=now_s)
         if newest is not None and newest != self.newest:
             self.newest, self.newest_since_s, self.ends, self.ended_since_s = newest, local_s, {}, None
-        if self.newest is not None:
-            # What was read once stays true, whatever a later and older reading shows.
-            self.ends |= storage.ends_of(self.newest.number, now_s=now_s)
-            if self.ends and self.ended_since_s is None:
-                self.ended_since_s = local_s
-        own = self.own_end
-        if own is not None and self.newest is not None and own.generation == self.newest.number and self.host not in self.ends:
-            self.posts.append(own)
         if self.attentive:
             self.seen = see(self.seen, storage.all_entries(now_s=now_s), own=self.host, now_s=local_s)
             self.read_s = local_s
+        self._note_ends(local_s)
         if not self.reads:
             self.began_s = local_s
         self.reads += 1
+
+    def _note_ends(self, local_s: float) -> None:
+        """What was told once stays true, whatever a later and older reading shows."""
+        if self.newest is None:
+            return
+        told = [line.end for line in (self.entry, *(one.entry for one in self.seen.values())) if line.end is not None]
+        self.ends |= {end.host: end for end in told if end.generation == self.newest.number}
+        if self.ends and self.ended_since_s is None:
+            self.ended_since_s = local_s
+
+    def _tell(self) -> None:
+        self.told = replace(self.entry, hears=(), writers=())
+
+    def _change(self, **fields: Any) -> None:
+        self.entry = replace(self.entry, beat=self.entry.beat + 1, **fields)
 
     def _act(self, decision: Decision, now_s: float) -> None:
         match decision:
@@ -172,7 +182,8 @@ class Launcher:
                 assert self.attempt is None
                 self.attempt = Attempt(generation)
                 self._follow(generation, local_s=self.clock(now_s))
-                self.entry = replace(self.entry, state=HostState.BUSY)
+                self.told = None
+                self._change(state=HostState.BUSY)
                 self.attentive = generation.members[0].host == self.host
             case Create(generation):
                 number, when_s = self.created
@@ -201,8 +212,8 @@ class Launcher:
         if attempt.asked is None:
             attempt.asked = end
             if end.host == self.host:
-                self.own_end = end
-                self.posts.append(end)
+                self._change(end=end)
+                self._tell()
             attempt.exits_s = min(attempt.exits_s, now_s + (STOP_LIMIT_S if attempt.started else 0.0))
         if at_once and not attempt.at_once:
             attempt.at_once = True
@@ -225,14 +236,14 @@ class Launcher:
         number = attempt.generation.number
         kind = EndKind.DONE if attempt.exit_code == 0 else EndKind.FAILED
         if attempt.asked is None or kind is EndKind.DONE:
-            self.own_end = End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended")
-            self.posts.append(self.own_end)
+            self._change(end=End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended"))
         self.attempt, self.attentive = None, True
-        self.entry = replace(self.entry, committed_step=max(self.entry.committed_step, self._committed_step()))
+        self._change(committed_step=max(self.entry.committed_step, self._committed_step()))
         unfit = attempt.exit_code == 69 and attempt.asked is None
         self._say(HostState.UNFIT if unfit else HostState.READY, ended=number)
+        self._tell()
         if unfit:
             self.retry_s = self.clock(now_s) + _UNFIT_S
 
     def _say(self, state: HostState, *, ended: int, reason: str = "") -> None:
-        self.entry = replace(self.entry, state=state, ended=max(ended, self.entry.ended), reason=reason)
+        self._change(state=state, ended=max(ended, self.entry.ended), reason=reason)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar
 
-from elastictrain.launch.membership.records import End, Entry, Generation
+from elastictrain.launch.membership.records import Entry, Generation
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -54,7 +54,6 @@ class Storage:
         self.weather = Weather()
         self.atomic = atomic
         self.entries: Table[str, Entry] = Table()
-        self.ends: Table[tuple[int, str], End] = Table()
         self.generations: Table[int, Generation] = Table()
 
     def as_of(self, now_s: float) -> float:
@@ -75,10 +74,6 @@ class Storage:
         if self._applied():
             self.entries.put(entry.host, entry, now_s=now_s)
 
-    def write_end(self, end: End, *, now_s: float) -> None:
-        if self._applied():
-            self.ends.put((end.generation, end.host), end, now_s=now_s)
-
     def create(self, generation: Generation, *, now_s: float) -> None:
         if not self._applied():
             return
@@ -95,14 +90,6 @@ class Storage:
         while (found := self.generations.get(number + 1, as_of_s=as_of_s)) is not None:
             before, number = found, number + 1
         return before
-
-    def ends_of(self, number: int, *, now_s: float) -> dict[str, End]:
-        as_of_s = self.as_of(now_s)
-        return {
-            host: end
-            for (of, host), end in self.ends.all(as_of_s=as_of_s)
-            if of == number and not (self.weather.torn and self.torn())
-        }
 
     def all_entries(self, *, now_s: float) -> list[Entry]:
         as_of_s = self.as_of(now_s)

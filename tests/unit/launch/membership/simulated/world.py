@@ -16,6 +16,8 @@ STORM = Weather(late=0.3, longest_lag_s=4.0, failing=0.1, lost=0.05, torn=0.1)
 _MOST_SUPERSEDED_TICKS = 3
 _COMMIT_EVERY = 3
 _BREAKS = 0.05
+_LOSES = 0.1
+"""Datagrams that do not arrive."""
 
 
 @dataclass(slots=True)
@@ -108,7 +110,9 @@ class World:
         self.random.shuffle(turn)
         for launcher in turn:
             if not launcher.frozen:
-                launcher.listen((host for host in self.all if self._hears(launcher, host)), now_s=self.now_s)
+                heard = [host for host in self.all if self._hears(launcher, host)]
+                lines = [line for host in heard if (line := self.all[host].told) is not None and self.random.random() >= _LOSES]
+                launcher.listen(heard, lines, now_s=self.now_s)
                 launcher.tick(now_s=self.now_s, cut_off=launcher.name in self.cut_off)
         self._train()
         self._land()
