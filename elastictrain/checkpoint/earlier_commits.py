@@ -21,9 +21,6 @@ _LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")
 _HOSTS_FOLDER = "launch/hosts"
 _FOLDER_OF_STEP = re.compile(r"step-(\d{9,})")
 
-_NAMES = 5000
-"""Listed of the ends of generations."""
-
 _NEWEST, _OLDEST = 8, 2
 """Incarnations whose logs are read. The first one of a run is the most likely to have committed."""
 

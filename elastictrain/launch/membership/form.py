@@ -133,7 +133,8 @@ def _waited_until_s(host: str, view: View, past: Past, options: LaunchGroup) -> 
     if state is HostState.GONE or seen.entry.ended >= number:
         # The same line tells why, unless this host ended for another one's reason.
         return past.since_s
-    silent = host in view.silent or any(one.lost == host for one in view.ends.values())
+    # One that has said why it ends is about to be ready, however little is heard of it.
+    silent = host not in view.ends and (host in view.silent or any(one.lost == host for one in view.ends.values()))
     if silent or not is_alive(seen, view, options):
         return past.since_s + (0.0 if quiet_s(seen, view) > 2 * options.lost_s else options.lost_s)
     if state is not HostState.BUSY:

@@ -118,7 +118,7 @@ class Watch:
             return self._audible, self._audible_since_s
 
     def take_news(self) -> int:
-        """The generation that others have said since the last call to have ended, or to be newer than this host's; 0 if none."""
+        """The generation of which others have said since the last call that it has ended, or that it is newer; 0 if none."""
         with self._lock:
             news, self._news = self._news, 0
             return news

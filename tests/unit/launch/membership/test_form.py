@@ -240,6 +240,13 @@ def test_silent_members_are_waited_for_a_little(how: str) -> None:
     assert members(at(looked, NOW_S + LOST_S + 0.1)) == "ab"
 
 
+def test_a_silent_member_that_has_said_why_it_ends_is_waited_for() -> None:
+    """Where the network is out, it may be heard by others and make a larger group with them."""
+    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("c", EndKind.LOST, lost="a"),), silent=frozenset("c"))
+    assert waits_for(at(looked, NOW_S + LOST_S + 1.0)) == "c to end generation 1"
+    assert isinstance(at(looked, NOW_S + 31.0), Create)
+
+
 def test_a_member_that_has_ended_has_said_all_that_it_will() -> None:
     """One that ended for the reason of another host has none of its own."""
     assert members(decide(ended(done("b"), done("c", since_s=NOW_S)), OPTIONS)) == "abc"
