@@ -1,6 +1,5 @@
 """What a start asks storage for: as much in a run that has started 100,000 times as in one that has started 20 times."""
 
-import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Iterator
