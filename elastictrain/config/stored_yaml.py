@@ -16,7 +16,10 @@ _MOST_INTEGER = 2**64
 _FLOAT = re.compile(
     r"(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
 )
-_INTERPOLATION = re.compile(r"(?<!\\)\$\{")
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
+"""Of the backslashes before `${` each second one is escaped by the first, as in OmegaConf."""
+
 _TAKEN = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "null")}
 
 
@@ -86,7 +89,7 @@ def _plain(value: object) -> object:
             raise ValueError(
                 f"it must have plain values, but has the interpolation {value[found.start() : found.start() + 40]!r}"
             )
-        return value.replace("\\${", "${")
+        return _ESCAPED.sub(lambda found: "\\" * (len(found[1]) // 2) + "${", value)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"it must have finite numbers, but has {value}")
     if isinstance(value, int) and abs(value) > _MOST_INTEGER:

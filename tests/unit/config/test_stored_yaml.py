@@ -1,5 +1,6 @@
 """A stored configuration is data, whoever wrote it."""
 
+import re
 import time
 
 import pytest
@@ -74,7 +75,8 @@ def escaped(value: object) -> object:
         return {name: escaped(one) for name, one in value.items()}
     if isinstance(value, list):
         return [escaped(one) for one in value]
-    return value.replace("${", "\\${") if isinstance(value, str) else value
+    # A backslash before an escaped brace is escaped, too.
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 @settings(max_examples=examples(200))
