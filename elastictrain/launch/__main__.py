@@ -36,6 +36,7 @@ from elastictrain.errors import (
     EXIT_UNFIT,
     ElasticTrainError,
     HostUnfitError,
+    RunHeldError,
     StopRequestedError,
     StorageError,
 )
@@ -140,11 +141,24 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroun
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
             say(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
+        while (code := _supervise(config, arguments, place, surroundings, held=held)) is None:
+            pass
+        return code
+
+
+def _supervise(
+    config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings, *, held: Held
+) -> int | None:
+    """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
+    with ExitStack() as ending:
         parts = _put_together(config, arguments, place, surroundings, held=held)
         ending.callback(parts.recorder.close)
         notices = watch_notices(config, place, listener=held.listener, recorder=parts.recorder, say=say)
         ending.callback(notices.close)
-        return Supervisor(parts).run()
+        try:
+            return Supervisor(parts).run()
+        except RunHeldError:
+            return None
 
 
 def _wait_until_free(store: Store, config: RunConfig, listener: StopListener) -> int:
@@ -211,7 +225,7 @@ def _put_together(
     *,
     held: Held,
 ) -> Parts:
-    """Raises: StorageError if the run's folder cannot be used; StopRequestedError."""
+    """Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError."""
     store = open_store(config.run.dir)
     try:
         token = _unless_stopped(Registry(store).token, held.listener)

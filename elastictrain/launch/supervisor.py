@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.predecessors import GONE_WITHIN_S
 from elastictrain.fault.reasons import read_begun
 from elastictrain.fault.stop import StopRequest
@@ -118,7 +118,10 @@ class Supervisor:
         self._hurried_until_s = self._began_s + _HURRIED_S
 
     def run(self) -> int:
-        """Until there is nothing more to do here; returns the exit code."""
+        """Until there is nothing more to do here; returns the exit code.
+
+        Raises: RunHeldError where another run was faster, and this launcher is to begin anew when that has ended.
+        """
         parts = self._parts
         while True:
             self._look_after_workers()
@@ -382,14 +385,20 @@ class Supervisor:
         return None
 
     def _leave_if_taken(self) -> int | None:
-        """A run that no launcher has started was faster, or has taken over while this host was frozen or cut off."""
+        """A run that no launcher has started was faster, or has taken over while this host was frozen or cut off.
+
+        Raises: RunHeldError where it was faster, and is to be waited for.
+        """
         newest = self._parts.roster.known.newest
         if newest is None or newest.outcome is not Outcome.ELSEWHERE or newest.number <= self._parts.free_after:
             return None
-        if self._attempt is None:
-            return self._leave(EXIT_STOPPED, newest.reason)
-        # Which ends it at once.
-        return None
+        if self._attempt is not None:
+            # Which ends it at once.
+            return None
+        if self._parts.config.run.on_held == "wait" and not self._parts.roster.entry.ended:
+            self._withdraw(newest.reason)
+            raise RunHeldError(newest.reason)
+        return self._leave(EXIT_STOPPED, newest.reason)
 
     def _retry_if_unfit(self) -> int | None:
         """A host that was left out is looked at again, or leaves."""
@@ -429,6 +438,12 @@ class Supervisor:
         left_s = request.deadline_s - parts.clock() if request is not None and request.deadline_s is not None else GONE_WITHIN_S
         parts.torchrun.wait_until_gone(min(left_s, GONE_WITHIN_S))
         return code
+
+    def _withdraw(self, reason: str) -> None:
+        """Nobody is to count on this host; it has nothing to save."""
+        self._parts.roster.say(HostState.GONE, reason=reason)
+        self._parts.roster.close(limit_s=_LEAVING_LIMIT_S)
+        self._parts.watch.close()
 
     def _final_save(self) -> FinalSave:
         """What only memory has is brought to storage: in a container all ends with this process, the saver too."""

@@ -133,3 +133,20 @@ def test_a_launcher_and_a_bare_run_refuse_each_other(tmp_path: Path) -> None:
         steps = last_step(run_dir)
         wait_until(lambda: last_step(run_dir) > steps, what="the bare run to go on")
     assert not [row for row in events(run_dir, "failure") if row["exit_code"] != 75]
+
+
+def test_a_launcher_that_is_slower_than_a_bare_run_waits_for_it_if_it_is_to(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [*ARGUMENTS, "run.on_held=wait", "launch.processes=1", "launch.notices=false", f"run.dir={run_dir}"]
+    # It looks around for two of these before its first generation, in which the bare run is faster.
+    arguments += ["launch.poll_s=6", "launch.lost_s=7"]
+    command = [sys.executable, "-m", "elastictrain.launch", *arguments, *memory_arguments(arguments, tmp_path / "launcher")]
+    with started(command, log=tmp_path / "launch.txt") as slower:
+        hosts = run_dir / "launch/hosts"
+        wait_until(lambda: slower.process.poll() is not None or any(hosts.glob("*.json")), what="the launcher")
+        code, output = alone([*ARGUMENTS, f"run.dir={run_dir}"], folder=tmp_path / "bare", timeout_s=120)
+        assert code == 0, output[-4000:]
+        assert slower.wait(90) == 0, slower.output()[-4000:]
+    outcomes = [json.loads(path.read_text()) for path in sorted((run_dir / "launch/generations").glob("*.json"))]
+    assert outcomes[0]["owner"].startswith("alone-")
+    assert {one["owner"] for one in outcomes[1:]} == {"launch"}

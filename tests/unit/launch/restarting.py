@@ -10,6 +10,7 @@ from typing import cast
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.run import RunGroup
 from elastictrain.events import Event
 from elastictrain.launch.membership.records import Entry, Generation
 from elastictrain.launch.membership.registry import Registry
@@ -124,7 +125,7 @@ class Group:
             line = replace(entry(host), order="abc".index(host))
             roster = Roster(Registry(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
             parts = Parts(
-                config=config(OPTIONS, FaultGroup()),
+                config=config(OPTIONS, FaultGroup(), RunGroup("runs/x")),
                 run_arguments=(),
                 roster=roster,
                 watch=cast(Watch, sounds[-1]),

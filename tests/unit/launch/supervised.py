@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_lowercase
-from typing import cast
+from typing import Literal, cast
 
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.config.composed import RunConfig
@@ -216,7 +216,14 @@ class FakeRecorder:
 class SupervisedHost:
     """Host `a`, with a stop request, a state of health and a storage that a test sets."""
 
-    def __init__(self, folder: Path, launch: LaunchGroup | None = None, *, fault: FaultGroup | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        launch: LaunchGroup | None = None,
+        *,
+        fault: FaultGroup | None = None,
+        on_held: Literal["stop", "wait"] = "stop",
+    ) -> None:
         self.diary = diary = Diary()
         self.roster = FakeRoster(diary, Known(began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
         self.watch = FakeWatch(diary)
@@ -232,7 +239,8 @@ class SupervisedHost:
         self.storage_answers = True
         self.saver: FakeSaver | None = FakeSaver(diary)
         self.remembered_step = 0
-        self._supervisor = Supervisor(self._parts(launch or LaunchGroup(), fault or FaultGroup()))
+        options = config(launch or LaunchGroup(), fault or FaultGroup(), RunGroup("runs/x", on_held=on_held))
+        self._supervisor = Supervisor(self._parts(options))
 
     def go(self, seconds: float) -> int | None:
         """Let time pass; returns the exit code, or None if the launcher is still there."""
@@ -297,9 +305,9 @@ class SupervisedHost:
             return None
         return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)
 
-    def _parts(self, launch: LaunchGroup, fault: FaultGroup) -> Parts:
+    def _parts(self, options: RunConfig) -> Parts:
         return Parts(
-            config=config(launch, fault),
+            config=options,
             run_arguments=("recipe=made_up",),
             roster=cast(Roster, self.roster),
             watch=cast(Watch, self.watch),
@@ -319,9 +327,9 @@ class SupervisedHost:
         )
 
 
-def config(launch: LaunchGroup, fault: FaultGroup) -> RunConfig:
+def config(launch: LaunchGroup, fault: FaultGroup, run: RunGroup) -> RunConfig:
     return RunConfig(
-        run=RunGroup("runs/x"),
+        run=run,
         task=TaskGroup("my.Task", {}),
         model={},
         data=DataGroup(),

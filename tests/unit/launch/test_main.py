@@ -15,7 +15,7 @@ import elastictrain.launch.__main__ as launching
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import from_yaml
 from elastictrain.config.load import load
-from elastictrain.errors import StopRequestedError, TransientStorageError
+from elastictrain.errors import RunHeldError, StopRequestedError, TransientStorageError
 from elastictrain.fault.stop import StopListener, StopRequest
 from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import Place
@@ -58,6 +58,7 @@ class Launch:
     calls: list[str] = field(default_factory=list)
     code: int = 0
     error: Exception | None = None
+    """Raised once."""
 
 
 @pytest.fixture(autouse=True)
@@ -90,8 +91,9 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
 
         def run(self) -> int:
             done.calls.append(f"run {done.parts[0].folder.is_dir()}")
-            if done.error is not None:
-                raise done.error
+            error, done.error = done.error, None
+            if error is not None:
+                raise error
             return done.code
 
     monkeypatch.setattr(launching, "Torchrun", Torchrun)
@@ -224,6 +226,16 @@ def test_a_second_launcher_of_a_run_is_refused_while_the_first_one_lives(
     assert launch.calls == []
     claim.close()
     assert main(RUN) == 0
+
+
+@pytest.mark.usefixtures("loaded")
+def test_where_another_run_was_faster_it_begins_anew_once_that_has_ended(launch: Launch) -> None:
+    launch.error = RunHeldError("another run trains here")
+    launch.code = 7
+    assert main(RUN) == 7
+    first, second = launch.parts
+    assert first.roster.entry.host != second.roster.entry.host
+    assert launch.calls == ["notice 30", "listen", "prepare", "run True", "run True", "close"]
 
 
 @pytest.mark.usefixtures("loaded")

@@ -10,6 +10,7 @@ import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
+from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
 from elastictrain.launch.membership.sight import Seen
@@ -722,6 +723,23 @@ def elsewhere(number: int) -> Generation:
 def test_it_leaves_where_a_run_without_a_launcher_was_faster(host: SupervisedHost) -> None:
     host.learn(elsewhere(1))
     assert host.go(1.0) == 75
+
+
+def test_it_makes_way_where_it_is_to_wait_for_a_run_that_was_faster(tmp_path: Path) -> None:
+    host = SupervisedHost(tmp_path, on_held="wait")
+    host.learn(elsewhere(1))
+    with pytest.raises(RunHeldError):
+        host.go(1.0)
+    assert host.diary.order("say gone", "close roster", "close watch") == ["say gone", "close roster", "close watch"]
+    # Nothing was to be saved, and what waits to run workers is needed again.
+    assert host.diary.order("ask to flush", "close torchrun") == []
+
+
+def test_one_that_was_replaced_leaves_although_it_is_to_wait(tmp_path: Path) -> None:
+    host = SupervisedHost(tmp_path, on_held="wait")
+    host.run_workers(generation(1, "a"))
+    host.learn(elsewhere(2))
+    assert host.go(5.0) == 75
 
 
 def test_it_ends_its_workers_where_a_run_without_a_launcher_has_taken_over(host: SupervisedHost) -> None:
