@@ -1,9 +1,10 @@
-"""Seconds that a start of a run waits for storage, with few and with many objects in the run's folder.
+"""Seconds that a start of a run waits for storage, with few and with many objects in the run's folder, merged or not.
 
     python scripts/bench_start.py URL [--objects 10,1000,100000]
 
 URL is an empty folder, a path or s3://bucket/folder; what is written there is removed. The parts of a start that look at what
-earlier starts have left are timed one after another, as rank 0 goes through them.
+earlier starts have left are timed one after another, as rank 0 goes through them; then a merge of all events, of which a start
+does a part while it trains; then another start.
 """
 
 import argparse
@@ -14,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Owner, Waiting, take
+from elastictrain.lease.merge import merge_finished
+from elastictrain.lease.merge_plan import EVENTS, FINISHED_S
 from elastictrain.lease.records import Claim
 from elastictrain.lease.starts import KEPT, Start, Starts
 from elastictrain.storage.opening import open_store
@@ -66,6 +69,21 @@ def measure(store: Store, last: int) -> dict[str, float]:
     return seconds
 
 
+def merge(store: Store, last: int) -> str:
+    """What a merge of all events takes, which are as old as they must be for that."""
+    began = time.monotonic()
+    later_s = time.time() + 2 * FINISHED_S
+    merge_finished(store, newest=last, now_s=later_s, goes_on=lambda: True, most=last)
+    seconds = time.monotonic() - began
+    return f"{seconds:.1f} s, leaves {sum(1 for _ in store.list(EVENTS))} objects of events"
+
+
+def show(title: str, seconds: dict[str, float]) -> None:
+    """One line."""
+    parts = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
+    print(f"{title}: {sum(seconds.values()):.3f} s ({parts})", flush=True)
+
+
 def clear(store: Store) -> None:
     """Remove everything."""
     with ThreadPoolExecutor(_WRITERS) as pool:
@@ -73,7 +91,7 @@ def clear(store: Store) -> None:
 
 
 def main() -> None:
-    """Print one line for each number of objects."""
+    """Print three lines for each number of objects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("url")
     parser.add_argument("--objects", default="10,1000,100000")
@@ -83,9 +101,10 @@ def main() -> None:
         parser.error(f"{arguments.url} must be an empty folder")
     try:
         for number in map(int, arguments.objects.split(",")):
-            seconds = measure(store, fill(store, number))
-            parts = ", ".join(f"{name} {value:.3f}" for name, value in seconds.items())
-            print(f"{number} objects: {sum(seconds.values()):.3f} s ({parts})")
+            last = fill(store, number)
+            show(f"{number} objects", measure(store, last))
+            print(f"{number} objects, merge: {merge(store, last)}", flush=True)
+            show(f"{number} objects, merged", measure(store, last + 1))
             clear(store)
     finally:
         clear(store)

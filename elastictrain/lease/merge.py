@@ -21,10 +21,16 @@ logger = logging.getLogger(__name__)
 MERGED_BYTES = 16 << 20
 """What one merged object grows to, but for the last journal that goes into it."""
 
+_MERGES = 64
+"""A run that has many journals left is merged little by little, as merging takes time of the process that trains."""
 
-def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable[[], bool]) -> None:
-    """Merge all that `plan_merges` finds, as long as `goes_on` holds. Lists the events once. Raises: StorageError."""
-    for merge in plan_merges(store.list(EVENTS), newest=newest, now_s=now_s):
+
+def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable[[], bool], most: int = _MERGES) -> None:
+    """Do at most `most` merges that `plan_merges` finds, as long as `goes_on` holds. Lists the events once.
+
+    Raises: StorageError.
+    """
+    for merge in plan_merges(store.list(EVENTS), newest=newest, now_s=now_s)[:most]:
         if not goes_on():
             return
         try:

@@ -78,8 +78,10 @@ def bench_checkpoint(folder: Path) -> None:
 
 
 def bench_start(folder: Path) -> None:
-    lines = python("bench_start.py", str(folder / "run"), "--objects", "5,20", folder=folder).splitlines()
-    assert [line.split()[0] for line in lines] == ["5", "20"]
+    lines = python("bench_start.py", str(folder / "run"), "--objects", "5,200", folder=folder).splitlines()
+    assert [line.split()[0] for line in lines] == ["5"] * 3 + ["200"] * 3
+    # Two blocks of 64 starts became an object each.
+    assert [line.split()[-4] for line in lines if "leaves" in line] == ["5", "74"]
 
 
 def bench_fleet(folder: Path) -> None:

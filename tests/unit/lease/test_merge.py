@@ -250,3 +250,10 @@ def test_numbers_go_on_from_merged_events() -> None:
     fill(store, range(1, 6))
     merge(store)
     assert Chain(store).last_number(Claim(0, "", over=True)) == 5
+
+
+def test_a_start_merges_a_part_of_what_a_long_run_left() -> None:
+    store = Dated()
+    fill(store, range(1, 4 * BLOCK + 1), writers=("r00000",))
+    merge_finished(store, newest=10 * BLOCK, now_s=NOW_S, goes_on=lambda: True, most=3)
+    assert len(keys(store)) == 3 + BLOCK
