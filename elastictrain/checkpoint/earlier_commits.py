@@ -13,7 +13,7 @@ from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.errors import ObjectNotFoundError
-from elastictrain.lease.merge_plan import EVENTS, parse_merged
+from elastictrain.lease.merge_plan import EVENTS, LAUNCHERS, parse_merged
 from elastictrain.storage.parallel import read_all
 from elastictrain.storage.store import ObjectInfo, Store
 
@@ -183,7 +183,8 @@ def _units(store: Store, *, incarnation: str) -> list[_Unit]:
     merged: dict[tuple[int, int], list[ObjectInfo]] = {}
     for info in store.list(EVENTS):
         if (one := parse_merged(info.key)) is not None:
-            merged.setdefault((one.first, one.last), []).append(info)
+            if one.writer != LAUNCHERS:
+                merged.setdefault((one.first, one.last), []).append(info)
         elif (match := _LOG.fullmatch(info.key)) is not None and match[1] != incarnation:
             logs.setdefault(match[1], []).append(info)
     units = {(last, f"{last}"): _Unit(tuple(infos), {}) for (_, last), infos in merged.items()}

@@ -7,11 +7,23 @@ only when every line of it is found there. A line that is in a journal and in a 
 import hashlib
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Set
 from functools import partial
 
+from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
-from elastictrain.lease.merge_plan import EVENTS, LARGE_BYTES, Merge, Merged, parse_journal, parse_merged, plan_merges
+from elastictrain.lease.merge_plan import (
+    EVENTS,
+    LARGE_BYTES,
+    Journal,
+    Merge,
+    Merged,
+    launcher_log,
+    parse_journal,
+    parse_merged,
+    plan_merges,
+)
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.parallel import side_by_side
 from elastictrain.storage.store import Store
@@ -20,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 MERGED_BYTES = 16 << 20
 """What one merged object grows to, but for the last journal that goes into it."""
+
+_HEAD_BYTES = 64 << 10
+_GENERATION = re.compile(r"generation-([1-9]\d{0,8})")
+_PART = re.compile(r"\.part-\d+\.jsonl$")
 
 _MERGES = 64
 """A run that has many journals left is merged little by little, as merging takes time of the process that trains."""
@@ -30,7 +46,9 @@ def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable
 
     Raises: StorageError.
     """
-    for merge in plan_merges(store.list(EVENTS), newest=newest, now_s=now_s)[:most]:
+    infos = list(store.list(EVENTS))
+    launchers = _launchers(store, (info.key for info in infos))
+    for merge in plan_merges(infos, launchers=launchers, newest=newest, now_s=now_s)[:most]:
         if not goes_on():
             return
         try:
@@ -49,15 +67,16 @@ def read_events(store: Store) -> Iterator[bytes]:
     """
     keys = [info.key for info in store.list(EVENTS) if info.key.endswith(".jsonl")]
     merged = {key: one for key in keys if (one := parse_merged(key)) is not None}
-    left = {key: cover for key in keys if (cover := _cover(key, merged.values())) is not None}
+    launchers = _launchers(store, keys)
+    journals = {key: journal for key in keys if (journal := parse_journal(key, launchers=launchers)) is not None}
+    left = {key: cover for key, journal in journals.items() if (cover := _cover(journal, merged.values())) is not None}
     ranges_left = set(left.values())
     there: set[bytes] = set()
 
     def order(key: str) -> tuple[float, bool, str]:
-        cover, journal = left.get(key), parse_journal(key)
-        if cover is not None:
-            return cover[0], True, key
-        number = merged[key].first if key in merged else journal.number if journal is not None else math.inf
+        if key in left:
+            return left[key][0], True, key
+        number = merged[key].first if key in merged else journals[key].number if key in journals else math.inf
         return number, False, key
 
     for key in sorted(keys, key=order):
@@ -75,23 +94,29 @@ def _merge(store: Store, merge: Merge) -> None:
     number = max((part.part for part in merge.parts), default=0)
     sources = list(merge.sources)
     while sources:
-        batch, pieces, num_bytes = [], [], 0
+        pieces: list[bytes] = []
+        num_bytes = 0
         while sources and num_bytes < MERGED_BYTES:
-            lines = _whole_lines(_read(store, sources[0]))
+            lines = _whole_lines(_read(store, sources.pop(0)))
             fresh = [line for line in lines if _digest(line) not in known]
-            batch.append(sources.pop(0))
             pieces += fresh
             num_bytes += sum(map(len, fresh))
         if pieces:
             number += 1
             store.create(merge.key(number), b"".join(pieces))
             known.update(map(_digest, pieces))
-        side_by_side([partial(_delete_merged, store, key, known) for key in batch])
+    # Only when all is there: the beginning of a launcher's log tells where the log belongs, and goes last.
+    logs: dict[str, list[str]] = {}
+    for key in merge.sources:
+        logs.setdefault(_PART.sub("", key), []).insert(0, key)
+    side_by_side([partial(_delete_merged, store, log, known) for log in logs.values()])
 
 
-def _delete_merged(store: Store, key: str, known: Set[bytes]) -> None:
+def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
     """Looked at once more: a journal that has grown meanwhile stays, and is merged by a later start."""
-    if all(_digest(line) in known for line in _whole_lines(_read(store, key))):
+    for key in log:
+        if not all(_digest(line) in known for line in _whole_lines(_read(store, key))):
+            return
         store.delete(key)
 
 
@@ -115,10 +140,32 @@ def _range(one: Merged) -> tuple[int, int, str]:
     return one.first, one.last, one.writer
 
 
-def _cover(key: str, merged: Iterable[Merged]) -> tuple[int, int, str] | None:
+def _cover(journal: Journal, merged: Iterable[Merged]) -> tuple[int, int, str] | None:
     """The merged objects that may hold lines of a journal."""
-    journal = parse_journal(key)
-    if journal is None:
-        return None
     covers = (_range(one) for one in merged if one.first <= journal.number <= one.last and one.writer == journal.writer)
     return next(covers, None)
+
+
+def _launchers(store: Store, keys: Iterable[str]) -> dict[str, int]:
+    """The generation with which each log of a launcher begins; its first object has it."""
+    heads: dict[str, str] = {}
+    for key in sorted(keys, reverse=True):
+        if (log := launcher_log(key)) is not None:
+            heads[log] = key
+    numbers = side_by_side([partial(_first_generation, store, key) for key in heads.values()])
+    return {log: number for log, number in zip(heads, numbers, strict=True) if number is not None}
+
+
+def _first_generation(store: Store, key: str) -> int | None:
+    try:
+        lines = _whole_lines(store.read(key, end=_HEAD_BYTES))
+    except ObjectNotFoundError:
+        return None
+    for line in lines:
+        try:
+            row = parse_json(line)
+        except MalformedJsonError:
+            continue
+        if isinstance(row, dict) and (match := _GENERATION.fullmatch(str(row.get("incarnation")))):
+            return int(match[1])
+    return None

@@ -3,17 +3,23 @@
 Each process of each start has a journal of its own. Those of finished starts are merged into few objects that hold the same
 lines in the same order: `events/000001-to-000064.part-00001-r00000.jsonl` what the first ranks of starts 1 to 64 wrote,
 `events/000001-to-000064.part-00001-others.jsonl` what all others wrote. Name order stays reading order.
+
+Launchers have journals of their own, `events/launcher-HOST.jsonl`, which belong to the generation that their first record
+names: `events/000001-to-000064.part-00001-launchers.jsonl`.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from elastictrain.storage.store import ObjectInfo
 
 EVENTS = "events"
-FIRST_RANK, OTHERS = "r00000", "others"
+FIRST_RANK, OTHERS, LAUNCHERS = "r00000", "others", "launchers"
+
+_TOGETHER = ((FIRST_RANK, OTHERS), (LAUNCHERS,))
+"""A launcher may live long after the start that it began with: nobody else's journals wait for it."""
 
 BLOCK = 64
 """Starts whose journals are merged together."""
@@ -28,7 +34,8 @@ LARGE_BYTES = 4 << 20
 """A log of this size stays as it is."""
 
 _JOURNAL = re.compile(rf"({EVENTS}/(\d{{6,}})-\w+-([a-z]\d{{5,}}))(?:\.part-\d+)?\.jsonl")
-_MERGED = re.compile(rf"{EVENTS}/(\d{{6,}})-to-(\d{{6,}})\.part-(\d{{5,}})-({FIRST_RANK}|{OTHERS})\.jsonl")
+_MERGED = re.compile(rf"{EVENTS}/(\d{{6,}})-to-(\d{{6,}})\.part-(\d{{5,}})-({FIRST_RANK}|{OTHERS}|{LAUNCHERS})\.jsonl")
+_LAUNCHER = re.compile(rf"({EVENTS}/launcher-[^/]+?)(?:\.part-\d+)?\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +50,7 @@ class Journal:
     """The same for all objects of one journal."""
 
     writer: str
-    """`r00000`, or `others`."""
+    """`r00000`, `others` or `launchers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +79,16 @@ class Merge:
         return f"{EVENTS}/{self.first:06d}-to-{self.last:06d}.part-{part:05d}-{self.writer}.jsonl"
 
 
-def parse_journal(key: str) -> Journal | None:
-    """None if this is no journal of a worker, saver or monitor."""
+def launcher_log(key: str) -> str | None:
+    """The same for all objects of a launcher's journal; None if this is none."""
+    match = _LAUNCHER.fullmatch(key)
+    return match[1] if match is not None else None
+
+
+def parse_journal(key: str, *, launchers: Mapping[str, int]) -> Journal | None:
+    """None if this is no journal. `launchers` are the generations with which logs of launchers begin."""
+    if (log := launcher_log(key)) is not None:
+        return Journal(key, launchers[log], log, LAUNCHERS) if log in launchers else None
     match = _JOURNAL.fullmatch(key)
     if match is None:
         return None
@@ -86,25 +101,31 @@ def parse_merged(key: str) -> Merged | None:
     return Merged(key, int(match[1]), int(match[2]), int(match[3]), match[4]) if match is not None else None
 
 
-def plan_merges(infos: Iterable[ObjectInfo], *, newest: int, now_s: float) -> list[Merge]:
+def plan_merges(infos: Iterable[ObjectInfo], *, launchers: Mapping[str, int], newest: int, now_s: float) -> list[Merge]:
     """What can be merged, oldest first. `newest` is the number of the newest start, `now_s` the time by the storage's clock.
+
+    `launchers` are the generations with which logs of launchers begin; one that is not there has no record yet.
 
     A block of starts is merged when `KEPT_STARTS` others have followed it and none of its journals was written to for
     `FINISHED_S`: until then it may still be appended to.
     """
     merged: list[Merged] = []
-    blocks: dict[int, list[tuple[Journal, ObjectInfo]]] = {}
+    blocks: dict[tuple[int, tuple[str, ...]], list[tuple[Journal, ObjectInfo]]] = {}
     for info in infos:
         if (one := parse_merged(info.key)) is not None:
             merged.append(one)
-        elif (journal := parse_journal(info.key)) is not None:
-            blocks.setdefault(_block(journal.number), []).append((journal, info))
+        elif (journal := parse_journal(info.key, launchers=launchers)) is not None:
+            blocks.setdefault((_block(journal.number), _together(journal.writer)), []).append((journal, info))
     merges: list[Merge] = []
-    for block, journals in sorted(blocks.items()):
+    for (block, writers), journals in sorted(blocks.items(), key=lambda pair: pair[0]):
         finished = all(info.modified <= now_s - FINISHED_S for _, info in journals)
         if finished and (block + 1) * BLOCK <= newest - KEPT_STARTS:
-            merges += _plan_block(journals, [one for one in merged if _block(one.first) == block])
+            merges += _plan_block(journals, [one for one in merged if _block(one.first) == block and one.writer in writers])
     return merges
+
+
+def _together(writer: str) -> tuple[str, ...]:
+    return next(writers for writers in _TOGETHER if writer in writers)
 
 
 def _block(number: int) -> int:
@@ -119,7 +140,7 @@ def _plan_block(journals: Sequence[tuple[Journal, ObjectInfo]], merged: Sequence
     small = sorted((one for one, _ in journals if total_bytes[one.log] < LARGE_BYTES), key=lambda one: (one.number, one.key))
     merges = []
     for first, last in _ranges({one.number for one, _ in journals}, large=large, merged=merged):
-        for writer in (FIRST_RANK, OTHERS):
+        for writer in sorted({one.writer for one in small}):
             sources = tuple(one.key for one in small if first <= one.number <= last and one.writer == writer)
             parts = tuple(one for one in merged if (one.first, one.last, one.writer) == (first, last, writer))
             if len(sources) > 1 or (sources and parts):

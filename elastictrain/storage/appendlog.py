@@ -146,16 +146,36 @@ class _FileLog:
         self._lost_when_closed = self._lost
 
     def _write(self) -> None:
+        written = bytes(self._waiting)
         try:
-            while self._waiting:
-                count = os.write(self._descriptor, self._waiting)
-                del self._waiting[:count]
+            self._write_waiting()
+            if written and os.fstat(self._descriptor).st_nlink == 0 and self._begin_again():
+                self._waiting += written
+                self._write_waiting()
         except OSError as error:
             if not self._failing:
                 logger.warning("cannot append to %s: %s; its records are kept and tried again", self._path, error.strerror)
             self._failing = True
             return
         self._failing = False
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            count = os.write(self._descriptor, self._waiting)
+            del self._waiting[:count]
+
+    def _begin_again(self) -> bool:
+        """The file was deleted, as one that was silent for long is when logs are merged.
+
+        Where its folder is gone, too, so is the run, and nothing is made again.
+        """
+        try:
+            descriptor = self._store.open_appended(self._key, make=False)
+        except (OSError, StorageError):
+            return False
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        return True
 
 
 class _SegmentLog:

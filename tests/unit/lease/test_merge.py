@@ -13,6 +13,7 @@ from elastictrain.lease.merge import merge_finished, read_events
 from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS, LARGE_BYTES, parse_merged, plan_merges
 from elastictrain.lease.records import Claim
 from elastictrain.lease.starts import Start, Starts
+from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
 from tests.unit.checkpoint.fakes import FakeStore, KilledError
@@ -66,9 +67,8 @@ def infos(*names: str, size: int = 100, modified: float = 0.0) -> list[ObjectInf
 
 
 def planned(found: list[ObjectInfo], *, newest: int = 10 * BLOCK) -> dict[str, list[str]]:
-    return {
-        merge.key(1)[7:-6]: [key[7:-6] for key in merge.sources] for merge in plan_merges(found, newest=newest, now_s=NOW_S)
-    }
+    merges = plan_merges(found, launchers={"events/launcher-a": 1, "events/launcher-b": 64}, newest=newest, now_s=NOW_S)
+    return {merge.key(1)[7:-6]: [key[7:-6] for key in merge.sources] for merge in merges}
 
 
 def test_journals_of_a_block_are_merged_by_writer() -> None:
@@ -79,6 +79,16 @@ def test_journals_of_a_block_are_merged_by_writer() -> None:
     }
 
 
+@pytest.mark.parametrize("launcher_s", [0.0, NOW_S])
+def test_journals_of_launchers_are_merged_by_themselves(launcher_s: float) -> None:
+    workers = infos("000001-aa-r00000", "000002-bb-r00000")
+    launchers = infos("launcher-a", "launcher-b.part-00001", "launcher-b.part-00002", modified=launcher_s)
+    merged = planned([*workers, *launchers])
+    assert merged["000001-to-000002.part-00001-r00000"] == ["000001-aa-r00000", "000002-bb-r00000"]
+    # One of them was written to just now.
+    assert ("000001-to-000064.part-00001-launchers" in merged) == (launcher_s == 0.0)
+
+
 @pytest.mark.parametrize(
     ("found", "newest"),
     [
@@ -86,7 +96,7 @@ def test_journals_of_a_block_are_merged_by_writer() -> None:
         ([*infos("000001-a-r00000"), *infos("000003-c-r00000", modified=NOW_S - FINISHED_S + 1)], 10 * BLOCK),
         (infos("000001-aa-r00000", "000002-bb-r00000", size=LARGE_BYTES), 10 * BLOCK),
         (infos("000001-aa-r00000"), 10 * BLOCK),
-        (infos("launcher-a-1", "launcher-b-2", "notes", "000001-aa", "sub/000001-aa-r00000", "x-r00000"), 10 * BLOCK),
+        (infos("launcher-c", "launcher-d", "notes", "000001-aa", "sub/000001-aa-r00000", "x-r00000"), 10 * BLOCK),
     ],
 )  # fmt: skip
 def test_what_may_still_grow_is_large_or_is_no_journal_stays(found: list[ObjectInfo], newest: int) -> None:
@@ -200,6 +210,59 @@ def test_a_record_that_comes_late_is_neither_lost_nor_doubled() -> None:
         merge(store)
     assert all(parse_merged(key) for key in keys(store))
     assert len(keys(store)) == 4
+
+
+def launched(generation: int, *, count: int = 1, begin: int = 0) -> bytes:
+    rows = ({"incarnation": f"generation-{generation}", "rank": -1, "event": number} for number in range(begin, count))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def test_launchers_that_are_gone_are_merged_whenever_a_merge_is_cut_short() -> None:
+    def run() -> Dated:
+        store = Dated()
+        for number in range(1, 4):
+            store.objects[f"events/launcher-host.{number}.part-00001.jsonl"] = b"[]\n" + launched(number)
+            store.objects[f"events/launcher-host.{number}.part-00002.jsonl"] = launched(number + 100, count=2, begin=1)
+        store.objects["events/launcher-idle.jsonl"] = launched(0)
+        return store
+
+    whole, operations = run(), list[str]()
+    before = sorted(read_events(whole))
+    whole.before = lambda operation, key: operations.append(operation)
+    merge(whole)
+    whole.before = lambda operation, key: None
+    assert keys(whole) == ["events/000001-to-000003.part-00001-launchers.jsonl", "events/launcher-idle.jsonl"]
+    for stop_at in range(len(operations)):
+        store, did = run(), iter(range(len(operations)))
+
+        def die(operation: str, key: str, did: Iterator[int] = did, stop_at: int = stop_at) -> None:
+            if next(did, len(operations)) >= stop_at:
+                raise KilledError
+
+        store.before = die
+        with pytest.raises(KilledError):
+            merge(store)
+        store.before = lambda operation, key: None
+        for _ in range(2):
+            assert sorted(read_events(store)) == before
+            merge(store)
+        assert keys(store) == keys(whole)
+
+
+def test_a_launcher_that_was_silent_for_long_goes_on_with_its_journal(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    logs = [open_append_log(store, f"events/launcher-{name}.jsonl", flush_s=60.0) for name in "ab"]
+    for number, log in enumerate(logs, start=1):
+        log.append(launched(number))
+    later_s = max(info.modified for info in store.list()) + FINISHED_S
+    for _ in range(2):
+        merge_finished(store, newest=10 * BLOCK, now_s=later_s, goes_on=lambda: True)
+        assert len(keys(store)) == 1
+    logs[0].append(launched(700))
+    assert keys(store) == ["events/000001-to-000002.part-00001-launchers.jsonl", "events/launcher-a.jsonl"]
+    assert sorted(read_events(store)) == sorted(launched(number)[:-1] for number in (1, 2, 700))
+    for log in logs:
+        log.close()
 
 
 def test_lines_that_are_no_records_are_kept_and_cut_ones_left_out() -> None:
