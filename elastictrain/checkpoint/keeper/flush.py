@@ -10,9 +10,8 @@ from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.meeting import PENDING, steps_begun
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.inventory import Held
-from elastictrain.checkpoint.stored_config import CONFIG_NAME
 from elastictrain.checkpoint.target import list_checkpoints
-from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.errors import TransientStorageError
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
@@ -23,23 +22,6 @@ _PAUSE_S = 0.25
 _STORAGE_PAUSE_S = 1.0
 _AGAIN = 5
 """Times the limit for a first host that is at work, and has chosen a step that is not whole here."""
-
-
-def still_there(store: Store) -> bool:
-    """Whether the run's folder exists: who deleted it does not want a checkpoint in it."""
-    try:
-        store.stat(CONFIG_NAME)
-    except ObjectNotFoundError:
-        pass
-    except StorageError:
-        # Nothing is known, and trying to save does no harm.
-        return True
-    else:
-        return True
-    try:
-        return next(iter(store.list("events")), None) is not None
-    except StorageError:
-        return True
 
 
 def whole_here(held: Sequence[Held], station: Station) -> list[tuple[Held, ...]]:

@@ -9,10 +9,11 @@ from typing import Protocol
 
 from elastictrain.checkpoint.keeper.desk import Station
 from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, last_station, still_there
+from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, last_station
 from elastictrain.checkpoint.keeper.jobs import Cause, cause_of
 from elastictrain.checkpoint.keeper.lifetime import KEPT_S
 from elastictrain.checkpoint.keeper.pins import Pinned, Pins
+from elastictrain.checkpoint.keeper.run_folder import RunFolder
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
@@ -50,6 +51,7 @@ class Flushing:
     ) -> None:
         """`begin` is called in a task that is handed to `later`."""
         self._store = store
+        self._run_folder = RunFolder(store)
         self._facts = facts
         self._pins = pins
         self._begin = begin
@@ -119,7 +121,7 @@ class Flushing:
         refused = ""
         time.sleep(pause_s)
         try:
-            if still_there(self._store):
+            if self._run_folder.is_there():
                 found = choose_flush(
                     self._store,
                     station,

@@ -12,12 +12,12 @@ from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_file
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.flush import still_there
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.jobs import Cause, Refusal, SaveJob, cause_of
 from elastictrain.checkpoint.keeper.meeting import RankPart
 from elastictrain.checkpoint.keeper.pins import Pinned
 from elastictrain.checkpoint.keeper.refusals import LOOK_S, Refusals
+from elastictrain.checkpoint.keeper.run_folder import RunFolder
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
@@ -82,6 +82,7 @@ class Saver:
         """`signing` signs what is saved."""
         self._signing = signing
         self._store = store
+        self._run_folder = RunFolder(store)
         self._facts = facts
         self._reports = reports
         self._clock = clock
@@ -253,7 +254,7 @@ class Saver:
 
     def _check_run(self) -> None:
         """A write would make the folder of a run again that somebody has deleted."""
-        if not still_there(self._store):
+        if not self._run_folder.is_there():
             raise CheckpointError(f"{self._store.url} was deleted")
 
     def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:

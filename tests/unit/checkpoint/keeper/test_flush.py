@@ -1,8 +1,9 @@
 import json
 
 from elastictrain.checkpoint.keeper.desk import Station
-from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, still_there, whole_here
+from elastictrain.checkpoint.keeper.flush import FlushLimits, choose_flush, whole_here
 from elastictrain.checkpoint.keeper.meeting import begin_key
+from elastictrain.checkpoint.keeper.run_folder import still_there
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.memory.place import SlotName

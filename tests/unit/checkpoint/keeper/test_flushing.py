@@ -9,7 +9,7 @@ import pytest
 from elastictrain.checkpoint.folders import Listing
 from elastictrain.checkpoint.keeper import flush as flushing
 from elastictrain.checkpoint.keeper import flushing as module
-from elastictrain.checkpoint.keeper import lifetime, patience
+from elastictrain.checkpoint.keeper import lifetime, patience, run_folder
 from elastictrain.checkpoint.keeper import saver as saving
 from elastictrain.checkpoint.keeper.hosts import Hosts
 from elastictrain.checkpoint.keeper.jobs import Cause, cause_of
@@ -239,7 +239,7 @@ def test_a_run_whose_folder_cannot_be_seen_is_taken_to_be_there() -> None:
         def list(self, _: str) -> None:
             raise TransientStorageError("503")
 
-    assert flushing.still_there(cast(Store, Away()))
+    assert run_folder.still_there(cast(Store, Away()))
 
 
 def test_who_is_at_the_door_when_the_last_look_ends_is_let_in(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +327,40 @@ def test_what_storage_refuses_is_kept_until_it_takes_it(memory: Path, run: Path,
         time.sleep(1.0)
         file.unlink()
     assert checkpoints(run) == [5]
+
+
+def test_a_run_whose_file_system_is_not_mounted_is_kept_until_it_is(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", 0.1)
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        put(memory, facts_of(5))
+        run.rename(run.with_name("away"))
+        monkeypatch.setattr(run_folder, "device_of", lambda _: -1)
+        worker.socket.close()
+        time.sleep(1.0)
+        assert (memory / "own-r00000-s0").exists()
+        assert not run.exists()
+        run.with_name("away").rename(run)
+    assert checkpoints(run) == [5]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_run_whose_file_system_is_not_mounted_is_not_kept_for_ever(
+    memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = time.monotonic()
+    with keeping(memory, run):
+        worker = Worker(memory)
+        worker.hear("welcome")
+        put(memory, facts_of(5))
+        shutil.rmtree(run)
+        monkeypatch.setattr(run_folder, "device_of", lambda _: -1)
+        worker.socket.close()
+    assert time.monotonic() - began >= 1.5
+    assert not run.exists()
 
 
 @pytest.mark.usefixtures("impatient")
