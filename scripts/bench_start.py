@@ -18,7 +18,7 @@ from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import EVENTS, FINISHED_S
 from elastictrain.lease.records import Claim
-from elastictrain.lease.starts import KEPT, Start, Starts
+from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, Start, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
@@ -38,7 +38,8 @@ def fill(store: Store, num_objects: int) -> int:
         def records_of(number: int) -> None:
             Chain(store).create(Claim(number, "bench", over=True))
             Starts(store).write(Start(number, f"{number:06d}-aa", 1))
-            Lineage(store).write(Origin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
+            if number > num_objects - LINEAGE_KEPT:
+                Lineage(store).write(Origin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
 
         list(pool.map(event_of, range(1, num_objects + 1)))
         list(pool.map(records_of, range(first, num_objects + 1)))

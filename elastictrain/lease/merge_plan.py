@@ -96,9 +96,11 @@ def parse_journal(key: str, *, launchers: Mapping[str, int]) -> Journal | None:
 
 
 def parse_merged(key: str) -> Merged | None:
-    """None if this is no merged object."""
+    """None if this is no merged object: those are of one block."""
     match = _MERGED.fullmatch(key)
-    return Merged(key, int(match[1]), int(match[2]), int(match[3]), match[4]) if match is not None else None
+    if match is None or _block(int(match[1])) != _block(int(match[2])):
+        return None
+    return Merged(key, int(match[1]), int(match[2]), int(match[3]), match[4])
 
 
 def plan_merges(infos: Iterable[ObjectInfo], *, launchers: Mapping[str, int], newest: int, now_s: float) -> list[Merge]:

@@ -25,7 +25,7 @@ _AT_ONCE = 16
 _LINEAGE_EVERY = 16
 """The lineage is named after incarnations, and has to be listed: not by each start."""
 
-_LINEAGE_KEPT = 960
+LINEAGE_KEPT = 960
 """With what comes until it is trimmed again, one page of a list of an object store."""
 
 _MERGE_EVERY = 16
@@ -82,7 +82,7 @@ class Starts:
         numbers = range(max(1, last - _AT_ONCE + 1), last + 1)
         keys = [key for number in numbers for key in (_key(number), f"{GENERATIONS}/{number:09d}.json")]
         if newest % _LINEAGE_EVERY == 0:
-            keys += sorted(_listing(self._store, LINEAGE)())[:-_LINEAGE_KEPT]
+            keys += sorted(_listing(self._store, LINEAGE)())[:-LINEAGE_KEPT]
         side_by_side([_deletion(self._store, key) for key in keys])
 
     def merge_events(self, newest: int) -> None:

@@ -103,6 +103,14 @@ def test_what_may_still_grow_is_large_or_is_no_journal_stays(found: list[ObjectI
     assert planned(found, newest=newest) == {}
 
 
+@pytest.mark.parametrize("name", ["000001-to-000064.part-00001-r00000", "000065-to-000066.part-00002-others"])
+def test_merged_objects_are_of_one_block(name: str) -> None:
+    assert parse_merged(f"events/{name}.jsonl") is not None
+    # A name from outside that claims to hold all starts.
+    assert parse_merged(f"events/{name.replace('-to-0000', '-to-9000')}.jsonl") is None
+    assert parse_merged(f"events/{name}") is None
+
+
 def test_a_large_log_stays_in_its_place() -> None:
     small = infos(*(f"{number:06d}-aa-{writer}" for number in (1, 2, 4, 5) for writer in ("r00000", "r00001")))
     large = infos("000003-aa-r00000.part-00001", "000003-aa-r00000.part-00002", size=LARGE_BYTES // 2)
