@@ -8,8 +8,9 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
+from itertools import count
 
 from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
@@ -32,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 MERGED_BYTES = 16 << 20
 """What one merged object grows to, but for the last journal that goes into it."""
+
+_READS = 16
+"""Journals that are read at once."""
 
 _HEAD_BYTES = 64 << 10
 _GENERATION = re.compile(r"generation-([1-9]\d{0,8})")
@@ -91,25 +95,36 @@ def read_events(store: Store) -> Iterator[bytes]:
 def _merge(store: Store, merge: Merge) -> None:
     """Raises: ObjectExistsError if another process does the same; ObjectTooLargeError, StorageError."""
     known = {_digest(line) for part in merge.parts for line in _whole_lines(_read(store, part.key))}
-    number = max((part.part for part in merge.parts), default=0)
-    sources = list(merge.sources)
-    while sources:
-        pieces: list[bytes] = []
-        num_bytes = 0
-        while sources and num_bytes < MERGED_BYTES:
-            lines = _whole_lines(_read(store, sources.pop(0)))
-            fresh = [line for line in lines if _digest(line) not in known]
-            pieces += fresh
-            num_bytes += sum(map(len, fresh))
-        if pieces:
-            number += 1
-            store.create(merge.key(number), b"".join(pieces))
-            known.update(map(_digest, pieces))
+    numbers = count(max((part.part for part in merge.parts), default=0) + 1)
+    pieces: list[bytes] = []
+
+    def create() -> None:
+        store.create(merge.key(next(numbers)), b"".join(pieces))
+        known.update(map(_digest, pieces))
+        pieces.clear()
+
+    num_bytes = 0
+    for lines in _journals(store, merge.sources):
+        fresh = [line for line in lines if _digest(line) not in known]
+        pieces += fresh
+        num_bytes += sum(map(len, fresh))
+        if num_bytes >= MERGED_BYTES:
+            create()
+            num_bytes = 0
+    if pieces:
+        create()
     # Only when all is there: the beginning of a launcher's log tells where the log belongs, and goes last.
     logs: dict[str, list[str]] = {}
     for key in merge.sources:
         logs.setdefault(_PART.sub("", key), []).insert(0, key)
     side_by_side([partial(_delete_merged, store, log, known) for log in logs.values()])
+
+
+def _journals(store: Store, keys: Sequence[str]) -> Iterator[list[bytes]]:
+    """The lines of each, in their order."""
+    for first in range(0, len(keys), _READS):
+        for data in side_by_side([partial(_read, store, key) for key in keys[first : first + _READS]]):
+            yield _whole_lines(data)
 
 
 def _delete_merged(store: Store, log: Iterable[str], known: Set[bytes]) -> None:
