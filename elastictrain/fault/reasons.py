@@ -12,6 +12,9 @@ from elastictrain.bounded_json import parse_json
 
 logger = logging.getLogger(__name__)
 
+JOB_NAME = "job.json"
+"""What a job remembers of its run, beside the folders of its generations."""
+
 _BEGUN_NAME = "begun.json"
 
 
@@ -48,6 +51,15 @@ def read_begun(folder: str) -> int | None:
     except (OSError, ValueError):
         return None
     return step if type(step) is int else None
+
+
+def read_noted_step(folder: str) -> int:
+    """The newest step that the job's workers on this host knew to be committed; 0 if none. `folder` is the launcher's own."""
+    try:
+        step = parse_json((Path(folder) / JOB_NAME).read_text())["step"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return 0
+    return step if type(step) is int else 0
 
 
 def read_reasons(folder: str) -> list[Reason]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
 from elastictrain.fault.predecessors import GONE_WITHIN_S
-from elastictrain.fault.reasons import read_begun
+from elastictrain.fault.reasons import read_begun, read_noted_step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.stop_file import StopNote, write_stop_note
 from elastictrain.fault.whereabouts import Phase
@@ -303,8 +303,8 @@ class Supervisor:
     def _judge(self, attempt: Attempt, code: int) -> End:
         """How it ended here."""
         parts, folder = self._parts, self._folder_of(attempt.generation)
-        # What a start would go on from is progress, wherever it is kept.
-        known = (parts.committed_step() or 0, parts.remembered_step(), read_begun(str(folder)) or 0)
+        # What a start would go on from is progress, wherever it is kept. Storage is not asked: all hosts wait for this one.
+        known = (read_noted_step(str(parts.folder)), parts.remembered_step(), read_begun(str(folder)) or 0)
         self._committed_step = max(self._committed_step, *known)
         remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=self._committed_step)
         self._left_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.distributed.bounded import within
-from elastictrain.fault.reasons import leave_text
+from elastictrain.fault.reasons import JOB_NAME, leave_text
 from elastictrain.identity import Identity
 
 logger = logging.getLogger(__name__)
 
 _KEY = "elastictrain/job"
-_FILE = "job.json"
 _LIMIT_S = 5.0
 _INCARNATIONS = 64
 """More are not kept: snapshots in host memory are of the last few."""
@@ -32,7 +31,7 @@ class JobNotes:
         self._identity = identity
         launcher = identity.launcher
         # The folder of a generation lies in the launcher's own.
-        self._file = Path(launcher.folder).parent / _FILE if launcher is not None else None
+        self._file = Path(launcher.folder).parent / JOB_NAME if launcher is not None else None
         self._incarnations: tuple[str, ...] = ()
         self._step = 0
 

@@ -1,5 +1,6 @@
 """A supervisor of host `a` with everything around it made up: time passes only while it sleeps."""
 
+import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from elastictrain.config.task import TaskGroup
 from elastictrain.config.telemetry import TelemetryGroup
 from elastictrain.config.train import TrainGroup
 from elastictrain.events import Event
-from elastictrain.fault.reasons import Reason, leave_begun, leave_reason
+from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.membership.records import End, Entry, Generation, HostState
 from elastictrain.launch.membership.sight import Seen
@@ -237,6 +238,7 @@ class SupervisedHost:
         """By the second from which storage holds them."""
 
         self.storage_answers = True
+        self.storage_asked = 0
         self.saver: FakeSaver | None = FakeSaver(diary)
         self.remembered_step = 0
         options = config(launch or LaunchGroup(), fault or FaultGroup(), RunGroup("runs/x", on_held=on_held))
@@ -274,6 +276,10 @@ class SupervisedHost:
         """The first step is through."""
         leave_begun(str(self.folder_of(number)), resumed_step=resumed_step)
 
+    def note_committed(self, step: int) -> None:
+        """The workers know that this step is in storage."""
+        leave_text(self.folder / JOB_NAME, json.dumps({"incarnations": [], "step": step}))
+
     def end_workers(self, number: int, code: int, *reasons: Reason) -> None:
         """They end by themselves; `code` is torchrun's."""
         for reason in reasons:
@@ -301,6 +307,7 @@ class SupervisedHost:
         return self.saver
 
     def _committed_step(self) -> int | None:
+        self.storage_asked += 1
         if not self.storage_answers:
             return None
         return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)

@@ -617,7 +617,8 @@ def test_workers_that_are_no_forks_are_told_of_once(host: SupervisedHost) -> Non
 @pytest.mark.parametrize(("committed", "remembered", "resumed"), [(9, 4, 5), (4, 9, 5), (4, 5, 9)])
 def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, resumed: int, host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
-    host.committed_steps[0.0], host.remembered_step = committed, remembered
+    host.note_committed(committed)
+    host.remembered_step = remembered
     host.begin_training(1, resumed_step=resumed)
     host.end_workers(1, 1, Reason(0, 70, "reduce", 12, "boom"))
     assert host.go(0.5) is None
@@ -628,12 +629,13 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
 
 def test_a_host_that_was_stopped_by_another_says_in_its_line_what_is_committed(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
-    host.committed_steps[0.0] = 9
+    host.note_committed(9)
     host.learn(ends=[end("b", EndKind.LOST, lost="a")])
     assert host.go(3.0) is None
     assert (host.roster.entry.ended, host.roster.entry.committed_step) == (1, 9)
-    # Storage that does not answer takes nothing back.
-    host.committed_steps[0.0] = 0
+    # Storage, which would make all hosts wait, is not asked.
+    assert host.storage_asked == 0
+    host.note_committed(0)
     host.run_workers(generation(2, "ab"))
     host.end_workers(2, 1, Reason(0, 71, "reduce", 12, "a peer is gone"))
     assert host.go(1.0) is None
