@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torchruns import REPOSITORY, TINY, environment, free_port
+from torchruns import REPOSITORY, TINY, environment, free_port, wait_until
 
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.fault.reasons import read_reasons
@@ -77,13 +78,13 @@ sys.exit(agent.main())
 """
 
 
-def begin(index: int, port: int, folder: Path, *, hosts: int) -> "subprocess.Popen[bytes]":
+def begin(index: int, port: int, folder: Path, *, hosts: int, limit_s: float = LIMIT_S) -> "subprocess.Popen[bytes]":
     """The torchrun of one host, as its launcher starts it; it is not waited for."""
     folder.mkdir()
     arguments = f"--nnodes {hosts} --node-rank {index} --nproc-per-node 1 --max-restarts 0 --rdzv-conf timeout=600".split()
     arguments += f"--master-addr 127.0.0.1 --master-port {port} -m elastictrain.run --help".split()
     variables = {LAUNCHER: str(os.getpid()), FOLDER: str(folder)}
-    orders = Orders(tuple(arguments), variables, str(folder / "answer.json"), 1, HOSTS[:hosts], LIMIT_S)
+    orders = Orders(tuple(arguments), variables, str(folder / "answer.json"), 1, HOSTS[:hosts], limit_s)
     command = [sys.executable, "-u", "-c", _AGENT]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment())
     assert agent.stdin is not None
@@ -111,8 +112,21 @@ def test_a_torchrun_whose_store_is_frozen_ends_in_time_and_names_its_host(tmp_pa
         check_end(begin(1, port, tmp_path / "b", hosts=2), tmp_path / "b", missing=0)
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_torchruns_that_wait_for_one_that_does_not_come_end_in_time_and_name_its_host(tmp_path: Path) -> None:
     port = free_port()
-    agents = [begin(index, port, tmp_path / f"{index}", hosts=3) for index in (0, 1)]
-    for index, agent in enumerate(agents):
-        check_end(agent, tmp_path / f"{index}", missing=2)
+    # The first one has the store: it is to be there when the second one asks who came.
+    first = begin(0, port, tmp_path / "a", hosts=3, limit_s=600.0)
+    try:
+        wait_until(lambda: first.poll() is not None or listens(port), timeout_s=STARTS_WITHIN_S, what="the store")
+        second = begin(1, port, tmp_path / "b", hosts=3)
+        alone = begin(0, free_port(), tmp_path / "c", hosts=2)
+        check_end(second, tmp_path / "b", missing=2)
+        check_end(alone, tmp_path / "c", missing=1)
+    finally:
+        first.kill()
+        first.communicate()

@@ -223,8 +223,9 @@ def test_who_is_heard_is_known_with_the_time_since_when_member_or_not() -> None:
         b.say(watch, 1)
         eventually(lambda: watch.heard == ({"b"}, clock.now_s))
         clock.jump(LOST_S / 4)
-        z.say(watch, 1)
+        # In this order: once `z` is heard, this word of `b` is heard, too.
         b.say(watch, 1)
+        z.say(watch, 1)
         eventually(lambda: watch.heard == ({"b", "z"}, clock.now_s))
         # A new group changes nothing about who gets through.
         watch.follow(group(2, of(watch, "a"), z.member))
