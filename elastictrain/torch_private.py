@@ -70,7 +70,8 @@ _NCCL_FLIGHT_RECORDER = "_dump_nccl_trace_json"
 AGENT_RECORD = "torchelastic/role_info/"
 """The key of what each torchrun says of itself in the store, without its node rank."""
 
-_FIND_AGENTS = timedelta(seconds=2)
+_FIND_AGENTS = timedelta(minutes=10)
+"""Longer than anybody waits: at its end the store's client prints a stack of C++ frames."""
 
 # Public from 2.14 on, which warns where the private one is used.
 _PUBLIC_TIMEOUT = PrivateName("torch.distributed", "set_timeout", ("timeout", "group"))
@@ -170,7 +171,7 @@ def intercept_workers(
 def find_agents(address: str, port: int, *, run_id: str, count: int) -> frozenset[int]:
     """Which of `count` torchruns have come to a static rendezvous, by node rank: each leaves a record in its store.
 
-    A store whose host is frozen keeps this call for ever. Raises: RuntimeError.
+    A store whose host is frozen keeps this call for ever, and one that cannot be reached for minutes. Raises: RuntimeError.
     """
     import torch.distributed as dist
 

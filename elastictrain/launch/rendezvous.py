@@ -11,7 +11,7 @@ from elastictrain.distributed.bounded import within
 from elastictrain.launch.membership.words import listed
 from elastictrain.torch_private import find_agents
 
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 """How long the store has to say who came, once the limit is over."""
 
 
