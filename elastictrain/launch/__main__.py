@@ -43,21 +43,21 @@ from elastictrain.errors import (
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.address import OwnAddress
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
 from elastictrain.launch.host_check import why_unfit
-from elastictrain.launch.membership.records import Entry, HostState
-from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.host_lock import HostLock, lock_run
+from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.membership.records import HostRecord, HostState
+from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.notices import watch_notices
 from elastictrain.launch.probing import count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.roster import Roster
 from elastictrain.launch.saver import ask_to_flush
-from elastictrain.launch.sole import Claim, claim_run
-from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.slurm_task_lock import acquire_task_lock, wait_for_launcher
+from elastictrain.launch.supervisor import Supervisor, SupervisorParts
 from elastictrain.launch.torchrun import Torchrun, free_port
-from elastictrain.launch.turns import take_turn, wait_for_launcher
-from elastictrain.launch.watch.mesh import Watch
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
 from elastictrain.lease.records import LAUNCHER, name_of
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.role == "idle":
             return wait_for_launcher(place.job)
         if place.kind == "slurm":
-            take_turn(place.job, say=say)
+            acquire_task_lock(place.job, say=say)
         return _launch(config, tuple(arguments), place, surroundings)
     except ElasticTrainError as error:
         say(str(error))
@@ -110,7 +110,7 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _find_place(config: RunConfig, surroundings: Surroundings) -> Place:
+def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
     interfaces = usable_interfaces(surroundings)
     probes = Probes(
         names=(*own_names(), *(address for interface in interfaces for address in interface.addresses)),
@@ -126,16 +126,16 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HostSetup:
     """What this process holds, and gives back at its end."""
 
-    claim: Claim
+    lock: HostLock
     listener: StopListener
     torchrun: Torchrun
     folder: Path
 
 
-def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings) -> int:
+def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
     with ExitStack() as ending:
         held = _hold(config, ending)
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
@@ -147,7 +147,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: Place, surroun
 
 
 def _supervise(
-    config: RunConfig, arguments: tuple[str, ...], place: Place, surroundings: Surroundings, *, held: Held
+    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
 ) -> int | None:
     """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
     with ExitStack() as ending:
@@ -200,65 +200,65 @@ def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
         return answer
 
 
-def _hold(config: RunConfig, ending: ExitStack) -> Held:
+def _hold(config: RunConfig, ending: ExitStack) -> HostSetup:
     """Raises: UsageError, HostUnfitError."""
-    claim = claim_run(config.run.dir)
-    ending.callback(claim.close)
+    lock = lock_run(config.run.dir)
+    ending.callback(lock.close)
     listener = StopListener(notice_s=config.fault.notice_s)
     listener.start()
     try:
-        folder = claim.make_folder()
+        folder = lock.make_folder()
     except OSError as error:
         raise HostUnfitError(f"no folder can be made in {tempfile.gettempdir()}: {reason_of(error)}") from error
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     torchrun = Torchrun()
     ending.callback(torchrun.close)
     torchrun.prepare()
-    return Held(claim, listener, torchrun, folder)
+    return HostSetup(lock, listener, torchrun, folder)
 
 
 def _put_together(
     config: RunConfig,
     arguments: tuple[str, ...],
-    place: Place,
+    place: ClusterPlace,
     surroundings: Surroundings,
     *,
-    held: Held,
-) -> Parts:
+    held: HostSetup,
+) -> SupervisorParts:
     """Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError."""
     store = open_store(config.run.dir)
     try:
-        token = _unless_stopped(Registry(store).token, held.listener)
+        token = _unless_stopped(MembershipStore(store).token, held.listener)
         free_after = _unless_stopped(partial(_wait_until_free, store, config, held.listener), held.listener)
     except StorageError as error:
         raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
     host = f"{_NOT_IN_A_KEY.sub('-', socket.gethostname())}-{secrets.token_hex(4)}"
     options = config.launch
-    watch = Watch(host, token=token, lost_s=options.lost_s)
-    entry = _own_entry(host, config, place, surroundings, watch_port=watch.port)
-    registry = Registry(store, fleeting=without_sync(store))
-    if held.claim.before:
+    heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
+    record = _own_record(host, config, place, surroundings, watch_port=heartbeat.port)
+    membership = MembershipStore(store, fleeting=without_sync(store))
+    if held.lock.before:
         # It did not come to say so itself.
-        registry.bury(held.claim.before)
-    held.claim.sign(host)
+        membership.mark_dead(held.lock.before)
+    held.lock.sign(host)
     # From the moment that the others can see this host they count on it: all that can fail comes before.
     log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-    find_address = None if options.address else _address_of(entry, place, surroundings).look
-    roster = Roster(registry, entry, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
-    watch.start()
-    roster.start()
-    return Parts(
+    find_address = None if options.address else _address_of(record, place, surroundings).look
+    registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
+    heartbeat.start()
+    registry.start()
+    return SupervisorParts(
         config=config,
         run_arguments=arguments,
-        roster=roster,
-        watch=watch,
+        registry=registry,
+        heartbeat=heartbeat,
         torchrun=held.torchrun,
         recorder=Recorder(log),
         folder=held.folder,
         expected_hosts=place.num_hosts,
         free_after=free_after,
         stop_request=lambda: held.listener.request,
-        check_host=partial(why_unfit, config, surroundings, processes=entry.processes),
+        check_host=partial(why_unfit, config, surroundings, processes=record.processes),
         committed_step=partial(committed_step, store),
         remembered_step=partial(remembered_step, config),
         ask_to_flush=partial(ask_to_flush, config),
@@ -266,10 +266,12 @@ def _put_together(
     )
 
 
-def _own_entry(host: str, config: RunConfig, place: Place, surroundings: Surroundings, *, watch_port: int) -> Entry:
+def _own_record(
+    host: str, config: RunConfig, place: ClusterPlace, surroundings: Surroundings, *, watch_port: int
+) -> HostRecord:
     """What this host says of itself at first."""
     process = this_writer()
-    return Entry(
+    return HostRecord(
         host=host,
         name=socket.gethostname(),
         address=config.launch.address or place.address or own_address(place.peers, surroundings=surroundings),
@@ -285,9 +287,9 @@ def _own_entry(host: str, config: RunConfig, place: Place, surroundings: Surroun
     )
 
 
-def _address_of(entry: Entry, place: Place, surroundings: Surroundings) -> OwnAddress:
+def _address_of(record: HostRecord, place: ClusterPlace, surroundings: Surroundings) -> OwnAddress:
     return OwnAddress(
-        entry.address,
+        record.address,
         own=partial(_own_addresses, surroundings),
         find=partial(own_address, place.peers, surroundings=surroundings),
     )
@@ -297,7 +299,7 @@ def _own_addresses(surroundings: Surroundings) -> frozenset[str]:
     return frozenset(address for one in usable_interfaces(surroundings) for address in one.addresses)
 
 
-def _processes(config: RunConfig, place: Place) -> int:
+def _processes(config: RunConfig, place: ClusterPlace) -> int:
     if config.launch.processes:
         return config.launch.processes
     if config.parallel.backend == "gloo":

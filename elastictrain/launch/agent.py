@@ -21,7 +21,7 @@ from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import FOLDER, LAUNCHER
 from elastictrain.launch.forks import Forks, hand_out, import_ahead
-from elastictrain.launch.orders import Answer, Orders, decode, write_answer
+from elastictrain.launch.orders import AgentAnswer, Orders, decode, write_answer
 from elastictrain.launch.records import NO_RANK
 from elastictrain.launch.rendezvous import StorePlace, bound_rendezvous
 
@@ -80,12 +80,12 @@ def _run(orders: Orders) -> int:
     unforked = unhooked or forks.prepare(orders.processes)
     if unforked:
         # Before the workers start: the launcher looks when their first step is through.
-        _tell(orders, Answer(unforked=unforked))
+        _tell(orders, AgentAnswer(unforked=unforked))
     # What ended, and how, is said by the workers and by the launcher.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
     def not_met(missing: tuple[int, ...], sentence: str) -> None:
-        _tell(orders, Answer(unforked=unforked, missing=missing))
+        _tell(orders, AgentAnswer(unforked=unforked, missing=missing))
         _leave_now(_complain(orders, _not_met(sentence)))
 
     # Where torchrun does not say that it starts a worker, there are no forks: every child is one.
@@ -97,10 +97,10 @@ def _run(orders: Orders) -> int:
         torchrun.run(options)  # type: ignore[no-untyped-call]  # torch does not annotate it
     except ChildFailedError as error:
         codes = {failure.local_rank: failure.exitcode for failure in error.failures.values()}
-        _tell(orders, Answer(codes, forks.leaving(), unforked))
+        _tell(orders, AgentAnswer(codes, forks.leaving(), unforked))
         return _EXIT_FAILED
     except Exception as error:  # noqa: BLE001  # the edge of the process: what ends it is told to the launcher
-        _tell(orders, Answer(leaving=forks.leaving(), unforked=unforked))
+        _tell(orders, AgentAnswer(leaving=forks.leaving(), unforked=unforked))
         reason = explain(error)
         if reason.exit_code != EXIT_TRANSPORT:
             traceback.print_exc()
@@ -134,7 +134,7 @@ def _complain(orders: Orders, reason: Reason) -> int:
     return _EXIT_FAILED
 
 
-def _tell(orders: Orders, answer: Answer) -> None:
+def _tell(orders: Orders, answer: AgentAnswer) -> None:
     with suppress(OSError):
         write_answer(Path(orders.answer_file), answer)
 

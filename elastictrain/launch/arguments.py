@@ -15,7 +15,7 @@ _LIMIT_MARGIN_S = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class HostContext:
     """What only this host knows."""
 
     host: str
@@ -32,7 +32,7 @@ class Here:
     rendezvous_limit_s: float
 
 
-def plan_torchrun(generation: Generation, here: Here) -> Orders:
+def plan_torchrun(generation: Generation, here: HostContext) -> Orders:
     """The torchrun of this host, which must be a member."""
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == here.host)

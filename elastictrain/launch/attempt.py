@@ -15,7 +15,7 @@ class Attempt:
     """A generation in which this host takes part. Times are monotonic."""
 
     generation: Generation
-    adopted_s: float
+    joined_s: float
     starts_s: float
     """When its torchrun is due."""
 

@@ -9,7 +9,7 @@ from elastictrain.fault.notices.limits import LimitSource, TimeLimits
 from elastictrain.fault.notices.notice import Notice, Source
 from elastictrain.fault.notices.poller import NoticePoller
 from elastictrain.fault.stop import StopListener
-from elastictrain.launch.cluster.place import Place
+from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.records import NoticeGiven, Recorder
 
 _LEAD_S = 120.0
@@ -34,7 +34,7 @@ class CloudSource:
 
 
 def watch_notices(
-    config: RunConfig, place: Place, *, listener: StopListener, recorder: Recorder, say: Callable[[str], None]
+    config: RunConfig, place: ClusterPlace, *, listener: StopListener, recorder: Recorder, say: Callable[[str], None]
 ) -> NoticePoller:
     """Begin to ask; what comes becomes a stop request, or is only told where it is a hint."""
 

@@ -46,7 +46,7 @@ def decode(line: bytes) -> Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AgentAnswer:
     """What a torchrun has seen of its workers' ends."""
 
     codes: Mapping[int, int] = field(default_factory=dict)
@@ -62,21 +62,21 @@ class Answer:
     """Hosts, by place in the generation, that did not come to torchrun's store in time, or whose store it was."""
 
 
-def write_answer(path: Path, answer: Answer) -> None:
+def write_answer(path: Path, answer: AgentAnswer) -> None:
     """Raises: OSError."""
     leaving = [[one.pid, one.started] for one in answer.leaving]
     path.write_text(json.dumps([dict(answer.codes), leaving, answer.unforked, list(answer.missing)]))
 
 
-def read_answer(path: Path) -> Answer:
+def read_answer(path: Path) -> AgentAnswer:
     """An empty one if there is none that can be read."""
     try:
         codes, leaving, unforked, missing = json.loads(path.read_text())
-        return Answer(
+        return AgentAnswer(
             {int(rank): int(code) for rank, code in codes.items()},
             tuple(Process(int(pid), int(started)) for pid, started in leaving),
             str(unforked),
             tuple(map(int, missing)),
         )
     except (OSError, ValueError, TypeError, AttributeError):
-        return Answer()
+        return AgentAnswer()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from elastictrain.distributed.bounded import within
-from elastictrain.launch.membership.words import listed
+from elastictrain.launch.membership.messages import listed
 from elastictrain.torch_private import find_agents
 
 _ANSWER_S = 3.0

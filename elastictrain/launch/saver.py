@@ -20,7 +20,7 @@ _CONNECT_S = 2.0
 _TURN_S = 0.1
 
 
-class Saver(Protocol):
+class SaverProcess(Protocol):
     """A saver that was asked to write what only host memory has."""
 
     pid: int
@@ -88,7 +88,7 @@ def await_final_save(
     *,
     until_s: float,
     committed_step: Callable[[], int | None],
-    ask: Callable[[], Saver | None],
+    ask: Callable[[], SaverProcess | None],
     say: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -117,5 +117,5 @@ def await_final_save(
     return FinalSave(committed, wanted_step, saver.pid if writes else 0)
 
 
-def _describe(saver: Saver, step: int) -> str:
+def _describe(saver: SaverProcess, step: int) -> str:
     return f"the saver ({describe_process(saver.pid)}) to write step {step} from host memory to storage"

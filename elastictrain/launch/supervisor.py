@@ -15,21 +15,21 @@ from elastictrain.fault.reasons import read_begun, read_noted_step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.stop_file import StopNote, write_stop_note
 from elastictrain.fault.whereabouts import Phase
-from elastictrain.launch.arguments import Here, plan_torchrun
+from elastictrain.launch.arguments import HostContext, plan_torchrun
 from elastictrain.launch.attempt import Attempt, read_remains
 from elastictrain.launch.ending import judge_end
-from elastictrain.launch.last_words import last_words, say_waiting
+from elastictrain.launch.exit_message import exit_message, waiting_message
+from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
-from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
-from elastictrain.launch.membership.view import View
-from elastictrain.launch.membership.words import headline, listed
+from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
+from elastictrain.launch.membership.messages import headline, listed
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.orders import ANSWER_NAME, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
-from elastictrain.launch.roster import Roster
-from elastictrain.launch.saver import FinalSave, Saver, await_final_save
+from elastictrain.launch.saver import FinalSave, SaverProcess, await_final_save
 from elastictrain.launch.torchrun import Torchrun, free_port
-from elastictrain.launch.watch.mesh import Watch
 from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
@@ -56,13 +56,13 @@ _LEAVING_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class SupervisorParts:
     """What the loop works with; put together in __main__.py."""
 
     config: RunConfig
     run_arguments: tuple[str, ...]
-    roster: Roster
-    watch: Watch
+    registry: HostRegistry
+    heartbeat: HeartbeatMesh
     torchrun: Torchrun
     recorder: Recorder
     folder: Path
@@ -82,7 +82,7 @@ class Parts:
     remembered_step: Callable[[], int]
     """The newest step in this host's memory."""
 
-    ask_to_flush: Callable[[], Saver | None]
+    ask_to_flush: Callable[[], SaverProcess | None]
     """Have this host's saver write what only memory has; None if there is no saver."""
 
     say: Callable[[str], None]
@@ -93,7 +93,7 @@ class Parts:
 class Supervisor:
     """One launcher's life, from its first look at the roster to its exit code."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: SupervisorParts) -> None:
         self._parts = parts
         self._began_s = parts.clock()
         self._stop_limit_s = parts.config.fault.save_timeout_s + parts.config.fault.shutdown_grace_s
@@ -133,41 +133,41 @@ class Supervisor:
                 code = self._retry_if_unfit()
             if code is not None:
                 return code
-            decision = decide(self._view(), parts.config.launch) if parts.roster.known.reads else None
+            decision = decide(self._cluster_state(), parts.config.launch) if parts.registry.known.reads else None
             if isinstance(decision, Leave):
                 return self._leave(decision.exit_code, decision.reason)
             if decision is not None:
                 self._act(decision)
-            if news := parts.watch.take_news():
-                parts.roster.wake(news)
+            if news := parts.heartbeat.pop_news():
+                parts.registry.wake(news)
             parts.sleep(_BRIEF_TURN_S if parts.clock() < self._hurried_until_s else _TURN_S)
 
     def _listen(self) -> None:
         """Have this host's line tell whom it hears, and hosts that wait speak to all that live."""
         parts = self._parts
-        heard, _ = parts.watch.heard
-        parts.roster.hears = tuple(sorted(heard))
-        if told := parts.watch.take_lines():
-            parts.roster.hear(told)
+        heard, _ = parts.heartbeat.heard
+        parts.registry.hears = tuple(sorted(heard))
+        if told := parts.heartbeat.pop_records():
+            parts.registry.hear(told)
         waits = self._attempt is None
-        lines = [one.entry for one in parts.roster.known.seen.values()] if waits else []
-        parts.watch.call([line for line in lines if line.state is not HostState.GONE])
+        lines = [one.record for one in parts.registry.known.observed.values()] if waits else []
+        parts.heartbeat.call([line for line in lines if line.state is not HostState.GONE])
 
-    def _view(self) -> View:
-        known, parts = self._parts.roster.known, self._parts
-        heard, heard_since_s = parts.watch.heard
-        return View(
+    def _cluster_state(self) -> ClusterState:
+        known, parts = self._parts.registry.known, self._parts
+        heard, heard_since_s = parts.heartbeat.heard
+        return ClusterState(
             now_s=parts.clock(),
-            me=parts.roster.entry,
+            me=parts.registry.record,
             began_s=known.began_s,
             running=self._attempt.generation if self._attempt is not None else None,
             newest=known.newest,
             newest_since_s=known.newest_since_s,
             ends=known.ends,
             ended_since_s=known.ended_since_s,
-            seen=known.seen,
+            observed=known.observed,
             read_s=known.read_s,
-            silent=parts.watch.silent,
+            silent=parts.heartbeat.silent,
             heard=heard,
             heard_since_s=heard_since_s,
             expected_hosts=parts.expected_hosts,
@@ -180,27 +180,27 @@ class Supervisor:
 
     def _act(self, decision: Decision) -> None:
         match decision:
-            case Adopt(generation):
-                self._adopt(generation)
-            case Create(generation) if generation.number not in self._parts.roster.known.created:
-                self._parts.roster.post(generation)
+            case Join(generation):
+                self._join(generation)
+            case Create(generation) if generation.number not in self._parts.registry.known.created:
+                self._parts.registry.post(generation)
             case Finish(end, at_once):
                 self._finish(end, at_once=at_once)
-            case Rest(generation, reason):
-                self._rest(reason, ended=generation)
+            case LeaveOut(generation, reason):
+                self._leave_out(reason, ended=generation)
             case Wait():
                 self._wait(decision)
             case _:
                 pass
 
-    def _adopt(self, generation: Generation) -> None:
+    def _join(self, generation: Generation) -> None:
         parts = self._parts
         if self._attempt is not None:
             return
-        self._attempt = Attempt(generation=generation, adopted_s=parts.clock(), starts_s=parts.clock() + generation.pause_s)
-        parts.roster.say(HostState.BUSY)
-        parts.roster.attentive = generation.members[0].host == parts.roster.entry.host
-        parts.watch.follow(generation)
+        self._attempt = Attempt(generation=generation, joined_s=parts.clock(), starts_s=parts.clock() + generation.pause_s)
+        parts.registry.say(HostState.BUSY)
+        parts.registry.attentive = generation.members[0].host == parts.registry.record.host
+        parts.heartbeat.follow(generation)
         self._said = ""
         names = listed(member.name for member in generation.members)
         because = f", because {headline(generation.reason)}" if generation.reason else ""
@@ -221,16 +221,16 @@ class Supervisor:
             folder = self._make_folder(generation)
         except OSError as error:
             reason = f"{self._folder_of(generation)} cannot be made: {reason_of(error)}"
-            host = parts.roster.entry.host
+            host = parts.registry.record.host
             self._over(attempt, End(generation.number, host, EndKind.FAILED, EXIT_UNFIT, str(Phase.START), 0, 0, reason))
             return
-        here = Here(
-            host=parts.roster.entry.host,
-            address=parts.roster.entry.address,
+        here = HostContext(
+            host=parts.registry.record.host,
+            address=parts.registry.record.address,
             pid=os.getpid(),
             folder=str(folder),
             run_arguments=parts.run_arguments,
-            restarted=parts.roster.known.follows_another,
+            restarted=parts.registry.known.follows_another,
             stop_file=str(folder / _STOP_NAME),
             rendezvous_limit_s=parts.config.fault.rendezvous_timeout_s,
         )
@@ -254,9 +254,9 @@ class Supervisor:
             return
         attempt.asked, attempt.asked_s = end, now_s
         self._hurried_until_s = now_s + _HURRIED_S
-        if end.host == parts.roster.entry.host:
-            parts.roster.post(end)
-            parts.watch.say_ended(parts.roster.entry)
+        if end.host == parts.registry.record.host:
+            parts.registry.post(end)
+            parts.heartbeat.send_end(parts.registry.record)
         if not at_once:
             attempt.kill_s = now_s + self._stop_limit_s
             if request is not None and request.deadline_s is not None:
@@ -306,9 +306,9 @@ class Supervisor:
         # What a start would go on from is progress, wherever it is kept. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(parts.folder)), parts.remembered_step(), read_begun(str(folder)) or 0)
         self._committed_step = max(self._committed_step, *known)
-        remains = read_remains(attempt, folder, host=parts.roster.entry.host, code=code, committed_step=self._committed_step)
+        remains = read_remains(attempt, folder, host=parts.registry.record.host, code=code, committed_step=self._committed_step)
         self._left_step = max((one.step for one in remains.reasons if one.exit_code == EXIT_STOPPED), default=0)
-        end = judge_end(remains, generation=attempt.generation.number, host=parts.roster.entry.host)
+        end = judge_end(remains, generation=attempt.generation.number, host=parts.registry.record.host)
         # What workers do when they are asked to end is no news, but that they were at the last step already is.
         return end if attempt.asked is None or end.kind is EndKind.DONE else attempt.asked
 
@@ -321,7 +321,7 @@ class Supervisor:
         shutil.rmtree(self._folder_of(attempt.generation), ignore_errors=True)
         self._stop_cost_s = parts.clock() - attempt.asked_s if attempt.asked is not None else 0.0
         if end is not attempt.asked:
-            parts.roster.post(end)
+            parts.registry.post(end)
         parts.recorder.record(
             attempt.generation.number,
             GenerationEnded(
@@ -330,25 +330,25 @@ class Supervisor:
         )
         if end.kind is not EndKind.DONE:
             parts.say(f"generation {attempt.generation.number} has ended here: {headline(end.reason)}")
-        parts.roster.attentive = True
-        if end.host == parts.roster.entry.host and end.exit_code == EXIT_UNFIT:
-            self._rest(end.reason, ended=attempt.generation.number)
+        parts.registry.attentive = True
+        if end.host == parts.registry.record.host and end.exit_code == EXIT_UNFIT:
+            self._leave_out(end.reason, ended=attempt.generation.number)
         else:
-            parts.roster.say(
+            parts.registry.say(
                 HostState.READY,
                 ended=attempt.generation.number,
                 master_port=free_port(),
                 committed_step=self._committed_step,
             )
-        parts.watch.say_ended(parts.roster.entry)
+        parts.heartbeat.send_end(parts.registry.record)
 
-    def _rest(self, reason: str, *, ended: int) -> None:
+    def _leave_out(self, reason: str, *, ended: int) -> None:
         """Take no part for a while."""
         parts = self._parts
-        if parts.roster.entry.state is not HostState.UNFIT:
+        if parts.registry.record.state is not HostState.UNFIT:
             self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
-        ended = max(ended, parts.roster.entry.ended)
-        parts.roster.say(HostState.UNFIT, reason=reason, ended=ended, committed_step=self._committed_step)
+        ended = max(ended, parts.registry.record.ended)
+        parts.registry.say(HostState.UNFIT, reason=reason, ended=ended, committed_step=self._committed_step)
 
     def _note_begin(self, attempt: Attempt) -> None:
         """Once the first step is through there is time to start the next torchrun ahead."""
@@ -356,7 +356,7 @@ class Supervisor:
             return
         attempt.begun = True
         if self._stop_cost_s is not None:
-            self._restart_cost_s = self._stop_cost_s + self._parts.clock() - attempt.adopted_s
+            self._restart_cost_s = self._stop_cost_s + self._parts.clock() - attempt.joined_s
         self._parts.torchrun.prepare()
         self._say_unforked(attempt.generation)
 
@@ -380,7 +380,7 @@ class Supervisor:
             return self._leave(EXIT_STOPPED, f"asked to stop ({request.reason})")
         if attempt.asked is None:
             reason = f"asked to stop ({request.reason})"
-            host, number = parts.roster.entry.host, attempt.generation.number
+            host, number = parts.registry.record.host, attempt.generation.number
             self._finish(End(number, host, EndKind.LEAVING, EXIT_STOPPED, "", 0, 0, reason), at_once=False)
         return None
 
@@ -389,13 +389,13 @@ class Supervisor:
 
         Raises: RunHeldError where it was faster, and is to be waited for.
         """
-        newest = self._parts.roster.known.newest
-        if newest is None or newest.outcome is not Outcome.ELSEWHERE or newest.number <= self._parts.free_after:
+        newest = self._parts.registry.known.newest
+        if newest is None or newest.outcome is not GenerationOutcome.ELSEWHERE or newest.number <= self._parts.free_after:
             return None
         if self._attempt is not None:
             # Which ends it at once.
             return None
-        if self._parts.config.run.on_held == "wait" and not self._parts.roster.entry.ended:
+        if self._parts.config.run.on_held == "wait" and not self._parts.registry.record.ended:
             self._withdraw(newest.reason)
             raise RunHeldError(newest.reason)
         return self._leave(EXIT_STOPPED, newest.reason)
@@ -403,16 +403,16 @@ class Supervisor:
     def _retry_if_unfit(self) -> int | None:
         """A host that was left out is looked at again, or leaves."""
         parts = self._parts
-        if parts.roster.entry.state is not HostState.UNFIT or parts.clock() < self._retry_s:
+        if parts.registry.record.state is not HostState.UNFIT or parts.clock() < self._retry_s:
             return None
         if parts.config.launch.retry_unfit_s == 0:
-            return self._leave(EXIT_UNFIT, parts.roster.entry.reason)
+            return self._leave(EXIT_UNFIT, parts.registry.record.reason)
         if unfit := parts.check_host():
             parts.say(f"this host is still unfit: {unfit}")
             self._retry_s = parts.clock() + parts.config.launch.retry_unfit_s
         else:
             parts.say("this host passes its checks again, and waits to be taken in")
-            parts.roster.say(HostState.READY, master_port=free_port())
+            parts.registry.say(HostState.READY, master_port=free_port())
         return None
 
     def _wait(self, decision: Wait) -> None:
@@ -422,18 +422,18 @@ class Supervisor:
             self._waits_for, self._waits_since_s = decision.for_what, now_s
         if decision.for_what and decision.for_what != self._said and now_s - self._waits_since_s >= _WORTH_SAYING_S:
             self._said = decision.for_what
-            self._parts.say(say_waiting(decision, now_s=now_s))
+            self._parts.say(waiting_message(decision, now_s=now_s))
 
     def _leave(self, code: int, reason: str) -> int:
         parts = self._parts
         parts.torchrun.close()
         # Before anything is waited for: the others are not to count on this host.
-        parts.roster.say(HostState.GONE, reason=reason)
+        parts.registry.say(HostState.GONE, reason=reason)
         final = self._final_save() if code != EXIT_OK else FinalSave(parts.committed_step())
         # Before more is waited for: whoever ends this process at a deadline leaves no time after it.
-        parts.say(last_words(code, reason, run_dir=parts.config.run.dir, final=final))
-        parts.roster.close(limit_s=_LEAVING_LIMIT_S)
-        parts.watch.close()
+        parts.say(exit_message(code, reason, run_dir=parts.config.run.dir, final=final))
+        parts.registry.close(limit_s=_LEAVING_LIMIT_S)
+        parts.heartbeat.close()
         request = parts.stop_request()
         left_s = request.deadline_s - parts.clock() if request is not None and request.deadline_s is not None else GONE_WITHIN_S
         parts.torchrun.wait_until_gone(min(left_s, GONE_WITHIN_S))
@@ -441,9 +441,9 @@ class Supervisor:
 
     def _withdraw(self, reason: str) -> None:
         """Nobody is to count on this host; it has nothing to save."""
-        self._parts.roster.say(HostState.GONE, reason=reason)
-        self._parts.roster.close(limit_s=_LEAVING_LIMIT_S)
-        self._parts.watch.close()
+        self._parts.registry.say(HostState.GONE, reason=reason)
+        self._parts.registry.close(limit_s=_LEAVING_LIMIT_S)
+        self._parts.heartbeat.close()
 
     def _final_save(self) -> FinalSave:
         """What only memory has is brought to storage: in a container all ends with this process, the saver too."""

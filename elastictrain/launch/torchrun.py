@@ -95,7 +95,7 @@ class Torchrun:
         """
         assert self._running is not None  # noqa: S101
         code = self._running.poll()
-        self._bury()
+        self._reap()
         if not self._killed:
             if code is None:
                 if self._clock() >= self._looked_s + _LOOK_EVERY_S:
@@ -147,7 +147,7 @@ class Torchrun:
     def wait_until_gone(self, limit_s: float) -> None:
         """Until nothing of what was started here holds anything: who comes next on this host knows nothing of it."""
         wait_until_gone(self._still_there(), limit_s=limit_s, clock=self._clock)
-        self._bury()
+        self._reap()
 
     def _drop_waiting(self) -> None:
         """It has no workers, and holds nothing that anybody needs."""
@@ -189,7 +189,7 @@ class Torchrun:
         """Without who still runs: that one was waited for, and named."""
         return [one for one in self._leaving if is_there(one) and not runs(one.pid)]
 
-    def _bury(self) -> None:
+    def _reap(self) -> None:
         """Ask how those ended that hold nothing any more: as the first process of a container this one is their parent."""
         for one in [one for one in self._leaving if not is_there(one)]:
             if identify(one.pid) == one:

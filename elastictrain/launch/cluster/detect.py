@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.launch.cluster.kubernetes import is_kubernetes, read_kubernetes
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
 from elastictrain.launch.cluster.plain import HOSTS_KEY, read_plain
 from elastictrain.launch.cluster.runai import is_runai, read_runai
 from elastictrain.launch.cluster.slurm import is_slurm, read_slurm
@@ -16,7 +16,7 @@ _RANKS = ("RANK", "WORLD_SIZE")
 _NOBODY = Probes()
 
 
-def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: Sequence[str] = ()) -> Place:
+def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: Sequence[str] = ()) -> ClusterPlace:
     """Where this launcher is. `hosts` is the list that a person gave; it comes before every environment.
 
     Slurm comes before Kubernetes, because it runs inside of it and numbers its own hosts; RunAI before Kubernetes, which it is
@@ -37,7 +37,7 @@ def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: S
     return _aside(place, [f"{', '.join(aside)} of the environment are left aside: {why}"])
 
 
-def _read(environment: Mapping[str, str], probes: Probes) -> tuple[Place, tuple[str, ...]]:
+def _read(environment: Mapping[str, str], probes: Probes) -> tuple[ClusterPlace, tuple[str, ...]]:
     """The place, and the variables that may be there without being read."""
     if is_slurm(environment):
         return read_slurm(environment), (*_PODS, *_RANKS)
@@ -59,7 +59,7 @@ def _signs(environment: Mapping[str, str]) -> tuple[tuple[str, bool], ...]:
     )
 
 
-def _aside(place: Place, warnings: Sequence[str]) -> Place:
+def _aside(place: ClusterPlace, warnings: Sequence[str]) -> ClusterPlace:
     return replace(place, warnings=(*place.warnings, *warnings))
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastictrain.launch.cluster.gpus import count
-from elastictrain.launch.cluster.pets import Pets, other_host, read_pets
-from elastictrain.launch.cluster.place import Kind, Place
+from elastictrain.launch.cluster.place import ClusterPlace, Kind
+from elastictrain.launch.cluster.torchrun_env import TorchrunEnvironment, other_host, read_pets
 from elastictrain.launch.cluster.variables import Variables
 
 EVIDENCE = "KUBERNETES_SERVICE_HOST"
@@ -42,7 +42,7 @@ def is_kubernetes(environment: Mapping[str, str]) -> bool:
     return EVIDENCE in environment
 
 
-def read_kubernetes(environment: Mapping[str, str]) -> Place:
+def read_kubernetes(environment: Mapping[str, str]) -> ClusterPlace:
     """The place of a pod. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
     place = pod_place(variables, kind="kubernetes", name="Kubernetes")
@@ -50,61 +50,61 @@ def read_kubernetes(environment: Mapping[str, str]) -> Place:
     return place
 
 
-def pod_place(variables: Variables, *, kind: Kind, name: str, gpus: int = 0, gpus_from: str = "") -> Place:
+def pod_place(variables: Variables, *, kind: Kind, name: str, gpus: int = 0, gpus_from: str = "") -> ClusterPlace:
     """The place of a pod; problems are left in `variables`. `gpus` of each pod, from the variable `gpus_from`; 0 if unknown."""
-    pets = read_pets(variables)
-    counted = _count_hosts(variables, pets, gpus=gpus, gpus_from=gpus_from)
+    torchrun_env = read_pets(variables)
+    counted = _count_hosts(variables, torchrun_env, gpus=gpus, gpus_from=gpus_from)
     num_hosts, source = counted.hosts, counted.source
-    order = _order(variables, pets)
+    order = _order(variables, torchrun_env)
     if 0 < num_hosts <= order.number and order.source != "PET_NODE_RANK":
         message = f"must be < {num_hosts}, the hosts of {source}, in the environment, but is {order.number}"
         variables.refuse(order.source, message)
-    conclusions = [f"{name} ({EVIDENCE})", *pets.conclusions]
-    if num_hosts and not pets.num_hosts:
+    conclusions = [f"{name} ({EVIDENCE})", *torchrun_env.conclusions]
+    if num_hosts and not torchrun_env.num_hosts:
         conclusions.append(f"{count(num_hosts, 'host')} ({source}={num_hosts}, which counts pods)")
     if order.number >= 0 and order.source != "PET_NODE_RANK":
         conclusions.append(f"this is host {order.number} ({variables.show(order.source)}), counted from 0")
-    if counted.processes and not pets.processes:
+    if counted.processes and not torchrun_env.processes:
         conclusions.append(f"{count(counted.processes, 'worker')} (WORLD_SIZE={counted.processes * num_hosts} on all hosts)")
     address = _address(variables)
     if address:
         conclusions.append(f"the others reach it at {address} (POD_IP)")
-    return Place(
+    return ClusterPlace(
         kind,
         order=order.number,
         num_hosts=num_hosts,
         processes=counted.processes,
         address=address,
-        peers=_peers(variables, pets, order),
+        peers=_peers(variables, torchrun_env, order),
         conclusions=tuple(conclusions),
-        warnings=(*pets.warnings, *counted.warnings),
+        warnings=(*torchrun_env.warnings, *counted.warnings),
     )
 
 
-def _count_hosts(variables: Variables, pets: Pets, *, gpus: int, gpus_from: str) -> _Counted:
+def _count_hosts(variables: Variables, torchrun_env: TorchrunEnvironment, *, gpus: int, gpus_from: str) -> _Counted:
     """Reconciles WORLD_SIZE with PET_NNODES.
 
     WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
     by the GPUs of a pod.
     """
     world_size = variables.whole("WORLD_SIZE", least=1)
-    per_host = [number for number in (pets.processes, gpus) if number]
-    if not pets.num_hosts:
-        return _Counted(world_size or 0, "WORLD_SIZE", pets.processes, _doubts(world_size, per_host))
-    known = _Counted(pets.num_hosts, "PET_NNODES", pets.processes)
-    if pets.least_hosts != pets.num_hosts or world_size is None:
+    per_host = [number for number in (torchrun_env.processes, gpus) if number]
+    if not torchrun_env.num_hosts:
+        return _Counted(world_size or 0, "WORLD_SIZE", torchrun_env.processes, _doubts(world_size, per_host))
+    known = _Counted(torchrun_env.num_hosts, "PET_NNODES", torchrun_env.processes)
+    if torchrun_env.least_hosts != torchrun_env.num_hosts or world_size is None:
         return known
-    allowed = sorted({pets.num_hosts, *(pets.num_hosts * number for number in per_host)})
+    allowed = sorted({torchrun_env.num_hosts, *(torchrun_env.num_hosts * number for number in per_host)})
     if world_size in allowed:
         return known
-    if per_host or world_size % pets.num_hosts:
+    if per_host or world_size % torchrun_env.num_hosts:
         names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE", gpus_from) if name and variables.first(name)]
-        wanted = " or ".join(map(str, allowed)) if per_host else f"a multiple of {pets.num_hosts}"
+        wanted = " or ".join(map(str, allowed)) if per_host else f"a multiple of {torchrun_env.num_hosts}"
         reasons = ", ".join(map(variables.show, names))
         variables.refuse("WORLD_SIZE", f"must be {wanted} ({reasons}) in the environment, but is {world_size}")
         return known
     follows_gpus = bool(variables.first("PET_NPROC_PER_NODE"))
-    return known if follows_gpus else replace(known, processes=world_size // pets.num_hosts)
+    return known if follows_gpus else replace(known, processes=world_size // torchrun_env.num_hosts)
 
 
 def _doubts(world_size: int | None, per_host: Sequence[int]) -> tuple[str, ...]:
@@ -117,14 +117,14 @@ def _doubts(world_size: int | None, per_host: Sequence[int]) -> tuple[str, ...]:
     return (f"WORLD_SIZE={world_size} is taken as a number of pods; {doubt}",)
 
 
-def _order(variables: Variables, pets: Pets) -> _Order:
+def _order(variables: Variables, torchrun_env: TorchrunEnvironment) -> _Order:
     # RANK numbers the pods: the operator knows nothing of the processes in them.
     rank = variables.whole("RANK")
-    if pets.order >= 0:
-        if rank is not None and rank != pets.order:
-            message = f"must be {pets.order}, the pod's number in PET_NODE_RANK, in the environment, but is {rank}"
+    if torchrun_env.order >= 0:
+        if rank is not None and rank != torchrun_env.order:
+            message = f"must be {torchrun_env.order}, the pod's number in PET_NODE_RANK, in the environment, but is {rank}"
             variables.refuse("RANK", message)
-        return _Order(pets.order, "PET_NODE_RANK")
+        return _Order(torchrun_env.order, "PET_NODE_RANK")
     if variables.first("PET_NODE_RANK"):
         return _Order(-1, "")
     if variables.first("RANK"):
@@ -143,6 +143,6 @@ def _address(variables: Variables) -> str:
     return text
 
 
-def _peers(variables: Variables, pets: Pets, order: _Order) -> tuple[str, ...]:
-    master = pets.master or other_host(variables.text("MASTER_ADDR"))
+def _peers(variables: Variables, torchrun_env: TorchrunEnvironment, order: _Order) -> tuple[str, ...]:
+    master = torchrun_env.master or other_host(variables.text("MASTER_ADDR"))
     return (master,) if master and order.number != 0 else ()

@@ -32,7 +32,7 @@ class Probes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ClusterPlace:
     """What the environment says of this host and its job."""
 
     kind: Kind

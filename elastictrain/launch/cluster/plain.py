@@ -3,14 +3,14 @@
 from collections.abc import Mapping, Sequence
 
 from elastictrain.launch.cluster.gpus import count
-from elastictrain.launch.cluster.pets import read_pets
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.cluster.torchrun_env import read_pets
 from elastictrain.launch.cluster.variables import Variables
 
 HOSTS_KEY = "launch.hosts"
 
 
-def read_plain(environment: Mapping[str, str], *, probes: Probes, hosts: Sequence[str] = ()) -> Place:
+def read_plain(environment: Mapping[str, str], *, probes: Probes, hosts: Sequence[str] = ()) -> ClusterPlace:
     """The place of a host without a cluster.
 
     Raises: ConfigError if this host is not in the list, or the list names one twice; and for variables that are wrong.
@@ -19,24 +19,24 @@ def read_plain(environment: Mapping[str, str], *, probes: Probes, hosts: Sequenc
     if hosts:
         place = _listed(variables, hosts=tuple(hosts), names=probes.names)
     else:
-        pets = read_pets(variables)
-        conclusions = pets.conclusions or (
+        torchrun_env = read_pets(variables)
+        conclusions = torchrun_env.conclusions or (
             f"no cluster and no list of hosts (`{HOSTS_KEY}`): others are taken in as they come",
         )
-        place = Place(
+        place = ClusterPlace(
             "plain",
-            order=pets.order,
-            num_hosts=pets.num_hosts,
-            processes=pets.processes,
-            peers=(pets.master,) if pets.master else (),
+            order=torchrun_env.order,
+            num_hosts=torchrun_env.num_hosts,
+            processes=torchrun_env.processes,
+            peers=(torchrun_env.master,) if torchrun_env.master else (),
             conclusions=conclusions,
-            warnings=pets.warnings,
+            warnings=torchrun_env.warnings,
         )
     variables.check()
     return place
 
 
-def _listed(variables: Variables, *, hosts: tuple[str, ...], names: tuple[str, ...]) -> Place:
+def _listed(variables: Variables, *, hosts: tuple[str, ...], names: tuple[str, ...]) -> ClusterPlace:
     twice = sorted({host for host in hosts if hosts.count(host) > 1})
     if twice or "" in hosts:
         variables.refuse(HOSTS_KEY, f"must name each host once, but is {list(hosts)!r}")
@@ -48,7 +48,7 @@ def _listed(variables: Variables, *, hosts: tuple[str, ...], names: tuple[str, .
     conclusions = [f"{count(len(hosts), 'host')} (`{HOSTS_KEY}`)"]
     if own:
         conclusions.append(f"this is host {order} ({hosts[order]}), counted from 0")
-    return Place(
+    return ClusterPlace(
         "plain",
         order=order,
         num_hosts=len(hosts),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from elastictrain.launch.cluster.gpus import workers_for
 from elastictrain.launch.cluster.kubernetes import is_kubernetes, pod_place
-from elastictrain.launch.cluster.place import Place
+from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.cluster.variables import Variables
 
 GPUS = "RUNAI_NUM_OF_GPUS"
@@ -21,7 +21,7 @@ def is_runai(environment: Mapping[str, str]) -> bool:
     return GPUS in environment or (is_kubernetes(environment) and any(name.startswith("RUNAI_") for name in environment))
 
 
-def read_runai(environment: Mapping[str, str]) -> Place:
+def read_runai(environment: Mapping[str, str]) -> ClusterPlace:
     """The place of a pod of RunAI. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
     given = _gpus(variables)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from elastictrain.launch.cluster.gpus import count, visible_gpus, workers_for
-from elastictrain.launch.cluster.place import Place, Role
+from elastictrain.launch.cluster.place import ClusterPlace, Role
 from elastictrain.launch.cluster.slurm_step import Step, read_step
 from elastictrain.launch.cluster.variables import Variables
 
@@ -40,7 +40,7 @@ def is_slurm(environment: Mapping[str, str]) -> bool:
     return any(name in environment for name in _JOB)
 
 
-def read_slurm(environment: Mapping[str, str]) -> Place:
+def read_slurm(environment: Mapping[str, str]) -> ClusterPlace:
     """The place of a task. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
     step = read_step(variables) if _is_step(variables) else _without_step(variables)
@@ -58,7 +58,7 @@ def read_slurm(environment: Mapping[str, str]) -> Place:
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if restarts != "0":
         conclusions.append(f"the job was requeued before (SLURM_RESTART_COUNT={restarts})")
-    return Place(
+    return ClusterPlace(
         "slurm",
         role=role,
         order=step.order,

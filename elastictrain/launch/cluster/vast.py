@@ -7,8 +7,8 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 
 from elastictrain.launch.cluster.gpus import count, workers_for
-from elastictrain.launch.cluster.pets import read_pets
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.cluster.torchrun_env import read_pets
 from elastictrain.launch.cluster.variables import Variables
 
 _DOCKER = ipaddress.ip_network("172.16.0.0/12")
@@ -20,16 +20,16 @@ def is_vast(environment: Mapping[str, str]) -> bool:
     return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
 
 
-def read_vast(environment: Mapping[str, str], *, probes: Probes) -> Place:
+def read_vast(environment: Mapping[str, str], *, probes: Probes) -> ClusterPlace:
     """The place of an instance. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
-    pets = read_pets(variables)
+    torchrun_env = read_pets(variables)
     gpus = variables.whole("GPU_COUNT") or 0
     overlay = choose_overlay(probes, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
     variables.check()
     label = variables.first("VAST_CONTAINERLABEL", "CONTAINER_ID")
-    conclusions = [f"Vast ({variables.show(label) if label else 'VAST_TCP_PORT_*'})", *pets.conclusions]
-    processes = pets.processes
+    conclusions = [f"Vast ({variables.show(label) if label else 'VAST_TCP_PORT_*'})", *torchrun_env.conclusions]
+    processes = torchrun_env.processes
     if gpus and not processes:
         processes, sentence = workers_for(gpus, source=f"GPU_COUNT={gpus}", environment=environment)
         conclusions.append(sentence)
@@ -37,20 +37,20 @@ def read_vast(environment: Mapping[str, str], *, probes: Probes) -> Place:
         conclusions.append(f"the others reach it at {overlay[1]} on the overlay network ({overlay[0]})")
     else:
         conclusions.append("no overlay network: other instances cannot reach this one")
-    warnings = list(pets.warnings)
-    if overlay is None and pets.num_hosts > 1:
+    warnings = list(torchrun_env.warnings)
+    if overlay is None and torchrun_env.num_hosts > 1:
         warnings.append(
-            f"{count(pets.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of them with"
-            ' `--env "-n OVERLAY"` (vastai create overlay)'
+            f"{count(torchrun_env.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of "
+            'them with `--env "-n OVERLAY"` (vastai create overlay)'
         )
-    return Place(
+    return ClusterPlace(
         "vast",
-        order=pets.order,
+        order=torchrun_env.order,
         # Without an overlay nobody else can come; but who is numbered is not alone.
-        num_hosts=pets.num_hosts or (0 if overlay or pets.order >= 0 else 1),
+        num_hosts=torchrun_env.num_hosts or (0 if overlay or torchrun_env.order >= 0 else 1),
         processes=processes,
         address=overlay[1] if overlay else "",
-        peers=(pets.master,) if pets.master else (),
+        peers=(torchrun_env.master,) if torchrun_env.master else (),
         job=variables.text("CONTAINER_ID", "VAST_CONTAINERLABEL"),
         conclusions=tuple(conclusions),
         warnings=tuple(warnings),

@@ -8,21 +8,24 @@ from enum import StrEnum
 from typing import TypeVar, get_type_hints
 
 from elastictrain.bounded_json import parse_json
-from elastictrain.launch.membership.records import End, Entry, Failure, Generation, Member
+from elastictrain.launch.membership.records import End, Generation, GenerationFailure, GenerationMember, HostRecord
 
-T = TypeVar("T", bound=Entry | End | Generation | Member | Failure)
+T = TypeVar("T", bound=HostRecord | End | Generation | GenerationMember | GenerationFailure)
 
-_PARTS: Mapping[str, type[Member] | type[Failure]] = {"members": Member, "failures": Failure}
+_PARTS: Mapping[str, type[GenerationMember] | type[GenerationFailure]] = {
+    "members": GenerationMember,
+    "failures": GenerationFailure,
+}
 """Fields that hold tuples of records."""
 
 _LATER: Mapping[type, Mapping[str, object]] = {
-    Entry: {"committed_step": 0, "hears": [], "writers": [], "end": None},
+    HostRecord: {"committed_step": 0, "hears": [], "writers": [], "end": None},
     Generation: {"owner": ""},
 }
 """Fields that the records of earlier releases lack."""
 
 
-def encode(record: Entry | Generation) -> bytes:
+def encode(record: HostRecord | Generation) -> bytes:
     """One object of JSON."""
     return json.dumps(asdict(record), sort_keys=True).encode()
 

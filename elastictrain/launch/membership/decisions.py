@@ -15,7 +15,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class Join:
     """Take part in this generation."""
 
     generation: Generation
@@ -38,7 +38,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class LeaveOut:
     """This host is left out for a while: say UNFIT, with `ended` of at least this generation, and check again later."""
 
     generation: int
@@ -53,4 +53,4 @@ class Leave:
     reason: str
 
 
-Decision = Wait | Adopt | Create | Finish | Rest | Leave
+Decision = Wait | Join | Create | Finish | LeaveOut | Leave

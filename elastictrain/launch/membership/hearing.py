@@ -7,8 +7,8 @@ if both say so.
 from collections.abc import Mapping, Sequence
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.records import Entry, Generation
-from elastictrain.launch.membership.view import View
+from elastictrain.launch.membership.cluster_state import ClusterState
+from elastictrain.launch.membership.records import Generation, HostRecord
 
 _MOST_EXACT = 12
 """Hosts up to which every set is looked at; the number of sets grows exponentially."""
@@ -17,9 +17,9 @@ _MOST_TRIES = 16
 """Sets that are tried of more hosts than that: network partitions are found, the largest of any sets may not be."""
 
 
-def largest_group(ready: Sequence[Entry], view: View) -> list[Entry]:
+def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
     """The largest set of `ready` hosts that all hear each other, in their order; of equal ones that of the foremost host."""
-    heard = hearing(view)
+    heard = hearing(cluster)
     hosts = {one.host for one in ready}
     if all(hosts - {host} <= heard.get(host, frozenset()) for host in hosts):
         return list(ready)
@@ -31,9 +31,9 @@ def largest_group(ready: Sequence[Entry], view: View) -> list[Entry]:
     return [ready[place] for place in places]
 
 
-def hearing(view: View) -> Mapping[str, frozenset[str]]:
+def hearing(cluster: ClusterState) -> Mapping[str, frozenset[str]]:
     """Whom each host hears, as far as is known here."""
-    return {view.me.host: view.heard, **{host: frozenset(one.entry.hears) for host, one in view.seen.items()}}
+    return {cluster.me.host: cluster.heard, **{host: frozenset(one.record.hears) for host, one in cluster.observed.items()}}
 
 
 def unheard_by(host: str, others: Sequence[str], heard: Mapping[str, frozenset[str]]) -> list[str]:
@@ -41,15 +41,15 @@ def unheard_by(host: str, others: Sequence[str], heard: Mapping[str, frozenset[s
     return [other for other in others if other != host and not _mutual(host, other, heard)]
 
 
-def unheard_members(view: View, generation: Generation) -> list[str]:
+def unheard_members(cluster: ClusterState, generation: Generation) -> list[str]:
     """Names of members that this host, which is none of them, does not hear or that do not hear it."""
-    unheard = frozenset(unheard_by(view.me.host, [member.host for member in generation.members], hearing(view)))
+    unheard = frozenset(unheard_by(cluster.me.host, [member.host for member in generation.members], hearing(cluster)))
     return [member.name for member in generation.members if member.host in unheard]
 
 
-def pairs_without_sound(ready: Sequence[Entry], view: View) -> list[tuple[str, str]]:
+def pairs_without_sound(ready: Sequence[HostRecord], cluster: ClusterState) -> list[tuple[str, str]]:
     """Names of hosts that do not hear each other."""
-    heard = hearing(view)
+    heard = hearing(cluster)
     return [
         (one.name, other.name)
         for place, one in enumerate(ready)
@@ -58,14 +58,14 @@ def pairs_without_sound(ready: Sequence[Entry], view: View) -> list[tuple[str, s
     ]
 
 
-def settles_s(ready: Sequence[Entry], view: View, options: LaunchGroup, *, since_s: float) -> float:
+def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: LaunchGroup, *, since_s: float) -> float:
     """When it counts that some of these hosts do not hear each other: what any of them hears must be the same for a while.
 
     Hosts that a network brings together again do not hear each other all at the same moment.
     """
-    seen = [view.seen[one.host] for one in ready if one.host in view.seen]
-    changes_s = [time_s for one in seen for time_s in (one.hears_since_s, one.since_s)]
-    return max([since_s, view.heard_since_s, *changes_s]) + options.lost_s / 2
+    observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
+    changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
+    return max([since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
 
 
 def _mutual(one: str, other: str, heard: Mapping[str, frozenset[str]]) -> bool:

@@ -76,7 +76,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class HostRecord:
     """A host's own line in the roster.
 
     `beat` grows with each writing: whoever sees it change knows that the host lives, whatever the clocks say.
@@ -121,7 +121,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class GenerationFailure:
     """A generation that failed, as the following ones remember it."""
 
     generation: int
@@ -135,7 +135,7 @@ class Failure:
     reason: str
 
 
-class Outcome(StrEnum):
+class GenerationOutcome(StrEnum):
     """What a generation is for."""
 
     RUN = "run"
@@ -152,7 +152,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GenerationMember:
     """A host's part in a generation."""
 
     host: str
@@ -167,13 +167,13 @@ class Generation:
     """One attempt. Whoever finds itself among `members` of the newest one takes part, as host number `members.index`."""
 
     number: int
-    outcome: Outcome
-    members: tuple[Member, ...]
+    outcome: GenerationOutcome
+    members: tuple[GenerationMember, ...]
     master_port: int
     """On the first member."""
 
     proposer: str
-    failures: tuple[Failure, ...]
+    failures: tuple[GenerationFailure, ...]
     """Failures since the last progress, oldest first: what the restart policy goes by."""
 
     excluded: tuple[str, ...]
@@ -194,7 +194,7 @@ class Generation:
     @property
     def terminal(self) -> bool:
         """Whether the run is over; another start of the launchers then begins anew."""
-        return self.outcome is not Outcome.RUN
+        return self.outcome is not GenerationOutcome.RUN
 
     @property
     def world_size(self) -> int:

@@ -12,16 +12,16 @@ from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.run import RunGroup
 from elastictrain.events import Event
-from elastictrain.launch.membership.records import Entry, Generation
-from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.membership.records import Generation, HostRecord
+from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.roster import Roster
-from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.supervisor import Supervisor, SupervisorParts
 from elastictrain.launch.torchrun import Torchrun
-from elastictrain.launch.watch.mesh import Watch
 from tests.unit.checkpoint.fakes import FakeStore
-from tests.unit.launch.membership.made import entry
+from tests.unit.launch.membership.made import record
 from tests.unit.launch.supervised import config
 
 LIMIT_S = 60.0
@@ -64,20 +64,20 @@ class Sound:
     news: int = 0
     silent: frozenset[str] = frozenset()
     heard: tuple[frozenset[str], float] = (frozenset("abc"), 0.0)
-    lines: list[Entry] = field(default_factory=list)
+    lines: list[HostRecord] = field(default_factory=list)
 
     def follow(self, generation: Generation | None) -> None:
         self.number = generation.number if generation is not None else 0
         self._tell()
 
-    def call(self, hosts: Collection[Entry]) -> None: ...
-    def say_ended(self, line: Entry) -> None:
+    def call(self, hosts: Collection[HostRecord]) -> None: ...
+    def send_end(self, line: HostRecord) -> None:
         for other in self.all:
             if other is not self:
                 other.lines.append(line)
         self._tell()
 
-    def take_lines(self) -> list[Entry]:
+    def pop_records(self) -> list[HostRecord]:
         lines, self.lines = self.lines, []
         return lines
 
@@ -86,7 +86,7 @@ class Sound:
             if other is not self:
                 other.news = max(other.news, self.number)
 
-    def take_news(self) -> int:
+    def pop_news(self) -> int:
         news, self.news = self.news, 0
         return news
 
@@ -119,16 +119,16 @@ class Group:
         self.stop = threading.Event()
         self.workers = {host: Workers() for host in "abc"}
         self.threads: list[threading.Thread] = []
-        self.rosters: list[Roster] = []
+        self.registries: list[HostRegistry] = []
         for host in "abc":
             sounds.append(Sound(sounds))
-            line = replace(entry(host), order="abc".index(host))
-            roster = Roster(Registry(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
-            parts = Parts(
+            line = replace(record(host), order="abc".index(host))
+            registry = HostRegistry(MembershipStore(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
+            parts = SupervisorParts(
                 config=config(OPTIONS, FaultGroup(), RunGroup("runs/x")),
                 run_arguments=(),
-                roster=roster,
-                watch=cast(Watch, sounds[-1]),
+                registry=registry,
+                heartbeat=cast(HeartbeatMesh, sounds[-1]),
                 torchrun=cast(Torchrun, self.workers[host]),
                 recorder=cast(Recorder, Nothing()),
                 folder=folder / host,
@@ -142,8 +142,8 @@ class Group:
                 say=lambda text: None,
                 sleep=self._sleep,
             )
-            roster.start()
-            self.rosters.append(roster)
+            registry.start()
+            self.registries.append(registry)
             self.threads.append(threading.Thread(target=self._run, args=(parts,), daemon=True))
             self.threads[-1].start()
         self._wait_for(1)
@@ -152,7 +152,7 @@ class Group:
         if self.stop.wait(seconds):
             raise OverError
 
-    def _run(self, parts: Parts) -> None:
+    def _run(self, parts: SupervisorParts) -> None:
         with suppress(OverError):
             Supervisor(parts).run()
 
@@ -174,8 +174,8 @@ class Group:
         self.stop.set()
         for thread in self.threads:
             thread.join(LIMIT_S)
-        for roster in self.rosters:
-            roster.close(limit_s=LIMIT_S)
+        for registry in self.registries:
+            registry.close(limit_s=LIMIT_S)
 
     def _wait_for(self, starts: int) -> None:
         deadline_s = time.monotonic() + LIMIT_S

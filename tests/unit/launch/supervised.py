@@ -22,15 +22,15 @@ from elastictrain.config.train import TrainGroup
 from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
 from elastictrain.fault.stop import StopRequest
-from elastictrain.launch.membership.records import End, Entry, Generation, HostState
-from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.host_registry import HostRegistry, RegistrySnapshot
+from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.roster import Known, Roster
-from elastictrain.launch.supervisor import Parts, Supervisor
+from elastictrain.launch.supervisor import Supervisor, SupervisorParts
 from elastictrain.launch.torchrun import Torchrun
-from elastictrain.launch.watch.mesh import Watch
-from tests.unit.launch.membership.made import by_host, entry
+from tests.unit.launch.membership.made import by_host, record
 
 BEGAN_S = 1_000.0
 KILLED = -9
@@ -72,12 +72,12 @@ class Diary:
 
 
 @dataclass
-class FakeRoster:
+class FakeRegistry:
     """Knows what it is told, and keeps what it is to write."""
 
     diary: Diary
-    known: Known
-    entry: Entry = field(default_factory=lambda: entry("a"))
+    known: RegistrySnapshot
+    record: HostRecord = field(default_factory=lambda: record("a"))
     attentive: bool = True
     hears: tuple[str, ...] = ()
     posts: list[Generation | End] = field(default_factory=list)
@@ -92,8 +92,8 @@ class FakeRoster:
         committed_step: int | None = None,
     ) -> None:
         self.diary.note(f"say {state}")
-        before = self.entry
-        self.entry = replace(
+        before = self.record
+        self.record = replace(
             before,
             state=state,
             reason=reason,
@@ -106,7 +106,7 @@ class FakeRoster:
         self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")
         self.posts.append(record)
 
-    def hear(self, lines: Iterable[Entry]) -> None:
+    def hear(self, lines: Iterable[HostRecord]) -> None:
         self.diary.note(f"hear {' '.join(line.host for line in lines)}")
 
     def wake(self, generation: int = 0) -> None:
@@ -117,7 +117,7 @@ class FakeRoster:
 
 
 @dataclass
-class FakeWatch:
+class FakeHeartbeat:
     """Hears what it is told."""
 
     diary: Diary
@@ -125,24 +125,24 @@ class FakeWatch:
     heard: tuple[frozenset[str], float] = (frozenset(ascii_lowercase), 0.0)
     called: tuple[str, ...] = ()
     news: int = 0
-    lines: tuple[Entry, ...] = ()
-    told: list[Entry] = field(default_factory=list)
+    lines: tuple[HostRecord, ...] = ()
+    told: list[HostRecord] = field(default_factory=list)
 
     def follow(self, generation: Generation | None) -> None:
         self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
 
-    def call(self, hosts: Collection[Entry]) -> None:
+    def call(self, hosts: Collection[HostRecord]) -> None:
         self.called = tuple(one.host for one in hosts)
 
-    def say_ended(self, line: Entry) -> None:
+    def send_end(self, line: HostRecord) -> None:
         self.diary.note("say ended")
         self.told.append(line)
 
-    def take_lines(self) -> list[Entry]:
+    def pop_records(self) -> list[HostRecord]:
         lines, self.lines = self.lines, ()
         return list(lines)
 
-    def take_news(self) -> int:
+    def pop_news(self) -> int:
         news, self.news = self.news, 0
         return news
 
@@ -190,7 +190,7 @@ class FakeTorchrun:
 
 
 @dataclass
-class FakeSaver:
+class FakeSaverProcess:
     """Writes until a moment that a test sets."""
 
     diary: Diary
@@ -226,8 +226,8 @@ class SupervisedHost:
         on_held: Literal["stop", "wait"] = "stop",
     ) -> None:
         self.diary = diary = Diary()
-        self.roster = FakeRoster(diary, Known(began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
-        self.watch = FakeWatch(diary)
+        self.registry = FakeRegistry(diary, RegistrySnapshot(began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
+        self.heartbeat = FakeHeartbeat(diary)
         self.torchrun = FakeTorchrun(diary)
         self.recorder = FakeRecorder()
         self.folder = folder
@@ -239,7 +239,7 @@ class SupervisedHost:
 
         self.storage_answers = True
         self.storage_asked = 0
-        self.saver: FakeSaver | None = FakeSaver(diary)
+        self.saver: FakeSaverProcess | None = FakeSaverProcess(diary)
         self.remembered_step = 0
         options = config(launch or LaunchGroup(), fault or FaultGroup(), RunGroup("runs/x", on_held=on_held))
         self._supervisor = Supervisor(self._parts(options))
@@ -253,18 +253,22 @@ class SupervisedHost:
             return None
 
     def learn(
-        self, newest: Generation | None = None, *, ends: Iterable[End] = (), seen: Mapping[str, Seen] | None = None
+        self,
+        newest: Generation | None = None,
+        *,
+        ends: Iterable[End] = (),
+        observed: Mapping[str, HostObservation] | None = None,
     ) -> None:
         """Storage was read: this is new in it."""
-        known, now_s = self.roster.known, self.diary.now_s
+        known, now_s = self.registry.known, self.diary.now_s
         if newest is not None:
             known = replace(known, newest=newest, newest_since_s=now_s, ends={}, ended_since_s=None)
         if told := by_host(ends):
             since_s = now_s if known.ended_since_s is None else known.ended_since_s
             known = replace(known, ends={**known.ends, **told}, ended_since_s=since_s)
-        if seen is not None:
-            known = replace(known, seen=seen)
-        self.roster.known = replace(known, read_s=now_s, reads=known.reads + 1)
+        if observed is not None:
+            known = replace(known, observed=observed)
+        self.registry.known = replace(known, read_s=now_s, reads=known.reads + 1)
 
     def run_workers(self, generation: Generation) -> None:
         """Take part in a generation, up to its torchrun."""
@@ -302,7 +306,7 @@ class SupervisedHost:
         self.diary.note("check")
         return self.unfit
 
-    def _ask_to_flush(self) -> FakeSaver | None:
+    def _ask_to_flush(self) -> FakeSaverProcess | None:
         self.diary.note("ask to flush")
         return self.saver
 
@@ -312,12 +316,12 @@ class SupervisedHost:
             return None
         return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)
 
-    def _parts(self, options: RunConfig) -> Parts:
-        return Parts(
+    def _parts(self, options: RunConfig) -> SupervisorParts:
+        return SupervisorParts(
             config=options,
             run_arguments=("recipe=made_up",),
-            roster=cast(Roster, self.roster),
-            watch=cast(Watch, self.watch),
+            registry=cast(HostRegistry, self.registry),
+            heartbeat=cast(HeartbeatMesh, self.heartbeat),
             torchrun=cast(Torchrun, self.torchrun),
             recorder=cast(Recorder, self.recorder),
             folder=self.folder,

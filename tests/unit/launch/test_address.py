@@ -23,10 +23,10 @@ def test_it_is_looked_at_again_and_one_that_was_set_stays() -> None:
     own = {"10.0.0.1"}
     address = OwnAddress("10.0.0.1", own=lambda: own, find=lambda: min(own, default="127.0.0.1"))
     behind_a_router = OwnAddress("203.0.113.7", own=lambda: own, find=lambda: min(own, default="127.0.0.1"))
-    seen = []
+    observed = []
     history: list[set[str]] = [{"10.0.0.1"}, set(), {"10.0.0.1"}, {"10.0.0.2"}, {"10.0.0.1"}, set(), set(), {"10.0.0.2"}]
     for now in (*history, {"10.0.0.2", "10.0.0.1"}):
         own = now
-        seen.append(address.look())
+        observed.append(address.look())
         assert behind_a_router.look() == "203.0.113.7"
-    assert seen == ["10.0.0.1"] * 7 + ["10.0.0.2"] * 2
+    assert observed == ["10.0.0.1"] * 7 + ["10.0.0.2"] * 2

@@ -5,13 +5,13 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastictrain.identity import Launcher, read_identity
-from elastictrain.launch.arguments import Here, plan_torchrun
-from elastictrain.launch.membership.records import Generation, Member
+from elastictrain.launch.arguments import HostContext, plan_torchrun
+from elastictrain.launch.membership.records import Generation, GenerationMember
 from tests.unit.launch.membership.made import generation
 
-A = Member("a-1", "a", "10.0.0.1", 4000, 8)
-B = Member("b-1", "b", "10.0.0.2", 4001, 4)
-HERE = Here(
+A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
+B = GenerationMember("b-1", "b", "10.0.0.2", 4001, 4)
+HERE = HostContext(
     host="b-1",
     address="10.0.0.2",
     pid=77,
@@ -23,7 +23,7 @@ HERE = Here(
 )
 
 
-def group(*members: Member) -> Generation:
+def group(*members: GenerationMember) -> Generation:
     return replace(generation(7, "z"), members=members, master_port=5000)
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import pytest
+from elastictrain.launch.membership.records import HostState
 
 import elastictrain.launch.__main__ as launching
 from elastictrain.config.composed import RunConfig
@@ -18,10 +19,9 @@ from elastictrain.config.load import load
 from elastictrain.errors import RunHeldError, StopRequestedError, TransientStorageError
 from elastictrain.fault.stop import StopListener, StopRequest
 from elastictrain.launch.__main__ import main
-from elastictrain.launch.cluster.place import Place
-from elastictrain.launch.membership.records import HostState
-from elastictrain.launch.sole import claim_run
-from elastictrain.launch.supervisor import Parts
+from elastictrain.launch.cluster.place import ClusterPlace
+from elastictrain.launch.host_lock import lock_run
+from elastictrain.launch.supervisor import SupervisorParts
 
 TINY = "recipe=llama_tiny"
 RUN = [TINY, "preflight=off", "launch.notices=false", "run.dir=run"]
@@ -54,7 +54,7 @@ def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 class Launch:
     """What would have been launched."""
 
-    parts: list[Parts] = field(default_factory=list)
+    parts: list[SupervisorParts] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     code: int = 0
     error: Exception | None = None
@@ -86,7 +86,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
             done.calls.append(f"ask {reason}")
 
     class Supervisor:
-        def __init__(self, parts: Parts) -> None:
+        def __init__(self, parts: SupervisorParts) -> None:
             done.parts.append(parts)
 
         def run(self) -> int:
@@ -101,8 +101,8 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     monkeypatch.setattr(launching, "Supervisor", Supervisor)
     yield done
     for parts in done.parts:
-        parts.roster.close(limit_s=10.0)
-        parts.watch.close()
+        parts.registry.close(limit_s=10.0)
+        parts.heartbeat.close()
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_host_that_is_unfit_does_not_take_part(
 def test_what_is_put_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    place = Place("plain", order=3, num_hosts=4, address="10.9.9.9", conclusions=("no cluster",), warnings=("alone",))
+    place = ClusterPlace("plain", order=3, num_hosts=4, address="10.9.9.9", conclusions=("no cluster",), warnings=("alone",))
     monkeypatch.setattr(launching, "detect", lambda *_, **__: place)
     arguments = [*RUN, "launch.processes=2", "launch.address=10.1.2.3"]
     launch.code = 75
@@ -195,9 +195,9 @@ def test_what_is_put_together(
     assert parts.expected_hosts == 4
     assert parts.stop_request() is None
     assert (parts.check_host(), parts.committed_step()) == ("", 0)
-    me = parts.roster.entry
+    me = parts.registry.record
     assert (me.address, me.processes, me.order, me.state, me.ended) == ("10.1.2.3", 2, 3, HostState.READY, 0)
-    assert me.watch_port == parts.watch.port
+    assert me.watch_port == parts.heartbeat.port
     assert 0 < me.master_port < 1 << 16
     assert me.host.startswith(launching._NOT_IN_A_KEY.sub("-", me.name) + "-")
     assert (tmp_path / "run/launch/token").stat().st_size >= 16
@@ -210,21 +210,21 @@ def test_two_launchers_of_one_host_are_two(launch: Launch) -> None:
     for _ in range(2):
         main(RUN)
     first, second = launch.parts
-    assert first.roster.entry.host != second.roster.entry.host
-    assert first.roster.entry.watch_port != second.roster.entry.watch_port
+    assert first.registry.record.host != second.membership.record.host
+    assert first.registry.record.watch_port != second.membership.record.watch_port
 
 
 @pytest.mark.usefixtures("loaded")
 def test_a_second_launcher_of_a_run_is_refused_while_the_first_one_lives(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, launch: Launch
 ) -> None:
-    claim = claim_run(str(tmp_path / "run"))
+    lock = lock_run(str(tmp_path / "run"))
     assert main(RUN) == 64
     error = capsys.readouterr().err
     assert "another launcher of run lives on this host" in error
     assert "Traceback" not in error
     assert launch.calls == []
-    claim.close()
+    lock.close()
     assert main(RUN) == 0
 
 
@@ -234,7 +234,7 @@ def test_where_another_run_was_faster_it_begins_anew_once_that_has_ended(launch:
     launch.code = 7
     assert main(RUN) == 7
     first, second = launch.parts
-    assert first.roster.entry.host != second.roster.entry.host
+    assert first.registry.record.host != second.membership.record.host
     assert launch.calls == ["notice 30", "listen", "prepare", "run True", "run True", "close"]
 
 
@@ -257,7 +257,7 @@ def test_a_host_without_room_for_temporary_files_is_unfit(
     assert main(RUN) == 69
     assert f"no folder can be made in {tempfile.gettempdir()}: No space left on device" in capsys.readouterr().err
     # The next one may claim the run.
-    claim_run("run").close()
+    lock_run("run").close()
 
 
 def test_ctrl_c_before_anything_listens_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_ends_of_children_are_heard_of_whatever_the_parent_ignores() -> None:
 
 @pytest.mark.usefixtures("loaded")
 def test_a_task_beside_the_launcher_waits_for_it(monkeypatch: pytest.MonkeyPatch, launch: Launch) -> None:
-    monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("slurm", role="idle", job="17"))
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: ClusterPlace("slurm", role="idle", job="17"))
     monkeypatch.setattr(launching, "wait_for_launcher", lambda job: launch.calls.append(f"wait {job}") or 0)
     assert main(RUN) == 0
     assert launch.calls == ["wait 17"]
@@ -314,9 +314,9 @@ def test_how_many_workers_a_host_has(
     monkeypatch.setattr(launching, "load", lambda arguments, with_task: changed)
     monkeypatch.setattr(launching, "count_gpus", lambda environment: gpus)
     monkeypatch.setattr(launching, "why_unfit", lambda config, surroundings, processes: "")
-    monkeypatch.setattr(launching, "detect", lambda *_, **__: Place("plain", processes=place))
+    monkeypatch.setattr(launching, "detect", lambda *_, **__: ClusterPlace("plain", processes=place))
     main(RUN)
-    assert launch.parts[0].roster.entry.processes == workers
+    assert launch.parts[0].registry.record.processes == workers
 
 
 def test_the_configuration_that_is_shown_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -329,9 +329,9 @@ def test_the_configuration_that_is_shown_is_one(capsys: pytest.CaptureFixture[st
 def test_the_launcher_of_a_slurm_job_holds_its_turn_and_others_need_none(
     monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    monkeypatch.setattr(launching, "take_turn", lambda job, *, say: launch.calls.append(f"take {job}"))
+    monkeypatch.setattr(launching, "acquire_task_lock", lambda job, *, say: launch.calls.append(f"take {job}"))
     for kind in ("slurm", "plain"):
-        monkeypatch.setattr(launching, "detect", lambda *_, kind=kind, **__: Place(kind, job="17"))
+        monkeypatch.setattr(launching, "detect", lambda *_, kind=kind, **__: ClusterPlace(kind, job="17"))
         main(RUN)
     assert launch.calls[0] == "take 17"
     assert [call for call in launch.calls if call.startswith("take")] == ["take 17"]

@@ -16,14 +16,14 @@ from elastictrain.fault.notices.metadata import MetadataError
 from elastictrain.fault.notices.notice import Notice
 from elastictrain.fault.notices.poller import NoticePoller
 from elastictrain.fault.stop import StopListener
-from elastictrain.launch.cluster.place import Place
+from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.notices import CloudSource, watch_notices
 from elastictrain.launch.records import Recorder
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 
 LIMIT_S = 10.0
-PLACE = Place("plain")
+PLACE = ClusterPlace("plain")
 
 
 @dataclass
@@ -82,7 +82,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> FakeCloud:
 
 
 @contextmanager
-def watching(config: RunConfig, watched: Watched, place: Place = PLACE) -> Iterator[NoticePoller]:
+def watching(config: RunConfig, watched: Watched, place: ClusterPlace = PLACE) -> Iterator[NoticePoller]:
     log = open_append_log(open_store(str(watched.folder)), "events/l.jsonl", flush_s=1.0)
     listener = cast(StopListener, watched.listener)
     poller = watch_notices(config, place, listener=listener, recorder=Recorder(log), say=watched.said.put)
@@ -95,7 +95,7 @@ def watching(config: RunConfig, watched: Watched, place: Place = PLACE) -> Itera
         log.close()
 
 
-def first(config: RunConfig, watched: Watched, place: Place = PLACE) -> tuple[str, float | None]:
+def first(config: RunConfig, watched: Watched, place: ClusterPlace = PLACE) -> tuple[str, float | None]:
     """What the listener is asked for."""
     with watching(config, watched, place):
         return watched.listener.asked.get(timeout=LIMIT_S)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.fault.exits import Process
-from elastictrain.launch.orders import Answer, Orders, decode, encode, read_answer, write_answer
+from elastictrain.launch.orders import AgentAnswer, Orders, decode, encode, read_answer, write_answer
 
 text = st.text(max_size=20)
 orders = st.builds(
@@ -37,13 +37,13 @@ def test_arguments_that_are_no_text_come_back_as_they_are() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        Answer(),
-        Answer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101))),
-        Answer(unforked="2 threads"),
-        Answer(missing=(0, 2)),
+        AgentAnswer(),
+        AgentAnswer({0: -9, 3: 71}, (Process(7, 100), Process(8, 101))),
+        AgentAnswer(unforked="2 threads"),
+        AgentAnswer(missing=(0, 2)),
     ],
 )
-def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> None:
+def test_an_answer_is_read_as_it_was_written(answer: AgentAnswer, tmp_path: Path) -> None:
     write_answer(tmp_path / "answer", answer)
     assert read_answer(tmp_path / "answer") == answer
 
@@ -58,4 +58,4 @@ def test_an_answer_is_read_as_it_was_written(answer: Answer, tmp_path: Path) -> 
 def test_an_answer_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:
     if text is not None:
         (tmp_path / "answer").write_text(text)
-    assert read_answer(tmp_path / "answer") == Answer()
+    assert read_answer(tmp_path / "answer") == AgentAnswer()

@@ -12,13 +12,13 @@ from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
-from elastictrain.launch.membership.records import End, EndKind, Generation, HostState, Outcome
-from elastictrain.launch.membership.sight import Seen
-from elastictrain.launch.orders import ANSWER_NAME, Answer, write_answer
+from elastictrain.launch.host_registry import RegistrySnapshot
+from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
+from elastictrain.launch.orders import ANSWER_NAME, AgentAnswer, write_answer
 from elastictrain.launch.records import NO_RANK, GenerationEnded, WorkersNotForked
-from elastictrain.launch.roster import Known
-from tests.unit.launch.membership.made import end, entry, generation, seen
-from tests.unit.launch.supervised import FakeSaver, SupervisedHost
+from tests.unit.launch.membership.made import end, generation, observed, record
+from tests.unit.launch.supervised import FakeSaverProcess, SupervisedHost
 
 RETRY_S = 20.0
 STOP_LIMIT_S = 7.0
@@ -52,8 +52,8 @@ def recorded_ends(host: SupervisedHost) -> list[tuple[int, str]]:
     return [(number, event.kind) for number, event in host.recorder.events if isinstance(event, GenerationEnded)]
 
 
-def newcomer(host: SupervisedHost) -> dict[str, Seen]:
-    return {"c": seen(entry("c"), changed_s=host.diary.now_s, since_s=0.0)}
+def newcomer(host: SupervisedHost) -> dict[str, HostObservation]:
+    return {"c": observed(record("c"), changed_s=host.diary.now_s, since_s=0.0)}
 
 
 def noted_deadline_in_s(host: SupervisedHost, *, number: int = 1) -> float:
@@ -73,19 +73,19 @@ class TestUnfit:
         host = self.unfit(tmp_path)
         ended_s = host.diary.elapsed_s
         assert host.go(RETRY_S - 0.5) is None
-        line = host.roster.entry
+        line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.UNFIT, UNFIT.sentence, 1)
-        assert ends_of(host.roster.posts) == [(EndKind.FAILED, "a", 69)]
+        assert ends_of(host.registry.posts) == [(EndKind.FAILED, "a", 69)]
         assert host.diary.when("check") == []
         assert host.go(RETRY_S) is None
         assert host.diary.when("check") == near(ended_s + RETRY_S)
         assert host.sentences("unfit") == [f"this host is still unfit: {UNFIT.sentence}"]
-        assert (host.roster.entry.state, host.roster.entry.reason) == (HostState.UNFIT, UNFIT.sentence)
+        assert (host.registry.record.state, host.registry.record.reason) == (HostState.UNFIT, UNFIT.sentence)
         host.unfit = ""
         assert host.go(3 * RETRY_S) is None
         assert host.diary.when("check") == near(ended_s + RETRY_S, ended_s + 2 * RETRY_S)
         assert host.sentences("passes") == ["this host passes its checks again, and waits to be taken in"]
-        line = host.roster.entry
+        line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.READY, "", 1)
         assert line.master_port == PORT
         assert host.diary.when("start") == near(0.1)
@@ -97,24 +97,24 @@ class TestUnfit:
         host.learn(generation(2, "b", excluded=("a",)))
         assert host.go(RETRY_S) is None
         assert host.diary.when("check") == near(ended_s + RETRY_S)
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.UNFIT, 2)
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.UNFIT, 2)
 
     def test_one_that_is_left_out_rests_as_well(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
         host.learn(generation(3, "b", excluded=("a",)))
         assert host.go(RETRY_S - 0.5) is None
-        line = host.roster.entry
+        line = host.registry.record
         assert (line.state, line.reason, line.ended) == (HostState.UNFIT, "generation 3 leaves this host out: made up", 3)
         assert host.go(2 * RETRY_S) is None
         assert host.diary.when("check") == near(RETRY_S)
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 3)
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 3)
 
     def test_what_another_host_failed_of_is_no_failing_of_this_one(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(retry_unfit_s=RETRY_S))
         host.run_workers(generation(1, "ab"))
         host.learn(ends=[end("b", EndKind.FAILED, 69)])
         assert host.go(3.0) is None
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
 
     def test_it_leaves_where_nobody_wants_it_looked_at_again(self, tmp_path: Path) -> None:
         host = self.unfit(tmp_path, retry_s=0.0)
@@ -123,14 +123,14 @@ class TestUnfit:
         assert host.diary.elapsed_s < 0.5
         assert host.diary.when("check") == []
         assert host.diary.order("post failed", "say gone", "close roster") == ["post failed", "say gone", "close roster"]
-        assert (host.roster.entry.state, host.roster.entry.reason) == (HostState.GONE, UNFIT.sentence)
+        assert (host.registry.record.state, host.registry.record.reason) == (HostState.GONE, UNFIT.sentence)
         assert host.said[-1][1].startswith(f"stopped with exit code 69: {UNFIT.sentence}; ")
 
 
 class TestAskedToLeave:
     @pytest.mark.parametrize("reads", [0, 1], ids=["before storage was read", "after it"])
     def test_it_leaves_at_once_where_nothing_runs(self, reads: int, host: SupervisedHost) -> None:
-        host.roster.known = replace(host.roster.known, reads=reads)
+        host.registry.known = replace(host.registry.known, reads=reads)
         assert host.go(1.0) is None
         host.ask(notice_s=30.0, reason="spot")
         assert host.go(60.0) == 75
@@ -138,9 +138,9 @@ class TestAskedToLeave:
         assert [what for _, what in host.diary.lines] == [
             "close torchrun", "say gone", "close roster", "close watch", "wait 30 s",
         ]  # fmt: skip
-        assert host.roster.entry.reason == "asked to stop (spot)"
+        assert host.registry.record.reason == "asked to stop (spot)"
         assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
-        assert host.roster.posts == []
+        assert host.registry.posts == []
 
     @pytest.mark.parametrize(("notice_s", "waited"), [(12.0, "wait 12 s"), (90.0, "wait 30 s"), (None, "wait 30 s")])
     def test_it_leaves_when_what_it_ended_has_given_everything_back(
@@ -168,10 +168,10 @@ class TestAskedToLeave:
         assert host.go(100.0) == 75
         assert host.diary.when("kill") == near(asked_s + limit_s)
         assert host.diary.elapsed_s == pytest.approx(asked_s + limit_s, abs=0.15)
-        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
-        assert [line.ended for line in host.watch.told] == [0, 1]
+        assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert [line.ended for line in host.heartbeat.told] == [0, 1]
         assert recorded_ends(host) == [(1, "leaving")]
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.GONE, 1)
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.GONE, 1)
 
     def test_the_note_is_there_before_the_signal(self, host: SupervisedHost, monkeypatch: pytest.MonkeyPatch) -> None:
         noted: list[bool] = []
@@ -191,7 +191,7 @@ class TestAskedToLeave:
         assert host.go(30.0) == 75
         assert host.diary.elapsed_s == pytest.approx(2.2, abs=0.15)
         assert host.diary.when("kill") == []
-        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75)]
         assert "step 7 is saved in runs/x" in host.said[-1][1]
 
 
@@ -202,20 +202,20 @@ class TestLessTime:
     def test_the_tighter_deadline_counts(self, why: str, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
         if why == "growth":
-            host.learn(seen=newcomer(host))
+            host.learn(observed=newcomer(host))
         elif why == "another leaves":
             host.learn(ends=[end("b", EndKind.LEAVING, 75)])
         else:
             host.ask(notice_s=10.0)
         assert host.go(2.0) is None
-        posts = len(host.roster.posts)
+        posts = len(host.registry.posts)
         asked_s = host.diary.elapsed_s
         host.ask(notice_s=3.0, reason="spot")
         assert host.go(1.2) is None
         assert noted_deadline_in_s(host) == pytest.approx(3.0, abs=1.0)
         assert host.go(30.0) == 75
         assert host.diary.when("kill") == near(asked_s + 3.0)
-        assert len(host.roster.posts) == posts
+        assert len(host.registry.posts) == posts
 
     def test_a_looser_one_does_not(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -249,9 +249,9 @@ def test_a_host_without_room_for_words_takes_no_part(host: SupervisedHost, tmp_p
     host.learn(generation(1, "ab"))
     assert host.go(1.0) is None
     assert host.diary.when("start") == []
-    assert ends_of(host.roster.posts) == [(EndKind.FAILED, "a", 69)]
-    assert host.roster.entry.state is HostState.UNFIT
-    assert f"{host.folder_of(1)} cannot be made" in host.roster.entry.reason
+    assert ends_of(host.registry.posts) == [(EndKind.FAILED, "a", 69)]
+    assert host.registry.record.state is HostState.UNFIT
+    assert f"{host.folder_of(1)} cannot be made" in host.registry.record.reason
 
 
 class TestWaitingForTheKeeper:
@@ -305,7 +305,7 @@ class TestWaitingForTheKeeper:
     def test_it_does_not_stay_when_the_saver_has_nothing_more_to_write(self, host: SupervisedHost) -> None:
         host.committed_steps[0.0] = 30
         host.remembered_step = 40
-        host.saver = FakeSaver(host.diary, until_s=4.0)
+        host.saver = FakeSaverProcess(host.diary, until_s=4.0)
         assert self.left_at(host) == pytest.approx(3.0, abs=0.3)
         assert "step 30 is saved in runs/x; step 40 is in the memory of this host only, and nobody" in host.said[-1][1]
 
@@ -352,9 +352,9 @@ class TestNothingToSave:
         assert host.diary.when("ask") == []
         assert host.diary.when("kill") == near(broken_s + 1.5)
         assert not (host.folder_of(1) / "stop.json").exists()
-        assert ends_of(host.roster.posts) == []
+        assert ends_of(host.registry.posts) == []
         assert recorded_ends(host) == [(1, "failed")]
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
 
     def test_those_that_end_by_themselves_before_are_not_killed(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -363,15 +363,15 @@ class TestNothingToSave:
         host.end_workers(1, 1, Reason(0, 71, "reduce", 5, "a peer is gone"))
         assert host.go(10.0) is None
         assert host.diary.when("kill") == []
-        assert ends_of(host.roster.posts) == []
+        assert ends_of(host.registry.posts) == []
 
     def test_a_host_that_did_not_come_to_torchruns_store_is_lost(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "abc"))
-        write_answer(host.folder_of(1) / ANSWER_NAME, Answer(missing=(2,)))
+        write_answer(host.folder_of(1) / ANSWER_NAME, AgentAnswer(missing=(2,)))
         host.end_workers(1, 1, Reason(NO_RANK, 71, "rendezvous", 0, "c has not come"))
         assert host.go(1.0) is None
-        assert ends_of(host.roster.posts) == [(EndKind.LOST, "a", 71)]
-        (posted,) = (post for post in host.roster.posts if isinstance(post, End))
+        assert ends_of(host.registry.posts) == [(EndKind.LOST, "a", 71)]
+        (posted,) = (post for post in host.registry.posts if isinstance(post, End))
         assert (posted.lost, posted.reason) == ("c", "c has not come")
 
     @pytest.mark.parametrize("why", ["leaving", "growth"])
@@ -381,14 +381,14 @@ class TestNothingToSave:
         if why == "leaving":
             host.ask(notice_s=120.0)
         else:
-            host.learn(seen=newcomer(host))
+            host.learn(observed=newcomer(host))
         assert host.go(3.0) is None
         host.learn(ends=[end("b", EndKind.FAILED, 70)])
         broken_s = host.diary.elapsed_s
         assert host.go(10.0) == (75 if why == "leaving" else None)
         assert host.diary.when("kill") == near(broken_s + 1.5)
         kind = EndKind.LEAVING if why == "leaving" else EndKind.GROW
-        assert [one for one, *_ in ends_of(host.roster.posts)] == [kind]
+        assert [one for one, *_ in ends_of(host.registry.posts)] == [kind]
 
     def test_a_deadline_that_comes_first_stays(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
@@ -403,7 +403,7 @@ class TestNothingToSave:
 class TestOrderlyEnd:
     def test_of_our_own_for_growth(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ab"))
-        host.learn(seen=newcomer(host))
+        host.learn(observed=newcomer(host))
         asked_s = host.diary.elapsed_s
         assert host.go(2.5) is None
         assert host.diary.when("ask") == near(*(asked_s + 0.1 + second for second in (0, 1, 2)))
@@ -411,16 +411,16 @@ class TestOrderlyEnd:
         assert host.diary.order("post grow", "say ended") == ["post grow", "say ended"]
         host.end_workers(1, 1, STOPPED)
         assert host.go(1.0) is None
-        assert ends_of(host.roster.posts) == [(EndKind.GROW, "a", 0)]
-        assert [line.ended for line in host.watch.told] == [0, 1]
+        assert ends_of(host.registry.posts) == [(EndKind.GROW, "a", 0)]
+        assert [line.ended for line in host.heartbeat.told] == [0, 1]
         assert host.diary.when("kill") == []
         assert recorded_ends(host) == [(1, "grow")]
-        line = host.roster.entry
+        line = host.registry.record
         assert (line.state, line.ended, line.master_port) == (HostState.READY, 1, PORT)
 
     def test_of_another_host_is_followed_and_not_told_again(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ba"))
-        assert not host.roster.attentive
+        assert not host.registry.attentive
         host.learn(ends=[end("b", EndKind.LEAVING, 75)])
         asked_s = host.diary.elapsed_s
         assert host.go(1.5) is None
@@ -429,11 +429,11 @@ class TestOrderlyEnd:
         # Whatever they say of their end, it was asked for.
         host.end_workers(1, 1, Reason(0, 70, "reduce", 5, "boom"))
         assert host.go(1.0) is None
-        assert ends_of(host.roster.posts) == []
-        assert [line.end for line in host.watch.told] == [None]
+        assert ends_of(host.registry.posts) == []
+        assert [line.end for line in host.heartbeat.told] == [None]
         assert recorded_ends(host) == [(1, "leaving")]
-        assert (host.roster.entry.state, host.roster.entry.ended) == (HostState.READY, 1)
-        assert host.roster.attentive
+        assert (host.registry.record.state, host.registry.record.ended) == (HostState.READY, 1)
+        assert host.registry.attentive
 
     def test_workers_that_do_not_end_are_killed(self, host: SupervisedHost) -> None:
         host.run_workers(generation(1, "ba"))
@@ -449,7 +449,7 @@ class TestDelayedStart:
     def adopted(self, host: SupervisedHost) -> None:
         host.learn(replace(generation(1, "ab"), pause_s=self.PAUSE_S))
         assert host.go(2.0) is None
-        assert host.roster.entry.state is HostState.BUSY
+        assert host.registry.record.state is HostState.BUSY
         assert host.diary.order("follow 1", "start") == ["follow 1"]
 
     def test_torchrun_starts_after_the_pause(self, host: SupervisedHost) -> None:
@@ -463,9 +463,9 @@ class TestDelayedStart:
         assert host.go(10.0) is None
         assert host.diary.order("start", "ask", "kill", "say ready") == ["say ready"]
         assert host.diary.when("say ready") == near(2.1)
-        assert ends_of(host.roster.posts) == []
+        assert ends_of(host.registry.posts) == []
         assert recorded_ends(host) == [(1, "failed")]
-        assert host.roster.entry.ended == 1
+        assert host.registry.record.ended == 1
 
     def test_nor_does_one_of_a_host_that_leaves(self, host: SupervisedHost) -> None:
         self.adopted(host)
@@ -473,36 +473,36 @@ class TestDelayedStart:
         assert host.go(10.0) == 75
         assert host.diary.elapsed_s == pytest.approx(2.1, abs=0.15)
         assert host.diary.order("start", "ask") == []
-        assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75)]
+        assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75)]
         assert recorded_ends(host) == [(1, "leaving")]
-        assert host.roster.entry.ended == 1
+        assert host.registry.record.ended == 1
 
 
 @pytest.mark.parametrize("why", ["growth", "another leaves"])
 def test_the_last_step_wins_over_what_was_asked(why: str, host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     if why == "growth":
-        host.learn(seen=newcomer(host))
+        host.learn(observed=newcomer(host))
     else:
         host.learn(ends=[end("b", EndKind.LEAVING, 75)])
     assert host.go(1.0) is None
     host.end_workers(1, 0)
     assert host.go(1.0) is None
     asked_first = [(EndKind.GROW, "a", 0)] if why == "growth" else []
-    assert ends_of(host.roster.posts) == [*asked_first, (EndKind.DONE, "a", 0)]
+    assert ends_of(host.registry.posts) == [*asked_first, (EndKind.DONE, "a", 0)]
     assert host.diary.order("post done", "say ended")[-2:] == ["post done", "say ended"]
     assert recorded_ends(host) == [(1, "done")]
     assert host.sentences("has ended here") == []
-    host.learn(generation(2, "ab", outcome=Outcome.DONE))
+    host.learn(generation(2, "ab", outcome=GenerationOutcome.DONE))
     assert host.go(1.0) == 0
 
 
 class TestSayingWhatIsWaitedFor:
     def test_is_done_when_it_lasts_and_when_it_changes(self, tmp_path: Path) -> None:
         host = SupervisedHost(tmp_path, LaunchGroup(min_hosts=2, wait_s=0.0))
-        broken = {"c": seen(entry("c", HostState.UNFIT, reason="no disk"), changed_s=host.diary.now_s)}
+        broken = {"c": observed(record("c", HostState.UNFIT, reason="no disk"), changed_s=host.diary.now_s)}
         assert host.go(1.0) is None
-        host.learn(seen=broken)
+        host.learn(observed=broken)
         assert host.go(1.0) is None
         # Nothing has lasted yet, though something has been waited for all along.
         assert host.said == []
@@ -510,7 +510,7 @@ class TestSayingWhatIsWaitedFor:
         alone = "waiting for 2 hosts (`launch.min_hosts`), of which 1 is there (ready: a"
         assert [text for _, text in host.said] == [f"{alone}; c is unfit (no disk))"]
         assert [said_s for said_s, _ in host.said] == near(2.5)
-        host.learn(seen={})
+        host.learn(observed={})
         assert host.go(1.0) is None
         assert len(host.said) == 1
         assert host.go(10.0) is None
@@ -527,7 +527,7 @@ class TestSayingWhatIsWaitedFor:
         assert host.go(3.0) is None
         host.learn(generation(1, "bc", excluded=("a",)))
         assert host.go(5.0) is None
-        assert host.roster.entry.state is HostState.UNFIT
+        assert host.registry.record.state is HostState.UNFIT
         assert len(host.said) == 1
 
     def test_is_done_anew_after_a_generation(self, tmp_path: Path) -> None:
@@ -537,7 +537,7 @@ class TestSayingWhatIsWaitedFor:
         assert host.go(5.0) is None
         host.end_workers(1, 1, STOPPED)
         assert host.go(0.2) is None
-        host.learn(ends=[post for post in host.roster.posts if isinstance(post, End)])
+        host.learn(ends=[post for post in host.registry.posts if isinstance(post, End)])
         assert host.go(5.0) is None
         first, again = host.sentences("waiting for")
         assert first == again
@@ -546,9 +546,9 @@ class TestSayingWhatIsWaitedFor:
 class TestRestartCost:
     def grow(self, host: SupervisedHost) -> str:
         """Why growth is worth it, which tells what a restart is thought to cost."""
-        host.learn(seen=newcomer(host))
+        host.learn(observed=newcomer(host))
         assert host.go(0.2) is None
-        grown = host.roster.posts[-1]
+        grown = host.registry.posts[-1]
         assert isinstance(grown, End)
         return grown.reason
 
@@ -601,7 +601,7 @@ def test_the_next_torchrun_is_prepared_once_training_has_begun(host: SupervisedH
 def test_workers_that_are_no_forks_are_told_of_once(host: SupervisedHost) -> None:
     for number, unforked in ((1, ""), (2, "2 threads"), (3, "2 threads"), (4, "")):
         host.run_workers(generation(number, "ab"))
-        write_answer(host.folder_of(number) / ANSWER_NAME, Answer(unforked=unforked))
+        write_answer(host.folder_of(number) / ANSWER_NAME, AgentAnswer(unforked=unforked))
         assert host.go(0.5) is None
         # Nobody knows before the workers have begun.
         assert len(host.sentences("2 threads")) == (number > 2)
@@ -622,7 +622,7 @@ def test_progress_counts_wherever_it_is_kept(committed: int, remembered: int, re
     host.begin_training(1, resumed_step=resumed)
     host.end_workers(1, 1, Reason(0, 70, "reduce", 12, "boom"))
     assert host.go(0.5) is None
-    (post,) = host.roster.posts
+    (post,) = host.registry.posts
     assert isinstance(post, End)
     assert (post.kind, post.exit_code, post.step, post.committed_step) == (EndKind.FAILED, 70, 12, 9)
 
@@ -632,51 +632,51 @@ def test_a_host_that_was_stopped_by_another_says_in_its_line_what_is_committed(h
     host.note_committed(9)
     host.learn(ends=[end("b", EndKind.LOST, lost="a")])
     assert host.go(3.0) is None
-    assert (host.roster.entry.ended, host.roster.entry.committed_step) == (1, 9)
+    assert (host.registry.record.ended, host.registry.record.committed_step) == (1, 9)
     # Storage, which would make all hosts wait, is not asked.
     assert host.storage_asked == 0
     host.note_committed(0)
     host.run_workers(generation(2, "ab"))
     host.end_workers(2, 1, Reason(0, 71, "reduce", 12, "a peer is gone"))
     assert host.go(1.0) is None
-    assert (host.roster.entry.ended, host.roster.entry.committed_step) == (2, 9)
+    assert (host.registry.record.ended, host.registry.record.committed_step) == (2, 9)
 
 
 def test_a_worker_that_has_explained_itself_is_known_by_its_rank_in_the_group(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ba"))
     host.end_workers(1, 1, Reason(1, 71, "reduce", 5, "a peer is gone"))
-    write_answer(host.folder_of(1) / ANSWER_NAME, Answer({0: -9}))
+    write_answer(host.folder_of(1) / ANSWER_NAME, AgentAnswer({0: -9}))
     assert host.go(0.5) is None
-    (post,) = host.roster.posts
+    (post,) = host.registry.posts
     assert isinstance(post, End)
     assert (post.exit_code, post.reason) == (71, "a peer is gone")
 
 
 def test_a_generation_is_proposed_once_though_it_is_decided_again_and_again(host: SupervisedHost) -> None:
     assert host.go(4.0) is None
-    proposals = len(host.roster.posts)
+    proposals = len(host.registry.posts)
     assert proposals > 1
-    host.roster.known = replace(host.roster.known, created=frozenset({1}))
+    host.registry.known = replace(host.registry.known, created=frozenset({1}))
     assert host.go(4.0) is None
-    assert len(host.roster.posts) == proposals
+    assert len(host.registry.posts) == proposals
 
 
 def test_what_other_hosts_say_of_their_ends_is_known_before_storage_shows_it(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
-    host.watch.lines = (entry("b", ended=1),)
+    host.heartbeat.lines = (record("b", ended=1),)
     assert host.go(1.0) is None
     assert host.diary.when("hear b") == near(0.2)
 
 
 def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
-    host.watch.news = 2
+    host.heartbeat.news = 2
     assert host.go(1.0) is None
     assert host.diary.when("wake roster 2") == near(0.2)
 
 
 def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:
-    host.roster.known = Known()
+    host.registry.known = RegistrySnapshot()
     assert host.go(5.0) is None
     assert (host.diary.lines, host.said) == ([], [])
 
@@ -687,7 +687,7 @@ def test_one_that_is_asked_to_leave_after_the_last_step_is_done(host: Supervised
     assert host.go(0.5) is None
     host.end_workers(1, 0)
     assert host.go(5.0) == 0
-    assert ends_of(host.roster.posts) == [(EndKind.LEAVING, "a", 75), (EndKind.DONE, "a", 0)]
+    assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75), (EndKind.DONE, "a", 0)]
 
 
 def test_nobody_counts_on_a_host_that_only_waits_for_its_keeper(host: SupervisedHost) -> None:
@@ -696,30 +696,32 @@ def test_nobody_counts_on_a_host_that_only_waits_for_its_keeper(host: Supervised
     assert host.go(0.5) is None
     host.end_workers(1, 1, STOPPED)
     assert host.go(5.0) is None
-    assert host.roster.entry.state is HostState.GONE
+    assert host.registry.record.state is HostState.GONE
 
 
 def test_its_line_tells_whom_it_hears_and_while_it_waits_it_speaks_to_all_that_live(host: SupervisedHost) -> None:
-    host.watch.heard = (frozenset("cb"), 0.0)
-    host.learn(seen={name: seen(entry(name)) for name in "bc"} | {"d": seen(entry("d", HostState.GONE))})
+    host.heartbeat.heard = (frozenset("cb"), 0.0)
+    host.learn(observed={name: observed(record(name)) for name in "bc"} | {"d": observed(record("d", HostState.GONE))})
     assert host.go(0.3) is None
-    assert host.roster.hears == ("b", "c")
-    assert host.watch.called == ("b", "c")
+    assert host.registry.hears == ("b", "c")
+    assert host.heartbeat.called == ("b", "c")
     host.run_workers(generation(1, "ab"))
-    assert host.watch.called == ()
+    assert host.heartbeat.called == ()
 
 
 def test_an_outage_of_the_network_between_two_decisions_is_known_to_the_next_one(host: SupervisedHost) -> None:
-    lines = {"b": seen(entry("b", ended=1), changed_s=host.diary.now_s)}
-    host.watch.heard = (frozenset(), host.diary.now_s)
+    lines = {"b": observed(record("b", ended=1), changed_s=host.diary.now_s)}
+    host.heartbeat.heard = (frozenset(), host.diary.now_s)
     host.run_workers(generation(1, "ab"))
-    host.learn(ends=[end("b", EndKind.LOST, lost="a")], seen=lines)
+    host.learn(ends=[end("b", EndKind.LOST, lost="a")], observed=lines)
     assert host.go(2.0) is None
-    assert not [post for post in host.roster.posts if isinstance(post, Generation)]
+    assert not [post for post in host.registry.posts if isinstance(post, Generation)]
 
 
 def elsewhere(number: int) -> Generation:
-    return replace(generation(number, ""), outcome=Outcome.ELSEWHERE, exit_code=75, reason="another run trains here", owner="x")
+    return replace(
+        generation(number, ""), outcome=GenerationOutcome.ELSEWHERE, exit_code=75, reason="another run trains here", owner="x"
+    )
 
 
 def test_it_leaves_where_a_run_without_a_launcher_was_faster(host: SupervisedHost) -> None:

@@ -83,8 +83,8 @@ def noted(folder: Path, name: str) -> list[list[str]]:
     return [path.read_text().splitlines() for path in sorted(folder.glob(f"{name}.[0-9]*"))]
 
 
-def after(words: Sequence[str], option: str) -> str:
-    return words[words.index(option) + 1]
+def after(messages: Sequence[str], option: str) -> str:
+    return messages[messages.index(option) + 1]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -217,16 +217,16 @@ def test_runai_leaves_time_and_memory(tmp_path: Path) -> None:
     stand_in(tmp_path / "bin", "runai", "")
     done = bash("runai.sh", bin_folder=tmp_path / "bin", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    (words,) = noted(tmp_path, "runai")
-    assert words[:3] == ["training", "pytorch", "submit"]
-    grace = re.fullmatch(r"(\d+)s", after(words, "--termination-grace-period"))
+    (messages,) = noted(tmp_path, "runai")
+    assert messages[:3] == ["training", "pytorch", "submit"]
+    grace = re.fullmatch(r"(\d+)s", after(messages, "--termination-grace-period"))
     assert grace is not None
     assert composed("runai.sh").fault.notice_s + FaultGroup().shutdown_grace_s <= int(grace[1])
-    assert "--large-shm" in words
-    assert after(words, "--env-pod-field-ref") == "POD_IP=status.podIP"
-    assert after(words, "--gpu-devices-request") == after(words, "--master-gpu-devices-request")
-    assert after(words, "--restart-policy") == after(words, "--master-restart-policy") == "OnFailure"
-    assert words[words.index("--") + 1 :] == ["python", "-m", "elastictrain.launch", *run_arguments("runai.sh")]
+    assert "--large-shm" in messages
+    assert after(messages, "--env-pod-field-ref") == "POD_IP=status.podIP"
+    assert after(messages, "--gpu-devices-request") == after(messages, "--master-gpu-devices-request")
+    assert after(messages, "--restart-policy") == after(messages, "--master-restart-policy") == "OnFailure"
+    assert messages[messages.index("--") + 1 :] == ["python", "-m", "elastictrain.launch", *run_arguments("runai.sh")]
 
 
 def test_runai_of_an_older_command_line(tmp_path: Path) -> None:
@@ -236,19 +236,19 @@ def test_runai_of_an_older_command_line(tmp_path: Path) -> None:
     copy.write_text((FOLDER / "runai.sh").read_text().replace("cli=2.24", "cli=2.18"))
     done = bash(str(copy), bin_folder=tmp_path / "bin", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    (words,) = noted(tmp_path, "runai")
-    command = words.index("--")
-    assert words[:2] == ["submit-dist", "pytorch"]
+    (messages,) = noted(tmp_path, "runai")
+    command = messages.index("--")
+    assert messages[:2] == ["submit-dist", "pytorch"]
     known = {"--name", "--project", "--image", "--workers", "--gpu", "--large-shm", "--backoff-limit", "--command"}
-    assert {word for word in words[:command] if word.startswith("--")} == known
-    assert words[command + 1 : command + 4] == ["python", "-m", "elastictrain.launch"]
-    config = load(words[command + 4 :], with_task=False)
+    assert {datagram for datagram in messages[:command] if datagram.startswith("--")} == known
+    assert messages[command + 1 : command + 4] == ["python", "-m", "elastictrain.launch"]
+    config = load(messages[command + 4 :], with_task=False)
     assert config.fault.shutdown_grace_s < config.fault.notice_s <= _KUBERNETES_GRACE_S - 5
 
 
-def vast_instance(words: Sequence[str]) -> dict[str, str]:
+def vast_instance(messages: Sequence[str]) -> dict[str, str]:
     """The environment that an instance gets."""
-    options = shlex.split(after(words, "--env"))
+    options = shlex.split(after(messages, "--env"))
     return dict(value.split("=", 1) for option, value in pairwise(options) if option == "-e")
 
 
@@ -258,10 +258,10 @@ def test_vast_puts_instances_on_one_overlay(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     overlay, *instances = noted(tmp_path, "vastai")
     assert overlay == ["create", "overlay", "1234", "llama"]
-    assert [words[:3] for words in instances] == [["create", "instance", offer] for offer in ("111", "222")]
-    for rank, words in enumerate(instances):
-        assert shlex.split(after(words, "--env"))[:2] == ["-n", "llama"]
-        place = detect({"VAST_CONTAINERLABEL": "C.1", **vast_instance(words)})
+    assert [messages[:3] for messages in instances] == [["create", "instance", offer] for offer in ("111", "222")]
+    for rank, messages in enumerate(instances):
+        assert shlex.split(after(messages, "--env"))[:2] == ["-n", "llama"]
+        place = detect({"VAST_CONTAINERLABEL": "C.1", **vast_instance(messages)})
         assert (place.order, place.num_hosts) == (rank, 2)
 
 
@@ -269,8 +269,8 @@ def test_vast_alone_needs_no_overlay(tmp_path: Path) -> None:
     stand_in(tmp_path / "bin", "vastai", "")
     done = bash("vast.sh", "111", bin_folder=tmp_path / "bin", folder=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    ((first, second, _, *words),) = noted(tmp_path, "vastai")
-    assert (first, second, after(words, "--env")) == ("create", "instance", "")
+    ((first, second, _, *messages),) = noted(tmp_path, "vastai")
+    assert (first, second, after(messages, "--env")) == ("create", "instance", "")
     assert bash("vast.sh", bin_folder=tmp_path / "bin", folder=tmp_path).returncode == EXIT_USAGE
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastictrain.errors import ConfigError
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
 from tests.unit.launch.cluster.environments import (
     POD,
     PYTORCHJOB_19,
@@ -96,14 +96,14 @@ def test_whatever_is_in_the_environment_the_answer_is_a_sound_place_or_names_a_v
         assert place_or_error(environment, probes) == found
 
 
-def place_or_error(environment: Mapping[str, str], probes: Probes) -> Place | ConfigError:
+def place_or_error(environment: Mapping[str, str], probes: Probes) -> ClusterPlace | ConfigError:
     try:
         return detect(environment, probes)
     except ConfigError as error:
         return error
 
 
-def assert_sound(place: Place) -> None:
+def assert_sound(place: ClusterPlace) -> None:
     assert place.order >= -1
     assert place.num_hosts >= 0
     assert place.processes >= 0

@@ -88,7 +88,7 @@ def test_without_kubernetes_a_person_may_number_hosts_the_same_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "words"),
+    ("change", "name", "messages"),
     [
         ({"PET_NODE_RANK": "first"}, "PET_NODE_RANK", "must be a whole number >= 0 in the environment, but is 'first'"),
         ({"PET_NODE_RANK": "4"}, "PET_NODE_RANK", "must be < 4, the hosts of PET_NNODES, in the environment, but is 4"),
@@ -110,8 +110,8 @@ def test_without_kubernetes_a_person_may_number_hosts_the_same_way() -> None:
         ({"POD_IP": "llama-2"}, "POD_IP", "must be the pod's IP address in the environment, but is 'llama-2'"),
     ],
 )
-def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str, words: str) -> None:
-    assert words in refused(PYTORCHJOB_19 | change)[name]
+def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str, messages: str) -> None:
+    assert messages in refused(PYTORCHJOB_19 | change)[name]
 
 
 def test_a_pod_outside_its_job_is_refused() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from elastictrain.errors import ConfigError
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import Place, Probes
+from elastictrain.launch.cluster.place import ClusterPlace, Probes
 from tests.unit.launch.cluster.environments import SHELL, SLURM_TASK_PER_NODE, VAST
 
 HERE = Probes(names=("b", "b.lan", "10.0.0.2"))
@@ -10,7 +10,7 @@ HERE = Probes(names=("b", "b.lan", "10.0.0.2"))
 
 def test_nothing_is_known_of_others() -> None:
     place = detect(SHELL)
-    assert place == Place("plain", conclusions=place.conclusions)
+    assert place == ClusterPlace("plain", conclusions=place.conclusions)
     (sentence,) = place.conclusions
     assert sentence.startswith("no cluster and no list of hosts (`launch.hosts`)")
 
@@ -40,15 +40,15 @@ def test_a_host_that_does_not_know_its_name_has_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "words"),
+    ("hosts", "messages"),
     [(("a", "c"), "must name this host (one of b, b.lan, 10.0.0.2)"), (("b", "b"), "must name each host once")],
 )
-def test_a_wrong_list_is_refused(hosts: tuple[str, ...], words: str) -> None:
+def test_a_wrong_list_is_refused(hosts: tuple[str, ...], messages: str) -> None:
     with pytest.raises(ConfigError) as caught:
         detect(SHELL, HERE, hosts=hosts)
     (problem,) = caught.value.problems
     assert problem.key == "launch.hosts"
-    assert words in problem.message
+    assert messages in problem.message
 
 
 def test_a_persons_list_comes_before_every_cluster() -> None:

@@ -189,7 +189,7 @@ def test_an_array_of_jobs_needs_folders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "words"),
+    ("change", "name", "messages"),
     [
         ({"SLURM_NODEID": "4"}, "SLURM_NODEID", "must be < 4, the hosts of SLURM_STEP_NODELIST, in the environment, but is 4"),
         ({"SLURM_NODEID": "two"}, "SLURM_NODEID", "must be a whole number >= 0 in the environment, but is 'two'"),
@@ -212,13 +212,13 @@ def test_an_array_of_jobs_needs_folders_of_their_own() -> None:
         ({"SLURM_CPUS_ON_NODE": "many"}, "SLURM_CPUS_ON_NODE", "must be a whole number >= 1"),
     ],
 )
-def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str, words: str) -> None:
+def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str, messages: str) -> None:
     said = refused(SLURM_TASK_PER_NODE | change)
-    assert words in said[name]
+    assert messages in said[name]
 
 
 @pytest.mark.parametrize(
-    ("environment", "name", "words"),
+    ("environment", "name", "messages"),
     [
         (without(SLURM_TASK_PER_NODE, "SLURM_NODEID"), "SLURM_NODEID", "must be set in the environment of each task"),
         (without(SLURM_TASK_PER_GPU, "SLURM_LOCALID"), "SLURM_LOCALID", "must be set in the environment where 3 tasks"),
@@ -244,8 +244,8 @@ def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str
         ),
     ],
 )
-def test_what_is_missing_is_refused_by_name(environment: Mapping[str, str], name: str, words: str) -> None:
-    assert words in refused(environment)[name]
+def test_what_is_missing_is_refused_by_name(environment: Mapping[str, str], name: str, messages: str) -> None:
+    assert messages in refused(environment)[name]
 
 
 def test_tasks_that_nobody_spread_are_even() -> None:

@@ -4,11 +4,20 @@ from math import inf
 from string import ascii_lowercase
 
 from elastictrain.config.launch import LaunchGroup
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Decision
-from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Member, Outcome
-from elastictrain.launch.membership.sight import Seen
-from elastictrain.launch.membership.view import View
+from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.records import (
+    End,
+    EndKind,
+    Generation,
+    GenerationFailure,
+    GenerationMember,
+    GenerationOutcome,
+    HostRecord,
+    HostState,
+)
 
 OPTIONS = LaunchGroup()
 NOW_S = 10_000.0
@@ -18,7 +27,7 @@ EVERYBODY = (*ascii_lowercase, "aa", *(f"{letter}{number}" for letter in "hz" fo
 """Hosts that every host hears unless a test says otherwise."""
 
 
-def entry(
+def record(
     host: str,
     state: HostState = HostState.READY,
     *,
@@ -28,26 +37,28 @@ def entry(
     reason: str = "",
     committed: int = 0,
     hears: Iterable[str] = EVERYBODY,
-) -> Entry:
-    return Entry(host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended, committed, tuple(hears))
+) -> HostRecord:
+    return HostRecord(
+        host, host, f"address-{host}", 7, 29_500, processes, order, state, reason, 1, ended, committed, tuple(hears)
+    )
 
 
-def seen(
-    line: Entry, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0, hears_since_s: float = 0.0
-) -> Seen:
-    return Seen(line, changed_s, fresh, since_s, hears_since_s)
+def observed(
+    line: HostRecord, *, changed_s: float = NOW_S, fresh: bool = True, since_s: float = 0.0, hears_since_s: float = 0.0
+) -> HostObservation:
+    return HostObservation(line, changed_s, fresh, since_s, hears_since_s)
 
 
-def member(host: str, *, processes: int = 1) -> Member:
-    return Member(host, host, f"address-{host}", 7, processes)
+def member(host: str, *, processes: int = 1) -> GenerationMember:
+    return GenerationMember(host, host, f"address-{host}", 7, processes)
 
 
 def generation(
     number: int,
     hosts: str,
     *,
-    outcome: Outcome = Outcome.RUN,
-    failures: tuple[Failure, ...] = (),
+    outcome: GenerationOutcome = GenerationOutcome.RUN,
+    failures: tuple[GenerationFailure, ...] = (),
     excluded: tuple[str, ...] = (),
     exit_code: int = 0,
 ) -> Generation:
@@ -74,9 +85,9 @@ def by_host(ends: Iterable[End]) -> Mapping[str, End]:
     return {one.host: one for one in ends}
 
 
-def view(
-    *others: Seen,
-    me: Entry | None = None,
+def cluster(
+    *others: HostObservation,
+    me: HostRecord | None = None,
     running: Generation | None = None,
     newest: Generation | None = None,
     ends: Iterable[End] = (),
@@ -93,11 +104,11 @@ def view(
     most_processes: int = 0,
     left_s: float = inf,
     wants_to_leave: bool = False,
-) -> View:
+) -> ClusterState:
     told = by_host(ends)
     if me is None:
-        me = entry("a", HostState.READY if running is None else HostState.BUSY)
-    return View(
+        me = record("a", HostState.READY if running is None else HostState.BUSY)
+    return ClusterState(
         now_s=now_s,
         began_s=began_s,
         me=me,
@@ -106,7 +117,7 @@ def view(
         newest_since_s=newest_since_s,
         ends=told,
         ended_since_s=ended_s if told else None,
-        seen={one.entry.host: one for one in others},
+        observed={one.record.host: one for one in others},
         read_s=now_s if read_s is None else read_s,
         silent=frozenset(silent),
         heard=frozenset(heard),
@@ -119,10 +130,10 @@ def view(
     )
 
 
-def at(look: View, now_s: float, options: LaunchGroup = OPTIONS) -> Decision:
+def at(look: ClusterState, now_s: float, options: LaunchGroup = OPTIONS) -> Decision:
     """What is decided when nothing has changed by then but the time."""
     living = {
         host: replace(one, changed_s=now_s) if one.fresh and one.changed_s == look.now_s else one
-        for host, one in look.seen.items()
+        for host, one in look.observed.items()
     }
-    return decide(replace(look, now_s=now_s, read_s=now_s, seen=living), options)
+    return decide(replace(look, now_s=now_s, read_s=now_s, observed=living), options)

@@ -6,26 +6,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.launch.membership.codec import decode, encode
-from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Member, Outcome
+from elastictrain.launch.membership.records import (
+    End,
+    EndKind,
+    Generation,
+    GenerationFailure,
+    GenerationMember,
+    GenerationOutcome,
+    HostRecord,
+    HostState,
+)
 
-ENTRY = Entry("a-1", "a", "10.0.0.1", 4000, 5000, 8, -1, HostState.READY, "", 3, 2)
+ENTRY = HostRecord("a-1", "a", "10.0.0.1", 4000, 5000, 8, -1, HostState.READY, "", 3, 2)
 END = End(7, "a-1", EndKind.FAILED, 71, "reduce", 12, 10, "a peer is gone", "b-1", ("b-1", "c-1"))
-FAILURE = Failure(6, ("b-1",), 70, "forward", 3, 2, "boom")
-MEMBER = Member("a-1", "a", "10.0.0.1", 4000, 8)
-GENERATION = Generation(7, Outcome.RUN, (MEMBER,), 5000, "a-1", (FAILURE,), ("c-1",), 2.0, 0, "b left")
+FAILURE = GenerationFailure(6, ("b-1",), 70, "forward", 3, 2, "boom")
+MEMBER = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
+GENERATION = Generation(7, GenerationOutcome.RUN, (MEMBER,), 5000, "a-1", (FAILURE,), ("c-1",), 2.0, 0, "b left")
 RECORDS = (ENTRY, END, GENERATION)
 
 text = st.text()
 number = st.integers(-(2**63), 2**63 - 1)
-members = st.builds(Member, text, text, text, number, number)
-failures = st.builds(Failure, number, st.lists(text).map(tuple), number, text, number, number, text)
+members = st.builds(GenerationMember, text, text, text, number, number)
+failures = st.builds(GenerationFailure, number, st.lists(text).map(tuple), number, text, number, number, text)
 records = st.one_of(
-    st.builds(Entry, text, text, text, number, number, number, number, st.sampled_from(HostState), text, number, number),
+    st.builds(HostRecord, text, text, text, number, number, number, number, st.sampled_from(HostState), text, number, number),
     st.builds(End, number, text, st.sampled_from(EndKind), number, text, number, number, text, text, st.lists(text).map(tuple)),
     st.builds(
         Generation,
         number,
-        st.sampled_from(Outcome),
+        st.sampled_from(GenerationOutcome),
         st.lists(members, max_size=3).map(tuple),
         number,
         text,
@@ -45,18 +54,18 @@ values = st.recursive(
 
 @settings(max_examples=40)
 @given(records)
-def test_what_is_written_is_read(record: Entry | End | Generation) -> None:
+def test_what_is_written_is_read(record: HostRecord | End | Generation) -> None:
     assert decode(type(record), encode(record)) == record
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_a_record_is_one_object_that_other_programs_can_read(record: Entry | End | Generation) -> None:
+def test_a_record_is_one_object_that_other_programs_can_read(record: HostRecord | End | Generation) -> None:
     assert isinstance(json.loads(encode(record)), dict)
     assert b"\n" not in encode(record)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
-def test_no_beginning_of_a_record_is_one(record: Entry | End | Generation) -> None:
+def test_no_beginning_of_a_record_is_one(record: HostRecord | End | Generation) -> None:
     data = encode(record)
     assert [decode(type(record), data[:length]) for length in range(len(data))] == [None] * len(data)
 
@@ -64,14 +73,14 @@ def test_no_beginning_of_a_record_is_one(record: Entry | End | Generation) -> No
 @settings(max_examples=40)
 @given(st.binary() | values.map(lambda value: json.dumps(value).encode()))
 def test_garbage_reads_as_nothing(data: bytes) -> None:
-    for cls in (Entry, End, Generation):
+    for cls in (HostRecord, End, Generation):
         assert decode(cls, data) is None
 
 
 @settings(max_examples=40)
 @given(st.sampled_from(RECORDS), st.data())
 def test_a_field_of_another_kind_is_read_as_nothing_or_as_what_it_says(
-    record: Entry | End | Generation, data: st.DataObject
+    record: HostRecord | End | Generation, data: st.DataObject
 ) -> None:
     """Never raises; what it returns can be written again, and is then the same."""
     fields = json.loads(encode(record))
@@ -106,7 +115,7 @@ def test_a_field_of_another_kind_is_read_as_nothing_or_as_what_it_says(
     ],
     ids=str,
 )
-def test_what_no_release_writes_is_refused(record: Entry | End | Generation, changes: dict[str, object]) -> None:
+def test_what_no_release_writes_is_refused(record: HostRecord | End | Generation, changes: dict[str, object]) -> None:
     fields = json.loads(encode(record))
     assert decode(type(record), json.dumps({**fields, **changes}).encode()) is None
 
@@ -115,7 +124,7 @@ def test_what_no_release_writes_is_refused(record: Entry | End | Generation, cha
 def test_a_record_of_another_release_that_lacks_a_field_is_none(name: str) -> None:
     fields = json.loads(encode(ENTRY))
     del fields[name]
-    assert decode(Entry, json.dumps(fields).encode()) is None
+    assert decode(HostRecord, json.dumps(fields).encode()) is None
 
 
 def test_a_pause_may_be_written_without_a_point() -> None:
@@ -128,4 +137,4 @@ def test_a_pause_may_be_written_without_a_point() -> None:
     "data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 10_000, b"\xff\xfe", b""], ids=lambda data: repr(data[:5])
 )
 def test_what_breaks_a_parser_is_nothing(data: bytes) -> None:
-    assert decode(Entry, data) is None
+    assert decode(HostRecord, data) is None

@@ -3,24 +3,26 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.config.launch import LaunchGroup
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Finish, Wait
 from elastictrain.launch.membership.growth import worth_growing
+from elastictrain.launch.membership.observation import HostObservation
 from elastictrain.launch.membership.records import EndKind, Generation, HostState
-from elastictrain.launch.membership.sight import Seen
-from elastictrain.launch.membership.view import View
-from tests.unit.launch.membership.made import NOW_S, OPTIONS, end, entry, generation, member, seen, view
+from tests.unit.launch.membership.made import NOW_S, OPTIONS, cluster, end, generation, member, observed, record
 
 READY, UNFIT = HostState.READY, HostState.UNFIT
-HERE_LONG = seen(entry("z"))
+HERE_LONG = observed(record("z"))
 
 
-def training(*others: Seen, hosts: str = "ab", restart_cost_s: float = 20.0, running: Generation | None = None) -> View:
+def training(
+    *others: HostObservation, hosts: str = "ab", restart_cost_s: float = 20.0, running: Generation | None = None
+) -> ClusterState:
     running = running or generation(5, hosts)
-    return view(*others, running=running, newest=running, restart_cost_s=restart_cost_s)
+    return cluster(*others, running=running, newest=running, restart_cost_s=restart_cost_s)
 
 
-def grows(looked: View, options: LaunchGroup = OPTIONS) -> bool:
+def grows(looked: ClusterState, options: LaunchGroup = OPTIONS) -> bool:
     assert looked.running is not None
     return worth_growing(looked, looked.running, options) is not None
 
@@ -41,17 +43,17 @@ def test_only_the_first_member_does_and_not_while_it_ends_anyway() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        seen(entry("z"), since_s=NOW_S - OPTIONS.grow_after_s + 1.0),
-        seen(entry("z", UNFIT)),
-        seen(entry("z", HostState.BUSY)),
-        seen(entry("z", HostState.GONE)),
-        seen(entry("z"), fresh=False),
-        seen(entry("z"), changed_s=NOW_S - 60.0),
-        seen(entry("b")),
-        seen(entry("z", processes=0)),
+        observed(record("z"), since_s=NOW_S - OPTIONS.grow_after_s + 1.0),
+        observed(record("z", UNFIT)),
+        observed(record("z", HostState.BUSY)),
+        observed(record("z", HostState.GONE)),
+        observed(record("z"), fresh=False),
+        observed(record("z"), changed_s=NOW_S - 60.0),
+        observed(record("b")),
+        observed(record("z", processes=0)),
     ],
 )
-def test_only_hosts_that_are_there_to_stay_count(other: Seen) -> None:
+def test_only_hosts_that_are_there_to_stay_count(other: HostObservation) -> None:
     assert not grows(training(other))
 
 
@@ -70,17 +72,17 @@ def test_growth_can_be_switched_off_and_is_limited() -> None:
 def test_workers_for_which_there_is_nothing_to_do_are_no_gain() -> None:
     assert not grows(replace(training(HERE_LONG), most_processes=2))
     assert grows(replace(training(HERE_LONG), most_processes=3))
-    wide = seen(entry("y", processes=8))
+    wide = observed(record("y", processes=8))
     looked = replace(training(wide, HERE_LONG), most_processes=3)
     assert worth_growing(looked, generation(5, "ab"), OPTIONS) == "z came: what a restart costs (20 s) is won back in 40 s"
 
 
 def test_one_host_among_many_must_stay_for_long_to_be_worth_it() -> None:
     hundred = replace(generation(5, "a"), members=tuple(member(f"h{number}", processes=8) for number in range(100)))
-    one = seen(entry("z", processes=8))
+    one = observed(record("z", processes=8))
     assert not grows(training(one, running=hundred, restart_cost_s=60.0))
     assert grows(training(one, running=hundred, restart_cost_s=10.0))
-    more = [seen(entry(f"z{number}", processes=8)) for number in range(4)]
+    more = [observed(record(f"z{number}", processes=8)) for number in range(4)]
     assert grows(training(*more, running=hundred, restart_cost_s=60.0))
 
 
@@ -96,13 +98,13 @@ def test_what_does_not_pay_before_the_run_ends_is_left() -> None:
 
 def test_a_host_that_is_left_out_is_no_newcomer_until_it_has_rested() -> None:
     running = generation(5, "ab", excluded=("z",))
-    assert not grows(training(seen(entry("z", ended=4)), running=running))
-    assert grows(training(seen(entry("z", ended=5)), running=running))
+    assert not grows(training(observed(record("z", ended=4)), running=running))
+    assert grows(training(observed(record("z", ended=5)), running=running))
 
 
 def test_a_host_that_not_all_members_hear_is_not_taken_in() -> None:
     def grows_with(hears: str, *, heard: str = "bz", b_hears: str = "az") -> bool:
-        lines = (seen(entry("z", hears=hears)), seen(entry("b", HostState.BUSY, hears=b_hears)))
+        lines = (observed(record("z", hears=hears)), observed(record("b", HostState.BUSY, hears=b_hears)))
         return grows(replace(training(*lines), heard=frozenset(heard)))
 
     assert grows_with("ab")
@@ -112,7 +114,7 @@ def test_a_host_that_not_all_members_hear_is_not_taken_in() -> None:
 
 
 def test_of_hosts_that_do_not_hear_each_other_the_first_is_taken_in() -> None:
-    lines = [seen(entry(host, hears="ab"), since_s=since_s) for host, since_s in (("y", 2.0), ("z", 1.0))]
+    lines = [observed(record(host, hears="ab"), since_s=since_s) for host, since_s in (("y", 2.0), ("z", 1.0))]
     reason = worth_growing(training(*lines), generation(5, "ab"), OPTIONS)
     assert reason is not None
     assert reason.startswith("z came")

@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.hearing import largest_group, pairs_without_sound, unheard_members
-from elastictrain.launch.membership.records import Entry
-from elastictrain.launch.membership.view import View
-from tests.unit.launch.membership.made import entry, generation, seen, view
+from elastictrain.launch.membership.records import HostRecord
+from tests.unit.launch.membership.made import cluster, generation, observed, record
 
 
-def hosts(heard: Mapping[str, Collection[str]]) -> tuple[list[Entry], View]:
+def hosts(heard: Mapping[str, Collection[str]]) -> tuple[list[HostRecord], ClusterState]:
     """Each host with those that it hears; the first one looks around."""
-    lines = [entry(host, hears=hears) for host, hears in heard.items()]
-    others = [seen(line) for line in lines[1:]]
-    return lines, view(*others, me=lines[0], heard=lines[0].hears)
+    lines = [record(host, hears=hears) for host, hears in heard.items()]
+    others = [observed(line) for line in lines[1:]]
+    return lines, cluster(*others, me=lines[0], heard=lines[0].hears)
 
 
 def group(heard: Mapping[str, Collection[str]]) -> str:
@@ -64,7 +64,7 @@ def test_no_set_is_larger(heard: Mapping[str, Collection[str]]) -> None:
 def test_every_host_that_asks_gets_the_same_answer(heard: dict[str, set[str]], chance: Random) -> None:
     lines, _ = hosts(heard)
     asked = chance.choice(lines)
-    elsewhere = view(*(seen(line) for line in lines if line is not asked), me=asked, heard=asked.hears)
+    elsewhere = cluster(*(observed(line) for line in lines if line is not asked), me=asked, heard=asked.hears)
     assert largest_group(lines, elsewhere) == largest_group(*hosts(heard))
 
 

@@ -15,9 +15,9 @@ from elastictrain.errors import (
     EXIT_UNFIT,
     EXIT_USAGE,
 )
-from elastictrain.launch.membership import words
-from elastictrain.launch.membership.policy import Aftermath, Next, judge, pause_s
-from elastictrain.launch.membership.records import End, EndKind, Failure, Generation, Outcome
+from elastictrain.launch.membership import messages
+from elastictrain.launch.membership.policy import GenerationResult, NextGeneration, judge, pause_s
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
 
 DONE, LEAVING, GROW, FAILED, LOST = EndKind
@@ -30,12 +30,12 @@ def after(
     ready: str = "abc",
     unaware: str = "",
     unheard: str = "",
-    failures: tuple[Failure, ...] = (),
+    failures: tuple[GenerationFailure, ...] = (),
     options: LaunchGroup = OPTIONS,
     ended: Generation | None = None,
     committed: int = 0,
-) -> Next:
-    aftermath = Aftermath(
+) -> NextGeneration:
+    result = GenerationResult(
         generation=ended or generation(1, hosts, failures=failures),
         ends=by_host(ends),
         ready=frozenset(ready),
@@ -43,7 +43,7 @@ def after(
         unheard=frozenset(unheard),
         committed_step=committed,
     )
-    return judge(aftermath, options)
+    return judge(result, options)
 
 
 def failed(
@@ -54,25 +54,25 @@ def failed(
 
 def failure(
     number: int = 1, *, hosts: tuple[str, ...] = (), step: int = 412, committed: int = 400, phase: str = "backward"
-) -> Failure:
-    return Failure(number, hosts, EXIT_BUG, phase, step, committed, "a: it broke")
+) -> GenerationFailure:
+    return GenerationFailure(number, hosts, EXIT_BUG, phase, step, committed, "a: it broke")
 
 
 def test_a_run_whose_hosts_are_all_done_is_done() -> None:
     following = after(*(end(host, DONE) for host in "abc"))
-    assert (following.outcome, following.exit_code) == (Outcome.DONE, EXIT_OK)
+    assert (following.outcome, following.exit_code) == (GenerationOutcome.DONE, EXIT_OK)
 
 
 @pytest.mark.parametrize("other", [None, failed("c"), end("c", LEAVING), end("c", LOST, lost="a")])
 def test_a_run_of_which_not_all_hosts_are_done_goes_on(other: End | None) -> None:
     ends = [end("a", DONE), end("b", DONE)] + ([other] if other else [])
-    assert after(*ends).outcome is Outcome.RUN
+    assert after(*ends).outcome is GenerationOutcome.RUN
 
 
 @pytest.mark.parametrize("code", [EXIT_CONFIG, EXIT_USAGE])
 def test_what_is_wrong_everywhere_is_not_tried_again(code: int) -> None:
     following = after(failed("b", code), failed("a", EXIT_TRANSPORT), end("c", LEAVING))
-    assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, code)
+    assert (following.outcome, following.exit_code) == (GenerationOutcome.GIVE_UP, code)
     assert following.reason == "b: failed on b"
 
 
@@ -91,7 +91,7 @@ def test_what_is_wrong_everywhere_is_not_tried_again(code: int) -> None:
 def test_the_loss_of_a_host_is_nobodys_failure(ends: list[End]) -> None:
     before = (failure(),)
     following = after(*ends, ready="ab", failures=before)
-    assert following.outcome is Outcome.RUN
+    assert following.outcome is GenerationOutcome.RUN
     assert (following.failures, following.pause_s) == (before, 0.0)
     assert following.reason.startswith("c ")
 
@@ -99,7 +99,7 @@ def test_the_loss_of_a_host_is_nobodys_failure(ends: list[End]) -> None:
 def test_an_interruption_to_grow_is_no_failure() -> None:
     ends = [end("a", GROW), failed("b", EXIT_STOPPED), failed("c", EXIT_TRANSPORT)]
     following = after(*ends)
-    assert (following.outcome, following.failures, following.reason) == (Outcome.RUN, (), "grow on a")
+    assert (following.outcome, following.failures, following.reason) == (GenerationOutcome.RUN, (), "grow on a")
 
 
 def test_a_crash_while_it_is_interrupted_to_grow_is_a_failure() -> None:
@@ -108,7 +108,7 @@ def test_a_crash_while_it_is_interrupted_to_grow_is_a_failure() -> None:
 
 def test_an_unfit_host_is_left_out_and_nobody_failed() -> None:
     following = after(failed("b", EXIT_UNFIT), failed("a", EXIT_TRANSPORT), ready="ac", failures=(failure(),))
-    assert (following.outcome, following.excluded, following.failures) == (Outcome.RUN, ("b",), (failure(),))
+    assert (following.outcome, following.excluded, following.failures) == (GenerationOutcome.RUN, ("b",), (failure(),))
     assert "b is unfit" in following.reason
     # It may have passed its checks in the meantime.
     assert after(failed("b", EXIT_UNFIT), ready="abc").excluded == ()
@@ -122,7 +122,7 @@ def test_who_has_not_read_that_it_is_left_out_still_is() -> None:
 @pytest.mark.parametrize("code", [EXIT_BUG, EXIT_TRANSPORT, EXIT_STORAGE, EXIT_STOPPED, KILLED])
 def test_a_failure_is_remembered_and_tried_again(code: int) -> None:
     following = after(failed("b", code))
-    assert following.outcome is Outcome.RUN
+    assert following.outcome is GenerationOutcome.RUN
     (remembered,) = following.failures
     assert (remembered.generation, remembered.exit_code, remembered.step, remembered.committed_step) == (1, code, 412, 400)
     assert following.reason == remembered.reason == "b: failed on b"
@@ -147,7 +147,7 @@ def test_a_network_that_is_out_while_all_hosts_live_is_never_the_runs_failure(en
     before = (failure(1), failure(2))
     for failures in ((), before):
         following = after(*ends, failures=failures, unheard=unheard)
-        assert (following.outcome, following.failures, following.pause_s) == (Outcome.RUN, failures, 0.0)
+        assert (following.outcome, following.failures, following.pause_s) == (GenerationOutcome.RUN, failures, 0.0)
 
 
 def test_a_crash_while_the_network_is_out_is_a_failure() -> None:
@@ -165,28 +165,28 @@ def test_who_is_not_heard_makes_no_group_without_the_host_to_blame() -> None:
 @pytest.mark.parametrize(("last", "code"), [(EXIT_STORAGE, EXIT_STORAGE), (EXIT_BUG, EXIT_BUG)])
 def test_a_run_that_only_storage_keeps_from_going_on_ends_with_its_code(last: int, code: int) -> None:
     """No checkpoint is valid, say."""
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[GenerationFailure, ...] = ()
     for _ in range(2):
         failures = after(failed(code=EXIT_STORAGE, step=0), failures=failures, hosts="a", ready="a").failures
     following = after(failed(code=last, step=0), failures=failures, hosts="a", ready="a")
-    assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, code)
+    assert (following.outcome, following.exit_code) == (GenerationOutcome.GIVE_UP, code)
 
 
 def test_of_a_long_reason_its_first_line_is_told_again() -> None:
-    assert words.headline("none is valid:\n  - step 5: damaged\nNothing was deleted.") == "none is valid"
-    assert words.headline("") == ""
+    assert messages.headline("none is valid:\n  - step 5: damaged\nNothing was deleted.") == "none is valid"
+    assert messages.headline("") == ""
 
 
 def test_three_failures_without_progress_end_the_run() -> None:
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[GenerationFailure, ...] = ()
     pauses = []
     for _ in range(2):
         following = after(failed(step=0), failures=failures, hosts="a", ready="a")
-        assert following.outcome is Outcome.RUN
+        assert following.outcome is GenerationOutcome.RUN
         failures = following.failures
         pauses.append(following.pause_s)
     following = after(failed(step=0), failures=failures, hosts="a", ready="a")
-    assert (following.outcome, following.exit_code) == (Outcome.GIVE_UP, EXIT_BUG)
+    assert (following.outcome, following.exit_code) == (GenerationOutcome.GIVE_UP, EXIT_BUG)
     assert "failed 3 times in a row without a newly committed step" in following.reason
     assert pauses == [0.0, 1.0]
 
@@ -194,7 +194,7 @@ def test_three_failures_without_progress_end_the_run() -> None:
 def test_progress_refills_the_budget() -> None:
     before = (failure(1), failure(2))
     following = after(failed(step=600, committed=500), failures=before)
-    assert following.outcome is Outcome.RUN
+    assert following.outcome is GenerationOutcome.RUN
     assert [one.committed_step for one in following.failures] == [500]
     assert following.pause_s == 0.0
     assert after(end("b", LEAVING, committed=500), failures=before).failures == ()
@@ -205,7 +205,7 @@ def test_what_the_lines_know_to_be_committed_refills_the_budget_whatever_the_kin
     before = (failure(1), failure(2))
     ends = [end("a", kind, lost="b"), failed("b", EXIT_TRANSPORT, committed=0)]
     following = after(*ends, failures=before, committed=500)
-    assert following.outcome is Outcome.RUN
+    assert following.outcome is GenerationOutcome.RUN
     assert {one.committed_step for one in following.failures} <= {500}
     assert len(following.failures) <= 1
 
@@ -224,13 +224,13 @@ def test_the_pause_doubles_up_to_its_limit() -> None:
     assert pause_s(10**6, options=OPTIONS) == 60.0
 
 
-def blamed(number: int, *hosts: str) -> Failure:
+def blamed(number: int, *hosts: str) -> GenerationFailure:
     return failure(number, hosts=hosts, step=number)
 
 
 def test_a_host_that_is_to_blame_three_times_in_a_row_is_left_out() -> None:
     following = after(failed("b", KILLED, step=3), failures=(blamed(1, "b"), blamed(2, "b")))
-    assert (following.outcome, following.excluded) == (Outcome.RUN, ("b",))
+    assert (following.outcome, following.excluded) == (GenerationOutcome.RUN, ("b",))
     assert "b was to blame 3 times in a row" in following.reason
     assert [one.step for one in following.failures] == [3]
 
@@ -244,26 +244,26 @@ def test_a_host_that_is_to_blame_three_times_in_a_row_is_left_out() -> None:
     ],
 )
 def test_nobody_is_left_out_without_need_or_beyond_the_minimum(
-    failures: tuple[Failure, ...], ready: str, min_hosts: int
+    failures: tuple[GenerationFailure, ...], ready: str, min_hosts: int
 ) -> None:
     following = after(failed("b", KILLED), failures=failures, ready=ready, options=replace(OPTIONS, min_hosts=min_hosts))
-    assert (following.outcome, following.excluded) == (Outcome.GIVE_UP, ())
+    assert (following.outcome, following.excluded) == (GenerationOutcome.GIVE_UP, ())
 
 
 def test_a_step_that_goes_on_failing_without_the_host_was_not_its_fault() -> None:
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[GenerationFailure, ...] = ()
     outcomes = []
     for host in "bbbcc":
         following = after(failed(host, EXIT_BUG), failures=failures)
         failures = following.failures
         outcomes.append(following.outcome)
-    assert outcomes == [Outcome.RUN] * 4 + [Outcome.GIVE_UP]
+    assert outcomes == [GenerationOutcome.RUN] * 4 + [GenerationOutcome.GIVE_UP]
     assert "step 412 failed 3 times: a poisoned batch or checkpoint" in following.reason
 
 
 def test_a_record_that_is_damaged_is_passed_over() -> None:
     following = after(ended=replace(generation(4, ""), reason="its record is damaged"))
-    assert (following.outcome, following.reason, following.failures) == (Outcome.RUN, "its record is damaged", ())
+    assert (following.outcome, following.reason, following.failures) == (GenerationOutcome.RUN, "its record is damaged", ())
 
 
 ends_of_anybody = st.builds(
@@ -291,16 +291,16 @@ def test_whatever_happens_the_answer_is_the_same_in_any_order_and_failures_are_b
     current = generation(1, "abcd")
     for ends, ready in rounds:
         told = by_host(ends)
-        aftermath = Aftermath(generation=current, ends=told, ready=frozenset(ready))
-        following = judge(aftermath, options)
+        result = GenerationResult(generation=current, ends=told, ready=frozenset(ready))
+        following = judge(result, options)
         shuffled = {host: told[host] for host in sorted(told, reverse=True)}
-        assert judge(replace(aftermath, ends=shuffled), options) == following
+        assert judge(replace(result, ends=shuffled), options) == following
         assert following.reason
         assert 0.0 <= following.pause_s <= options.backoff_limit_s
         committed = [one.committed_step for one in following.failures]
         assert committed == sorted(committed)
-        if following.outcome is not Outcome.RUN:
-            assert (following.exit_code == EXIT_OK) == (following.outcome is Outcome.DONE)
+        if following.outcome is not GenerationOutcome.RUN:
+            assert (following.exit_code == EXIT_OK) == (following.outcome is GenerationOutcome.DONE)
             return
         assert len(following.failures) < max_failures or following.excluded
         culprits = set(following.excluded) & ready

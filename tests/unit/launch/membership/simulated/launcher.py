@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decisions import Adopt, Create, Decision, Finish, Leave, Rest, Wait
-from elastictrain.launch.membership.records import End, EndKind, Entry, Generation, HostState
-from elastictrain.launch.membership.sight import Seen, hear_lines, see
-from elastictrain.launch.membership.view import View
+from elastictrain.launch.membership.cluster_state import ClusterState
+from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
+from elastictrain.launch.membership.observation import HostObservation, observe, observe_datagrams
+from elastictrain.launch.membership.records import End, EndKind, Generation, HostRecord, HostState
 from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
 
-Decide = Callable[[View, LaunchGroup], Decision]
+Decide = Callable[[ClusterState, LaunchGroup], Decision]
 STOP_LIMIT_S = 20.0
 _CREATE_AGAIN_S = 3.0
 _UNFIT_S = 10.0
@@ -71,16 +71,16 @@ class Launcher:
         self.heard_since_s = 0.0
         self.followed_s = self.looked_s = 0.0
         self.silent: frozenset[str] = frozenset()
-        self.entry = Entry(host, name, name, 7, 29_500, 1, -1, HostState.READY, "", 0, 0)
+        self.record = HostRecord(host, name, name, 7, 29_500, 1, -1, HostState.READY, "", 0, 0)
         self.newest: Generation | None = None
         self.newest_since_s = 0.0
         self.ends: dict[str, End] = {}
         self.ended_since_s: float | None = None
-        self.seen: dict[str, Seen] = {}
+        self.observed: dict[str, HostObservation] = {}
         self.read_s = self.began_s = -1.0
         self.reads = 0
         self.posts: list[Generation] = []
-        self.told: Entry | None = None
+        self.told: HostRecord | None = None
         """What it says by datagram, again and again, from an end to the next begin."""
 
         self.created: tuple[int, float] = (0, 0.0)
@@ -96,10 +96,10 @@ class Launcher:
         self.others = tuple(member.host for member in generation.members if member.host != self.host)
         self.followed_s, self.silent = local_s, frozenset()
 
-    def listen(self, hosts: Iterable[str], lines: Iterable[Entry], *, now_s: float) -> None:
+    def listen(self, hosts: Iterable[str], lines: Iterable[HostRecord], *, now_s: float) -> None:
         """The watch: who is heard, by the own clock; a pause of its own says nothing about the others."""
         local_s = self.clock(now_s)
-        self.seen = hear_lines(self.seen, lines, own=self.host, now_s=local_s)
+        self.observed = observe_datagrams(self.observed, lines, own=self.host, now_s=local_s)
         self._note_ends(local_s)
         if local_s - self.looked_s > max(self.options.lost_s / 2, 2.0):
             self.followed_s = local_s
@@ -121,19 +121,19 @@ class Launcher:
         self._look_after_workers(now_s)
         self._note_ends(self.clock(now_s))
         if self.reads:
-            self._act(self._decide(self.view(now_s), self.options), now_s)
+            self._act(self._decide(self.cluster(now_s), self.options), now_s)
 
-    def view(self, now_s: float) -> View:
-        return View(
+    def cluster(self, now_s: float) -> ClusterState:
+        return ClusterState(
             now_s=self.clock(now_s),
             began_s=self.began_s,
-            me=self.entry,
+            me=self.record,
             running=None if self.attempt is None else self.attempt.generation,
             newest=self.newest,
             newest_since_s=self.newest_since_s,
             ends=self.ends,
             ended_since_s=self.ended_since_s,
-            seen=self.seen,
+            observed=self.observed,
             read_s=self.read_s,
             silent=self.silent,
             heard=self.heard,
@@ -149,12 +149,12 @@ class Launcher:
             storage.create(self.posts[0], now_s=now_s)
             self.posts.pop(0)
         self._change(hears=tuple(sorted(self.heard)))
-        storage.write_entry(self.entry, now_s=now_s)
+        storage.write_record(self.record, now_s=now_s)
         newest = storage.newest(self.newest, now_s=now_s)
         if newest is not None and newest != self.newest:
             self.newest, self.newest_since_s, self.ends, self.ended_since_s = newest, local_s, {}, None
         if self.attentive:
-            self.seen = see(self.seen, storage.all_entries(now_s=now_s), own=self.host, now_s=local_s)
+            self.observed = observe(self.observed, storage.all_entries(now_s=now_s), own=self.host, now_s=local_s)
             self.read_s = local_s
         self._note_ends(local_s)
         if not self.reads:
@@ -165,20 +165,20 @@ class Launcher:
         """What was told once stays true, whatever a later and older reading shows."""
         if self.newest is None:
             return
-        told = [line.end for line in (self.entry, *(one.entry for one in self.seen.values())) if line.end is not None]
+        told = [line.end for line in (self.record, *(one.record for one in self.observed.values())) if line.end is not None]
         self.ends |= {end.host: end for end in told if end.generation == self.newest.number}
         if self.ends and self.ended_since_s is None:
             self.ended_since_s = local_s
 
     def _tell(self) -> None:
-        self.told = replace(self.entry, hears=(), writers=())
+        self.told = replace(self.record, hears=(), writers=())
 
     def _change(self, **fields: Any) -> None:
-        self.entry = replace(self.entry, beat=self.entry.beat + 1, **fields)
+        self.record = replace(self.record, beat=self.record.beat + 1, **fields)
 
     def _act(self, decision: Decision, now_s: float) -> None:
         match decision:
-            case Adopt(generation):
+            case Join(generation):
                 assert self.attempt is None
                 self.attempt = Attempt(generation)
                 self._follow(generation, local_s=self.clock(now_s))
@@ -192,18 +192,18 @@ class Launcher:
                     self.posts.append(generation)
             case Finish(end, at_once):
                 self._finish(end, at_once=at_once, now_s=now_s)
-            case Rest(number, reason):
+            case LeaveOut(number, reason):
                 self._say(HostState.UNFIT, ended=number, reason=reason)
                 self.retry_s = min(self.retry_s, self.clock(now_s) + _UNFIT_S)
             case Leave(exit_code):
                 self.exit_code = exit_code
                 self.gone = True
-                self.storage.entries.put(
-                    self.host, replace(self.entry, state=HostState.GONE, beat=self.entry.beat + 1), now_s=now_s
+                self.storage.records.put(
+                    self.host, replace(self.record, state=HostState.GONE, beat=self.record.beat + 1), now_s=now_s
                 )
             case Wait():
-                if self.entry.state is HostState.UNFIT and self.clock(now_s) > self.retry_s:
-                    self._say(HostState.READY, ended=self.entry.ended)
+                if self.record.state is HostState.UNFIT and self.clock(now_s) > self.retry_s:
+                    self._say(HostState.READY, ended=self.record.ended)
                     self.retry_s = float("inf")
 
     def _finish(self, end: End, *, at_once: bool, now_s: float) -> None:
@@ -238,7 +238,7 @@ class Launcher:
         if attempt.asked is None or kind is EndKind.DONE:
             self._change(end=End(number, self.host, kind, attempt.exit_code, "", 0, 0, "workers ended"))
         self.attempt, self.attentive = None, True
-        self._change(committed_step=max(self.entry.committed_step, self._committed_step()))
+        self._change(committed_step=max(self.record.committed_step, self._committed_step()))
         unfit = attempt.exit_code == 69 and attempt.asked is None
         self._say(HostState.UNFIT if unfit else HostState.READY, ended=number)
         self._tell()
@@ -246,4 +246,4 @@ class Launcher:
             self.retry_s = self.clock(now_s) + _UNFIT_S
 
     def _say(self, state: HostState, *, ended: int, reason: str = "") -> None:
-        self._change(state=state, ended=max(ended, self.entry.ended), reason=reason)
+        self._change(state=state, ended=max(ended, self.record.ended), reason=reason)

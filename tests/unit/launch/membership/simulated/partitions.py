@@ -85,7 +85,7 @@ def _pass(world: World, seconds: int, *, strict: bool) -> None:
 def _grows(world: World) -> bool:
     """Whether the group was stopped a moment ago to start again with more hosts, which is no fault of the network."""
     newest = world.newest()
-    grown = [one.entry.end.generation for one in world.live() if one.entry.end and one.entry.end.kind is EndKind.GROW]
+    grown = [one.record.end.generation for one in world.live() if one.record.end and one.record.end.kind is EndKind.GROW]
     if newest is None or not grown:
         return False
     just_created = world.created_s(newest) > world.now_s - GOES_ON_WITHIN_S

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Generic, TypeVar
 
-from elastictrain.launch.membership.records import Entry, Generation
+from elastictrain.launch.membership.records import Generation, HostRecord
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -53,7 +53,7 @@ class Storage:
         self.random = random
         self.weather = Weather()
         self.atomic = atomic
-        self.entries: Table[str, Entry] = Table()
+        self.records: Table[str, HostRecord] = Table()
         self.generations: Table[int, Generation] = Table()
 
     def as_of(self, now_s: float) -> float:
@@ -70,9 +70,9 @@ class Storage:
             raise StorageDownError
         return self.random.random() >= self.weather.lost
 
-    def write_entry(self, entry: Entry, *, now_s: float) -> None:
+    def write_record(self, record: HostRecord, *, now_s: float) -> None:
         if self._applied():
-            self.entries.put(entry.host, entry, now_s=now_s)
+            self.records.put(record.host, record, now_s=now_s)
 
     def create(self, generation: Generation, *, now_s: float) -> None:
         if not self._applied():
@@ -91,6 +91,6 @@ class Storage:
             before, number = found, number + 1
         return before
 
-    def all_entries(self, *, now_s: float) -> list[Entry]:
+    def all_entries(self, *, now_s: float) -> list[HostRecord]:
         as_of_s = self.as_of(now_s)
-        return [entry for _, entry in self.entries.all(as_of_s=as_of_s) if not (self.weather.torn and self.torn())]
+        return [record for _, record in self.records.all(as_of_s=as_of_s) if not (self.weather.torn and self.torn())]

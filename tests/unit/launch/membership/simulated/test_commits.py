@@ -25,8 +25,10 @@ def overlap(seed: int, stale: Stale) -> tuple[list[Made], list[Resume]]:
             resumes.append(record) if isinstance(record, Resume) else made.append(record)
         elif number not in begun:
             known = [resume for resume in resumes if random.random() < 0.8]
-            seen = [one for one in made if random.random() < 0.8]
-            parent = max((one for one in seen if not stale(one.commit, known)), key=lambda one: one.commit.step, default=None)
+            observed = [one for one in made if random.random() < 0.8]
+            parent = max(
+                (one for one in observed if not stale(one.commit, known)), key=lambda one: one.commit.step, default=None
+            )
             step = 0 if parent is None else parent.commit.step
             begun[number] = (parent, step)
             on_its_way.append(Resume(number, step, 0 if parent is None else parent.commit.generation))

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Decision, Wait
-from elastictrain.launch.membership.records import Outcome
-from elastictrain.launch.membership.view import View
+from elastictrain.launch.membership.records import GenerationOutcome
 from tests.unit.launch.membership.simulated.faults import CHAOS_S, DEEDS, NAMES, Fault, options, plans, recover, suffer
 from tests.unit.launch.membership.simulated.world import STORM, BrokenPromiseError, World
 
@@ -31,9 +31,9 @@ def story(world: World) -> str:
     lines = [f"newest: {world.newest()}"]
     for launcher in world.live():
         lines.append(
-            f"{launcher.host}: {launcher.entry.state} ended {launcher.entry.ended}, {launcher.attempt}, {launcher.silent}"
+            f"{launcher.host}: {launcher.record.state} ended {launcher.record.ended}, {launcher.attempt}, {launcher.silent}"
         )
-        lines.append(f"   {decide(launcher.view(world.now_s), world.options)}")
+        lines.append(f"   {decide(launcher.cluster(world.now_s), world.options)}")
     return "\n".join(lines)
 
 
@@ -77,8 +77,8 @@ def test_a_run_comes_to_its_end_and_its_launchers_too(plan: Sequence[Fault], see
     codes = {launcher.exit_code for launcher in world.all.values()} - {None}
     assert codes <= {EXIT_OK, EXIT_STOPPED, EXIT_BUG}
     over = {one.outcome for versions in world.storage.generations.rows.values() for _, one in versions if one.terminal}
-    assert (EXIT_OK in codes) <= (Outcome.DONE in over)
-    assert (EXIT_BUG in codes) <= (Outcome.GIVE_UP in over)
+    assert (EXIT_OK in codes) <= (GenerationOutcome.DONE in over)
+    assert (EXIT_BUG in codes) <= (GenerationOutcome.GIVE_UP in over)
 
 
 def until_it_commits(world: World) -> None:
@@ -130,11 +130,11 @@ def test_a_host_that_vanishes_is_replaced_within_seconds(first: str) -> None:
     assert world.now_s - vanished_s <= 12
 
 
-def deaf(view: View, launch: object) -> Decision:
+def deaf(cluster: ClusterState, launch: object) -> Decision:
     """Does not stop what is not the newest generation any more."""
-    if view.running is not None and view.newest is not None and view.newest.number > view.running.number:
+    if cluster.running is not None and cluster.newest is not None and cluster.newest.number > cluster.running.number:
         return Wait()
-    return decide(view, launch)  # type: ignore[arg-type]
+    return decide(cluster, launch)  # type: ignore[arg-type]
 
 
 def breaks(**broken: object) -> bool:

@@ -3,13 +3,21 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
+from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
 from elastictrain.launch.membership.lost import takeover_s
-from elastictrain.launch.membership.records import End, EndKind, Entry, Failure, Generation, HostState, Outcome
-from elastictrain.launch.membership.sight import Seen
-from elastictrain.launch.membership.view import View
-from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, end, entry, generation, seen, view
+from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.records import (
+    End,
+    EndKind,
+    Generation,
+    GenerationFailure,
+    GenerationOutcome,
+    HostRecord,
+    HostState,
+)
+from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, observed, record
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE
 LOST_S = OPTIONS.lost_s
@@ -29,42 +37,44 @@ def waits_for(decision: Decision) -> str:
     return decision.for_what
 
 
-def beginning(*others: Seen, expected_hosts: int = 0) -> View:
+def beginning(*others: HostObservation, expected_hosts: int = 0) -> ClusterState:
     """This host, `a`, has just begun, and there has never been a generation."""
-    return view(*others, began_s=NOW_S, expected_hosts=expected_hosts)
+    return cluster(*others, began_s=NOW_S, expected_hosts=expected_hosts)
 
 
-def newcomer(host: str, **more: int) -> Seen:
-    return seen(entry(host, **more), since_s=NOW_S)
+def newcomer(host: str, **more: int) -> HostObservation:
+    return observed(record(host, **more), since_s=NOW_S)
 
 
-def leftover(host: str, state: HostState = READY) -> Seen:
-    return seen(entry(host, state), fresh=False, since_s=NOW_S)
+def leftover(host: str, state: HostState = READY) -> HostObservation:
+    return observed(record(host, state), fresh=False, since_s=NOW_S)
 
 
-def ended(*others: Seen, hosts: str = "abc", ends: tuple[End, ...] = (), number: int = 1, **more: object) -> View:
+def ended(
+    *others: HostObservation, hosts: str = "abc", ends: tuple[End, ...] = (), number: int = 1, **more: object
+) -> ClusterState:
     """Generation 1 has ended just now, first of all on this host."""
     told = ends or (end("a", EndKind.GROW, number=number),)
     newest = generation(number, hosts)
-    looked = view(*others, me=entry("a", ended=number), newest=newest, ends=told, ended_s=NOW_S)
+    looked = cluster(*others, me=record("a", ended=number), newest=newest, ends=told, ended_s=NOW_S)
     return replace(looked, **more)  # type: ignore[arg-type]
 
 
-def done(host: str, number: int = 1, state: HostState = READY, *, since_s: float = NOW_S - 1.0) -> Seen:
-    return seen(entry(host, state, ended=number), since_s=since_s)
+def done(host: str, number: int = 1, state: HostState = READY, *, since_s: float = NOW_S - 1.0) -> HostObservation:
+    return observed(record(host, state, ended=number), since_s=since_s)
 
 
 @pytest.mark.parametrize("kind", [EndKind.LOST, EndKind.LEAVING, EndKind.GROW])
 def test_what_a_member_says_to_be_committed_is_progress_and_what_others_say_is_not(kind: EndKind) -> None:
-    failures = tuple(Failure(number, (), 71, "", 0, 400, "b: a peer is gone") for number in (2, 3))
+    failures = tuple(GenerationFailure(number, (), 71, "", 0, 400, "b: a peer is gone") for number in (2, 3))
     newest = generation(4, "ab", failures=failures)
     ends = (end("a", kind, number=4, lost="b"), end("b", EndKind.FAILED, 71, number=4))
 
-    def after(line: Entry, me: Entry) -> Decision:
-        return at(ended(seen(line, since_s=NOW_S - 1.0), ends=ends, number=4, newest=newest, me=me), NOW_S + 30)
+    def after(line: HostRecord, me: HostRecord) -> Decision:
+        return at(ended(observed(line, since_s=NOW_S - 1.0), ends=ends, number=4, newest=newest, me=me), NOW_S + 30)
 
-    def of(host: str, committed: int) -> Entry:
-        return entry(host, ended=4, committed=committed)
+    def of(host: str, committed: int) -> HostRecord:
+        return record(host, ended=4, committed=committed)
 
     for line, me in ((of("b", 500), of("a", 0)), (of("b", 0), of("a", 500))):
         assert {one.committed_step for one in created(after(line, me)).failures} <= {500}
@@ -83,7 +93,7 @@ def test_a_host_that_may_not_be_alone_looks_around_first() -> None:
 
 def test_a_single_host_starts_at_once() -> None:
     first = created(decide(beginning(expected_hosts=1), OPTIONS))
-    assert (first.number, first.outcome, first.master_port, first.proposer) == (1, Outcome.RUN, 29_500, "a")
+    assert (first.number, first.outcome, first.master_port, first.proposer) == (1, GenerationOutcome.RUN, 29_500, "a")
     assert [(one.host, one.address, one.watch_port, one.processes) for one in first.members] == [("a", "address-a", 7, 1)]
 
 
@@ -93,7 +103,7 @@ def test_leftovers_delay_a_single_host_a_little_and_hosts_that_have_left_do_not(
     assert isinstance(at(looked, NOW_S + LOST_S - 0.1), Wait)
     assert members(at(looked, NOW_S + LOST_S + 0.1)) == "a"
     assert members(decide(beginning(leftover("old", GONE), expected_hosts=1), OPTIONS)) == "a"
-    long_known = seen(entry("old"), fresh=False, changed_s=NOW_S - 60.0)
+    long_known = observed(record("old"), fresh=False, changed_s=NOW_S - 60.0)
     assert members(decide(beginning(long_known, expected_hosts=1), OPTIONS)) == "a"
 
 
@@ -101,7 +111,7 @@ def test_a_stream_of_new_lines_delays_nobody_for_longer() -> None:
     latest_s = NOW_S + LOST_S + 0.1
     looked = replace(beginning(), now_s=latest_s, read_s=latest_s)
     new = replace(leftover("new"), changed_s=latest_s, since_s=latest_s)
-    assert members(decide(replace(looked, seen={"new": new}), OPTIONS)) == "a"
+    assert members(decide(replace(looked, observed={"new": new}), OPTIONS)) == "a"
 
 
 def test_a_group_starts_when_all_that_are_expected_are_there() -> None:
@@ -131,7 +141,7 @@ def test_others_may_join_for_a_while() -> None:
 
 def test_the_time_to_join_begins_when_there_are_enough() -> None:
     two = replace(OPTIONS, min_hosts=2)
-    looked = view(newcomer("b"), began_s=NOW_S - 500.0)
+    looked = cluster(newcomer("b"), began_s=NOW_S - 500.0)
     assert decide(looked, two) == Wait("more hosts to join the 2 that are there", NOW_S + OPTIONS.join_s)
 
 
@@ -143,7 +153,7 @@ def test_a_host_that_expects_others_waits_for_them_alone() -> None:
 
 def test_too_few_hosts_say_what_they_wait_for_and_until_when() -> None:
     three = replace(OPTIONS, min_hosts=3, wait_s=100.0)
-    looked = beginning(newcomer("b"), seen(entry("c", UNFIT, reason="no GPU"), since_s=NOW_S))
+    looked = beginning(newcomer("b"), observed(record("c", UNFIT, reason="no GPU"), since_s=NOW_S))
     assert decide(looked, three) == Wait(
         "3 hosts (`launch.min_hosts`), of which 2 are there (ready: a and b; c is unfit (no GPU))", NOW_S + 100.0
     )
@@ -158,7 +168,7 @@ def test_too_few_hosts_say_what_they_wait_for_and_until_when() -> None:
 
 
 def test_each_host_leaves_those_before_it_time_to_propose() -> None:
-    looked = replace(beginning(newcomer("a"), newcomer("b"), expected_hosts=3), me=entry("c"))
+    looked = replace(beginning(newcomer("a"), newcomer("b"), expected_hosts=3), me=record("c"))
     decision = decide(looked, OPTIONS)
     assert decision == Wait("a to propose generation 1", NOW_S + 2.0)
     assert members(at(looked, NOW_S + 2.0)) == "abc"
@@ -166,13 +176,13 @@ def test_each_host_leaves_those_before_it_time_to_propose() -> None:
 
 def test_members_are_in_the_order_that_the_cluster_gives_them() -> None:
     others = (newcomer("b", order=0), newcomer("c", order=1))
-    looked = replace(beginning(*others, expected_hosts=3), me=entry("a", order=2), began_s=NOW_S - 9.0)
+    looked = replace(beginning(*others, expected_hosts=3), me=record("a", order=2), began_s=NOW_S - 9.0)
     assert members(at(looked, NOW_S + 9.0)) == "bca"
 
 
 def test_the_end_of_an_earlier_run_is_not_waited_for_and_who_leaves_with_it_is_no_member() -> None:
-    over = generation(7, "xy", outcome=Outcome.GIVE_UP, exit_code=75)
-    others = (seen(entry("x", ended=6), since_s=NOW_S), newcomer("b"))
+    over = generation(7, "xy", outcome=GenerationOutcome.GIVE_UP, exit_code=75)
+    others = (observed(record("x", ended=6), since_s=NOW_S), newcomer("b"))
     looked = replace(beginning(*others, expected_hosts=2), newest=over, newest_since_s=NOW_S)
     decision = decide(looked, OPTIONS)
     assert (created(decision).number, members(decision)) == (8, "ab")
@@ -182,7 +192,7 @@ def test_the_end_of_an_earlier_run_is_not_waited_for_and_who_leaves_with_it_is_n
 
 
 def test_those_who_stay_go_on_in_their_places_and_newcomers_follow() -> None:
-    looked = ended(done("c"), done("b"), seen(entry("aa")), hosts="cab")
+    looked = ended(done("c"), done("b"), observed(record("aa")), hosts="cab")
     decision = at(looked, NOW_S + 1.0)
     assert members(decision) == "cabaa"
     assert (created(decision).number, created(decision).reason) == (2, "grow on a")
@@ -194,14 +204,14 @@ def test_a_group_that_goes_on_waits_for_nobody_to_join() -> None:
 
 
 def test_members_that_are_still_stopping_are_waited_for() -> None:
-    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("a", EndKind.FAILED, EXIT_BUG),))
+    looked = ended(done("b"), observed(record("c", BUSY)), ends=(end("a", EndKind.FAILED, EXIT_BUG),))
     assert waits_for(decide(looked, OPTIONS)) == "c to end generation 1"
     assert isinstance(at(looked, NOW_S + 29.0), Wait)
     assert members(at(looked, NOW_S + 31.0)) == "ab"
 
 
 def test_members_that_still_save_are_given_the_time_that_a_save_may_take() -> None:
-    looked = ended(done("b"), seen(entry("c", BUSY)))
+    looked = ended(done("b"), observed(record("c", BUSY)))
     assert isinstance(at(looked, NOW_S + looked.stop_limit_s - 1.0), Wait)
     assert members(at(looked, NOW_S + looked.stop_limit_s + 1.0)) == "ab"
 
@@ -209,25 +219,25 @@ def test_members_that_still_save_are_given_the_time_that_a_save_may_take() -> No
 @pytest.mark.parametrize(
     "other",
     [
-        seen(entry("c", GONE)),
+        observed(record("c", GONE)),
         done("c", state=UNFIT),
-        seen(entry("c", BUSY), changed_s=NOW_S - 60.0),
-        seen(entry("c", BUSY), changed_s=NOW_S - 60.0, fresh=False),
+        observed(record("c", BUSY), changed_s=NOW_S - 60.0),
+        observed(record("c", BUSY), changed_s=NOW_S - 60.0, fresh=False),
     ],
 )
-def test_who_cannot_come_is_not_waited_for(other: Seen) -> None:
+def test_who_cannot_come_is_not_waited_for(other: HostObservation) -> None:
     assert members(decide(ended(done("b"), other), OPTIONS)) == "ab"
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("c", EndKind.LEAVING),))
+    looked = ended(done("b"), observed(record("c", BUSY)), ends=(end("c", EndKind.LEAVING),))
     decision = decide(looked, OPTIONS)
     assert members(decision) == "ab"
     assert created(decision).reason == "c left: leaving on c"
 
 
-@pytest.mark.parametrize("line", [done("c"), seen(entry("c", READY, ended=0)), seen(entry("c", BUSY))])
-def test_who_leaves_is_no_member_whatever_its_line_says(line: Seen) -> None:
+@pytest.mark.parametrize("line", [done("c"), observed(record("c", READY, ended=0)), observed(record("c", BUSY))])
+def test_who_leaves_is_no_member_whatever_its_line_says(line: HostObservation) -> None:
     looked = ended(done("b"), line, ends=(end("c", EndKind.LEAVING),))
     assert members(at(looked, NOW_S + 10.0)) == "ab"
 
@@ -235,14 +245,14 @@ def test_who_leaves_is_no_member_whatever_its_line_says(line: Seen) -> None:
 @pytest.mark.parametrize("how", ["watch", "word"])
 def test_silent_members_are_waited_for_a_little(how: str) -> None:
     ends = (end("b", EndKind.LOST, lost="c" if how == "word" else ""),)
-    looked = ended(done("b"), seen(entry("c", BUSY)), ends=ends, silent=frozenset("c" if how == "watch" else ""))
+    looked = ended(done("b"), observed(record("c", BUSY)), ends=ends, silent=frozenset("c" if how == "watch" else ""))
     assert waits_for(at(looked, NOW_S + LOST_S - 0.1)) == "c to end generation 1"
     assert members(at(looked, NOW_S + LOST_S + 0.1)) == "ab"
 
 
 def test_a_silent_member_that_has_said_why_it_ends_is_waited_for() -> None:
     """Where the network is out, it may be heard by others and make a larger group with them."""
-    looked = ended(done("b"), seen(entry("c", BUSY)), ends=(end("c", EndKind.LOST, lost="a"),), silent=frozenset("c"))
+    looked = ended(done("b"), observed(record("c", BUSY)), ends=(end("c", EndKind.LOST, lost="a"),), silent=frozenset("c"))
     assert waits_for(at(looked, NOW_S + LOST_S + 1.0)) == "c to end generation 1"
     assert isinstance(at(looked, NOW_S + 31.0), Create)
 
@@ -253,13 +263,13 @@ def test_a_member_that_has_ended_has_said_all_that_it_will() -> None:
 
 
 def test_a_line_from_before_the_generation_is_not_trusted_at_once() -> None:
-    looked = ended(done("b"), seen(entry("c", READY, ended=0)))
+    looked = ended(done("b"), observed(record("c", READY, ended=0)))
     assert waits_for(at(looked, NOW_S + LOST_S - 0.1)) == "c to end generation 1"
     assert members(at(looked, NOW_S + LOST_S + 0.1)) == "abc"
 
 
 def test_the_roster_must_have_been_read_since_the_end() -> None:
-    for lines in ((done("b"), seen(entry("c", READY))), (done("b"), done("c"), newcomer("d"))):
+    for lines in ((done("b"), observed(record("c", READY))), (done("b"), done("c"), newcomer("d"))):
         looked = replace(ended(*lines), read_s=NOW_S - 0.1)
         assert waits_for(decide(looked, OPTIONS)) == "the roster to be read"
 
@@ -280,37 +290,37 @@ def test_nobody_grows_silent_while_the_roster_cannot_be_read() -> None:
 
 def test_too_many_hosts_are_spares_and_members_stay() -> None:
     two = replace(OPTIONS, max_hosts=2)
-    looked = ended(done("c"), seen(entry("aa")), hosts="ca")
+    looked = ended(done("c"), observed(record("aa")), hosts="ca")
     assert members(at(looked, NOW_S + 1.0, two)) == "ca"
-    looked = ended(seen(entry("b", order=0)), done("c"), hosts="ca", me=entry("a", ended=1, order=5))
+    looked = ended(observed(record("b", order=0)), done("c"), hosts="ca", me=record("a", ended=1, order=5))
     assert members(at(looked, NOW_S + 1.0, two)) == "ca"
 
 
 def test_a_spare_proposes_when_no_member_does() -> None:
     two = replace(OPTIONS, max_hosts=2)
-    looked = ended(done("b"), done("c"), hosts="bc", ends=(end("b", EndKind.FAILED, 1),), me=entry("z"))
+    looked = ended(done("b"), done("c"), hosts="bc", ends=(end("b", EndKind.FAILED, 1),), me=record("z"))
     assert isinstance(at(looked, NOW_S + 1.9, two), Wait)
     assert members(at(looked, NOW_S + 2.0, two)) == "bc"
 
 
 def test_who_is_left_out_and_has_not_read_so_is_no_member_and_stays_left_out() -> None:
     newest = generation(4, "ab", excluded=("c", "d", "e"))
-    others = (done("b", 4), done("c", 3), done("d", 4), seen(entry("e", UNFIT, ended=4)))
+    others = (done("b", 4), done("c", 3), done("d", 4), observed(record("e", UNFIT, ended=4)))
     ends = (end("a", EndKind.GROW, number=4),)
-    looked = view(*others, me=entry("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
+    looked = cluster(*others, me=record("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
     decision = decide(looked, OPTIONS)
     assert members(decision) == "abd"
     assert created(decision).excluded == ("c",)
 
 
 def test_who_is_left_out_does_not_count_as_a_replacement() -> None:
-    failures = tuple(Failure(number, ("b",), 137, "", 0, 0, "b: killed") for number in (2, 3))
+    failures = tuple(GenerationFailure(number, ("b",), 137, "", 0, 0, "b: killed") for number in (2, 3))
     newest = generation(4, "ab", excluded=("c",), failures=failures)
     ends = (end("b", EndKind.FAILED, 137, number=4),)
-    looked = view(done("b", 4), done("c", 3), me=entry("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
+    looked = cluster(done("b", 4), done("c", 3), me=record("a", ended=4), newest=newest, ends=ends, ended_s=NOW_S)
     two = replace(OPTIONS, min_hosts=2)
-    assert created(decide(looked, two)).outcome is Outcome.GIVE_UP
-    rested = replace(looked, seen={**looked.seen, "c": done("c", 4)})
+    assert created(decide(looked, two)).outcome is GenerationOutcome.GIVE_UP
+    rested = replace(looked, observed={**looked.observed, "c": done("c", 4)})
     assert created(decide(rested, two)).excluded == ("b",)
 
 
@@ -319,29 +329,29 @@ def test_who_is_left_out_does_not_count_as_a_replacement() -> None:
 
 def test_the_end_of_the_run_is_told_to_all() -> None:
     ends = tuple(end(host, EndKind.DONE) for host in "abc")
-    decision = decide(ended(done("b"), seen(entry("c", GONE, ended=1)), seen(entry("z")), ends=ends), OPTIONS)
+    decision = decide(ended(done("b"), observed(record("c", GONE, ended=1)), observed(record("z")), ends=ends), OPTIONS)
     over = created(decision)
-    assert (over.outcome, over.exit_code, over.master_port, members(decision)) == (Outcome.DONE, EXIT_OK, 0, "abcz")
+    assert (over.outcome, over.exit_code, over.master_port, members(decision)) == (GenerationOutcome.DONE, EXIT_OK, 0, "abcz")
 
 
 def test_a_run_that_ends_as_soon_as_it_has_begun_concerns_its_hosts() -> None:
     looked = ended(done("b"), done("c"), ends=(end("b", EndKind.FAILED, EXIT_CONFIG),), began_s=NOW_S - 2.0)
-    assert created(at(looked, NOW_S + 1.0)).outcome is Outcome.GIVE_UP
+    assert created(at(looked, NOW_S + 1.0)).outcome is GenerationOutcome.GIVE_UP
 
 
 def test_the_end_needs_no_minimum() -> None:
     looked = ended(hosts="abc", ends=(end("a", EndKind.FAILED, EXIT_CONFIG),))
     over = created(decide(looked, replace(OPTIONS, min_hosts=3)))
-    assert (over.outcome, over.exit_code) == (Outcome.GIVE_UP, EXIT_CONFIG)
+    assert (over.outcome, over.exit_code) == (GenerationOutcome.GIVE_UP, EXIT_CONFIG)
 
 
 @pytest.mark.parametrize(("kind", "code"), [(EndKind.DONE, 0), (EndKind.FAILED, EXIT_CONFIG)])
 def test_who_is_started_after_all_have_left_goes_on(kind: EndKind, code: int) -> None:
     newest = generation(3, "a")
-    others = seen(entry("a", GONE, ended=3))
-    looked = view(
+    others = observed(record("a", GONE, ended=3))
+    looked = cluster(
         others,
-        me=entry("z"),
+        me=record("z"),
         newest=newest,
         ends=[end("a", kind, code, number=3)],
         ended_s=NOW_S,
@@ -350,14 +360,14 @@ def test_who_is_started_after_all_have_left_goes_on(kind: EndKind, code: int) ->
         expected_hosts=1,
     )
     following = created(decide(looked, OPTIONS))
-    assert (following.number, following.outcome, following.failures) == (4, Outcome.RUN, ())
+    assert (following.number, following.outcome, following.failures) == (4, GenerationOutcome.RUN, ())
     # A spare has seen it happen, and is concerned.
-    assert created(decide(replace(looked, began_s=0.0), OPTIONS)).outcome is not Outcome.RUN
+    assert created(decide(replace(looked, began_s=0.0), OPTIONS)).outcome is not GenerationOutcome.RUN
 
 
 def test_hosts_that_are_started_again_after_all_have_left_wait_for_each_other() -> None:
     newest = generation(3, "xy")
-    looked = view(
+    looked = cluster(
         newcomer("b"),
         newest=newest,
         ends=[end("x", EndKind.LEAVING, number=3), end("y", EndKind.LEAVING, number=3)],
@@ -374,9 +384,9 @@ def test_hosts_that_are_started_again_after_all_have_left_wait_for_each_other() 
 
 def test_a_spare_takes_over_when_all_members_have_been_silent_for_long() -> None:
     newest = generation(2, "xy")
-    looked = view(
-        seen(entry("x", BUSY), changed_s=NOW_S - 1.0),
-        seen(entry("y", BUSY), changed_s=NOW_S, fresh=False),
+    looked = cluster(
+        observed(record("x", BUSY), changed_s=NOW_S - 1.0),
+        observed(record("y", BUSY), changed_s=NOW_S, fresh=False),
         newest=newest,
         newest_since_s=NOW_S - 50.0,
         began_s=NOW_S - 50.0,
@@ -394,30 +404,30 @@ def test_a_spare_takes_over_when_all_members_have_been_silent_for_long() -> None
 
 def test_one_member_that_lives_is_enough_to_keep_a_generation() -> None:
     newest = generation(2, "xy")
-    looked = view(seen(entry("x", BUSY), changed_s=0.0), seen(entry("y", BUSY)), newest=newest)
+    looked = cluster(observed(record("x", BUSY), changed_s=0.0), observed(record("y", BUSY)), newest=newest)
     assert isinstance(decide(looked, OPTIONS), Wait)
 
 
 def test_members_that_have_left_or_are_unfit_keep_no_generation() -> None:
-    looked = view(seen(entry("x", GONE)), seen(entry("y", UNFIT)), newest=generation(2, "xy"))
+    looked = cluster(observed(record("x", GONE)), observed(record("y", UNFIT)), newest=generation(2, "xy"))
     assert members(decide(looked, OPTIONS)) == "a"
 
 
 def test_a_generation_that_a_member_is_done_with_has_ended_even_if_its_reason_is_lost() -> None:
     newest = generation(2, "xy")
-    looked = view(done("x", 2, since_s=NOW_S), done("y", 2, since_s=NOW_S), newest=newest)
+    looked = cluster(done("x", 2, since_s=NOW_S), done("y", 2, since_s=NOW_S), newest=newest)
     assert isinstance(at(looked, NOW_S + LOST_S - 0.1), Wait)
     following = created(at(looked, NOW_S + LOST_S + 2.0))
     assert [one.host for one in following.members] == ["x", "y", "a"]
 
 
 def test_a_member_waits_for_its_own_word_to_be_stored() -> None:
-    looked = view(seen(entry("b", GONE)), me=entry("a", ended=2), newest=generation(2, "ab"))
+    looked = cluster(observed(record("b", GONE)), me=record("a", ended=2), newest=generation(2, "ab"))
     assert isinstance(decide(looked, OPTIONS), Wait)
 
 
 def test_a_record_that_is_damaged_is_followed_by_another() -> None:
-    looked = view(newest=replace(generation(2, ""), reason="its record is damaged"))
+    looked = cluster(newest=replace(generation(2, ""), reason="its record is damaged"))
     following = created(decide(looked, OPTIONS))
     assert (following.number, following.reason) == (3, "its record is damaged")
 
@@ -425,11 +435,11 @@ def test_a_record_that_is_damaged_is_followed_by_another() -> None:
 # Hosts that live and do not hear each other.
 
 
-def of_part(host: str, hears: str, *, number: int = 1, hears_since_s: float = NOW_S) -> Seen:
-    return seen(entry(host, ended=number, hears=hears), since_s=NOW_S - 1.0, hears_since_s=hears_since_s)
+def of_part(host: str, hears: str, *, number: int = 1, hears_since_s: float = NOW_S) -> HostObservation:
+    return observed(record(host, ended=number, hears=hears), since_s=NOW_S - 1.0, hears_since_s=hears_since_s)
 
 
-def apart(*others: Seen, heard: str, hosts: str = "abcd", **more: object) -> View:
+def apart(*others: HostObservation, heard: str, hosts: str = "abcd", **more: object) -> ClusterState:
     """Generation 1 of four hosts has ended here, host `a`, because another one was not heard any more."""
     ends = tuple(end(host, EndKind.LOST, lost=host) for host in hosts)
     looked = ended(*others, hosts=hosts, ends=ends, heard=frozenset(heard), heard_since_s=NOW_S)
@@ -441,7 +451,7 @@ def test_the_largest_part_goes_on_once_it_is_certain_and_the_others_wait() -> No
     assert isinstance(at(looked, NOW_S + LOST_S / 2 - 0.1), Wait)
     following = created(at(looked, NOW_S + LOST_S / 2))
     assert "".join(one.host for one in following.members) == "abc"
-    assert (following.outcome, following.failures) == (Outcome.RUN, ())
+    assert (following.outcome, following.failures) == (GenerationOutcome.RUN, ())
     alone = apart(of_part("b", "cd"), of_part("c", "bd"), of_part("d", "bc"), heard="")
     assert at(alone, NOW_S + 1e4) == Wait(waits_for(at(alone, NOW_S + 1e4)))
     assert "a - b" in waits_for(at(alone, NOW_S + 1e4))
@@ -488,4 +498,4 @@ def test_where_only_connections_broke_it_is_found_out_first_who_is_heard() -> No
 def test_a_run_that_is_done_is_done_for_hosts_that_are_not_heard() -> None:
     ends = tuple(end(host, EndKind.DONE) for host in "abc")
     looked = ended(of_part("b", "a"), of_part("c", ""), ends=ends, heard=frozenset("b"))
-    assert created(at(looked, NOW_S + 60.0)).outcome is Outcome.DONE
+    assert created(at(looked, NOW_S + 60.0)).outcome is GenerationOutcome.DONE

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 
-from elastictrain.launch.membership.records import End, Entry, Generation
-from elastictrain.launch.membership.sight import Seen
+from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.records import End, Generation, HostRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ClusterState:
     """One look around."""
 
     now_s: float
     began_s: float
     """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
 
-    me: Entry
+    me: HostRecord
     """What this host says of itself at present."""
 
     running: Generation | None
@@ -27,16 +27,16 @@ class View:
     """When it was first seen here."""
 
     ends: Mapping[str, End]
-    """Those of `newest`, by host; read before `seen` was."""
+    """Those of `newest`, by host; read before `observed` was."""
 
     ended_since_s: float | None
     """When the first of them was seen here."""
 
-    seen: Mapping[str, Seen]
+    observed: Mapping[str, HostObservation]
     """The other hosts' lines, by host."""
 
     read_s: float
-    """When `seen` was read last, in a turn in which this host's own line and its posts could be written as well. Nobody has
+    """When `observed` was read last, in a turn in which this host's own line and its posts could be written as well. Nobody has
     become silent while storage could not be reached: silence is counted up to here."""
 
     silent: frozenset[str]

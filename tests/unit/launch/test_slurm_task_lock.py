@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import HostUnfitError
-from elastictrain.launch.turns import take_turn, wait_for_launcher
+from elastictrain.launch.slurm_task_lock import acquire_task_lock, wait_for_launcher
 
 QUIET: list[str] = []
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Locks of its own, short turns, and the handlers as they were."""
     monkeypatch.setattr("elastictrain.launch.lock_file.tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("elastictrain.launch.turns._TURN_S", 0.005)
+    monkeypatch.setattr("elastictrain.launch.slurm_task_lock._TURN_S", 0.005)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -32,7 +32,7 @@ def job() -> str:
 
 
 def test_who_is_idle_ends_with_the_launcher(job: str) -> None:
-    descriptor = take_turn(job, say=QUIET.append)
+    descriptor = acquire_task_lock(job, say=QUIET.append)
     ended_s: list[float] = []
 
     def end() -> None:
@@ -52,7 +52,7 @@ def test_a_launcher_may_come_a_little_later(job: str) -> None:
 
     def launch() -> None:
         time.sleep(0.1)
-        descriptor = take_turn(job, say=QUIET.append)
+        descriptor = acquire_task_lock(job, say=QUIET.append)
         time.sleep(0.1)
         came.append(time.monotonic())
         os.close(descriptor)
@@ -71,7 +71,7 @@ def test_a_launcher_that_never_comes_is_not_waited_for(job: str) -> None:
 
 
 def test_the_launcher_of_another_job_does_not_count(job: str) -> None:
-    descriptor = take_turn(job, say=QUIET.append)
+    descriptor = acquire_task_lock(job, say=QUIET.append)
     assert wait_for_launcher(secrets.token_hex(4), comes_s=0.02) == 0
     os.close(descriptor)
 
@@ -85,21 +85,21 @@ def test_nothing_is_held_afterwards(job: str) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     wait_for_launcher(job, comes_s=0.0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    os.close(take_turn(job, say=QUIET.append))
+    os.close(acquire_task_lock(job, say=QUIET.append))
 
 
 def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_path: Path) -> None:
     (tmp_path / f"elastictrain-{os.getuid()}-{job}.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock must be a file that user"):
-        take_turn(job, say=QUIET.append)
+        acquire_task_lock(job, say=QUIET.append)
     assert not (tmp_path / "precious").exists()
 
 
 def test_another_launcher_is_waited_for_and_that_is_said(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.launch.turns._QUIET_S", 0.02)
-    first, said = take_turn(job, say=QUIET.append), list[str]()
+    monkeypatch.setattr("elastictrain.launch.slurm_task_lock._QUIET_S", 0.02)
+    first, said = acquire_task_lock(job, say=QUIET.append), list[str]()
     taken: list[int] = []
-    second = threading.Thread(target=lambda: taken.append(take_turn(job, say=said.append)))
+    second = threading.Thread(target=lambda: taken.append(acquire_task_lock(job, say=said.append)))
     second.start()
     while not said:
         time.sleep(0.005)

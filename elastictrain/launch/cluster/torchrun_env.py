@@ -15,7 +15,7 @@ _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Pets:
+class TorchrunEnvironment:
     """What is not said is -1 for the order, 0 or empty otherwise."""
 
     order: int
@@ -31,7 +31,7 @@ class Pets:
     warnings: tuple[str, ...]
 
 
-def read_pets(variables: Variables) -> Pets:
+def read_pets(variables: Variables) -> TorchrunEnvironment:
     """Problems are left in `variables`."""
     conclusions, warnings = [], []
     least, most = _hosts(variables)
@@ -49,7 +49,7 @@ def read_pets(variables: Variables) -> Pets:
     if processes:
         conclusions.append(f"{count(processes, 'worker')} ({variables.show('PET_NPROC_PER_NODE')})")
     master = _master(variables)
-    return Pets(
+    return TorchrunEnvironment(
         order=-1 if order is None else order,
         num_hosts=most,
         least_hosts=least,

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from elastictrain.launch.membership.codec import decode
-from elastictrain.launch.membership.records import Entry
+from elastictrain.launch.membership.records import HostRecord
 
 _SIGNATURE_BYTES = 16
 _LARGEST_BYTES = 512
@@ -24,7 +24,7 @@ _MOST_SENDERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class HeartbeatDatagram:
     """A sign of life."""
 
     host: str
@@ -40,18 +40,18 @@ class Word:
     ended: bool
     """Whether it has ended in the eyes of this host: its line then tells why."""
 
-    line: Entry | None = None
+    line: HostRecord | None = None
     """What the host says of itself, without whom it hears."""
 
 
-def seal(word: Word, *, token: bytes) -> bytes:
+def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
     """One datagram."""
-    fields = [word.host, word.to, word.counter, word.generation, word.ended]
-    body = json.dumps(fields if word.line is None else [*fields, asdict(word.line)]).encode()
+    fields = [datagram.host, datagram.to, datagram.counter, datagram.generation, datagram.ended]
+    body = json.dumps(fields if datagram.line is None else [*fields, asdict(datagram.line)]).encode()
     return _signature(body, token) + body
 
 
-def shortened(line: Entry) -> Entry | None:
+def shortened(line: HostRecord) -> HostRecord | None:
     """A line as it is sent: without whom the host hears, and with the begin of a long reason. None if even that is too long."""
     for most in _REASONS:
         end = line.end and replace(line.end, reason=line.end.reason[:most])
@@ -61,7 +61,7 @@ def shortened(line: Entry) -> Entry | None:
     return None
 
 
-def unseal(data: bytes, *, token: bytes) -> Word | None:
+def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
     """The word in a datagram; None if it is of another run, or none at all."""
     signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
     if len(data) > _LARGEST_LINE_BYTES or not hmac.compare_digest(signature, _signature(body, token)):
@@ -75,9 +75,9 @@ def unseal(data: bytes, *, token: bytes) -> Word | None:
     if type(counter) is not int or type(generation) is not int:
         return None
     if not rest:
-        return Word(host, to, counter, generation, ended) if len(data) <= _LARGEST_BYTES else None
-    line = decode(Entry, json.dumps(rest[0]).encode()) if len(rest) == 1 else None
-    return Word(host, to, counter, generation, ended, line) if line is not None and line.host == host else None
+        return HeartbeatDatagram(host, to, counter, generation, ended) if len(data) <= _LARGEST_BYTES else None
+    line = decode(HostRecord, json.dumps(rest[0]).encode()) if len(rest) == 1 else None
+    return HeartbeatDatagram(host, to, counter, generation, ended, line) if line is not None and line.host == host else None
 
 
 class ReplayGuard:
@@ -92,14 +92,14 @@ class ReplayGuard:
         self._last: dict[str, int] = {}
         self.num_dropped = 0
 
-    def passes(self, word: Word) -> bool:
+    def passes(self, datagram: HeartbeatDatagram) -> bool:
         """Whether it is meant for this launcher, and newer than all that came from its sender."""
-        if word.to != self._own or word.counter <= self._last.get(word.host, 0):
+        if datagram.to != self._own or datagram.counter <= self._last.get(datagram.host, 0):
             self.num_dropped += 1
             return False
         # Those that are heard stay: who has the token could fill the memory of this host otherwise.
-        self._last.pop(word.host, None)
-        self._last[word.host] = word.counter
+        self._last.pop(datagram.host, None)
+        self._last[datagram.host] = datagram.counter
         if len(self._last) > _MOST_SENDERS:
             del self._last[next(iter(self._last))]
         return True

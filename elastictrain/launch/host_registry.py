@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastictrain.errors import StorageError
-from elastictrain.launch.membership.records import End, Entry, Generation, HostState
-from elastictrain.launch.membership.registry import Registry
-from elastictrain.launch.membership.sight import Seen, hear_lines, outdated, see
+from elastictrain.launch.membership.observation import HostObservation, observe, observe_datagrams, outdated
+from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
+from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.records import BEAT_S
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.parallel import side_by_side
@@ -24,7 +24,7 @@ _IDLE_SHARE = 4.0
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class RegistrySnapshot:
     """What storage said when it was read last. Times are monotonic."""
 
     began_s: float = 0.0
@@ -40,7 +40,7 @@ class Known:
 
     ends: Mapping[str, End] = field(default_factory=dict)
     ended_since_s: float | None = None
-    seen: Mapping[str, Seen] = field(default_factory=dict)
+    observed: Mapping[str, HostObservation] = field(default_factory=dict)
     reads: int = 0
     """How often storage has been read, generations and lines; 0: nothing is known yet."""
 
@@ -51,21 +51,21 @@ class Known:
     """Why storage could not be read the last time; empty if it could."""
 
 
-class Roster:
+class HostRegistry:
     """Writes this host's line and reads those of the others; reads generations, and proposes them. None waits for another."""
 
     def __init__(
         self,
-        registry: Registry,
-        entry: Entry,
+        membership: MembershipStore,
+        record: HostRecord,
         *,
         poll_s: float,
         lost_s: float,
         find_address: Callable[[], str] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`find_address` is asked every `lost_s`, in a thread for storage; None: the one in `entry` stays."""
-        self._registry = registry
+        """`find_address` is asked every `lost_s`, in a thread for storage; None: the one in `record` stays."""
+        self._membership = membership
         self._poll_s = poll_s
         self._lost_s = lost_s
         self._clock = clock
@@ -80,20 +80,20 @@ class Roster:
         self._lock = threading.Lock()
         """For what follows: several threads change it."""
 
-        self._entry = entry
-        self._known = Known()
+        self._entry = record
+        self._known = RegistrySnapshot()
         self._proposal: Generation | None = None
         self._reads = {"lines": 0, "generations": 0}
         self._troubles: dict[str, str] = {}
 
-        self._written: Entry | None = None
+        self._written: HostRecord | None = None
         self._written_s = float("-inf")
         self._closed = threading.Event()
-        turns = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
-        self._awake = {name: threading.Event() for name in turns}
+        slurm_task_lock = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
+        self._awake = {name: threading.Event() for name in slurm_task_lock}
         self._threads = [
             threading.Thread(target=self._run, args=(name, turn), name=f"roster {name}", daemon=True)
-            for name, turn in turns.items()
+            for name, turn in slurm_task_lock.items()
         ]
 
     def start(self) -> None:
@@ -111,12 +111,12 @@ class Roster:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     @property
-    def known(self) -> Known:
+    def known(self) -> RegistrySnapshot:
         """What is known by now."""
         return self._known
 
     @property
-    def entry(self) -> Entry:
+    def record(self) -> HostRecord:
         """What this host says of itself."""
         return self._entry
 
@@ -156,12 +156,14 @@ class Roster:
                 self._proposal = record
         self._awake["lines" if isinstance(record, End) else "proposals"].set()
 
-    def hear(self, lines: Iterable[Entry]) -> None:
+    def hear(self, lines: Iterable[HostRecord]) -> None:
         """Take note of what other hosts say by datagram, before storage shows it."""
         now_s = self._clock()
         with self._lock:
             known = self._known
-            self._take_note(replace(known, seen=hear_lines(known.seen, lines, own=self._entry.host, now_s=now_s)))
+            self._take_note(
+                replace(known, observed=observe_datagrams(known.observed, lines, own=self._entry.host, now_s=now_s))
+            )
 
     def wake(self, generation: int = 0) -> None:
         """Look at once: hosts have something to say, or the one that knows this generation does."""
@@ -202,31 +204,33 @@ class Roster:
         """One look at the lines, in which nothing waits for anything else, however many hosts there are."""
         self._look_for_address()
         if last or not self.attentive:
-            self._write_entry()
-            entries = None
+            self._write_record()
+            records = None
         else:
             # What is read beside a change of the own line says nothing of that line.
-            _, entries = side_by_side([self._write_entry, self._registry.entries])
+            _, records = side_by_side([self._write_record, self._membership.records])
         now_s = self._clock()
         with self._lock:
             known = self._known
-            if entries is not None:
-                known = replace(known, seen=see(known.seen, entries, own=self._entry.host, now_s=now_s), read_s=now_s)
+            if records is not None:
+                known = replace(
+                    known, observed=observe(known.observed, records, own=self._entry.host, now_s=now_s), read_s=now_s
+                )
             self._reads["lines"] += 1
             self._take_note(known)
             known = self._known
-        if entries is not None:
-            there = {one.host for one in entries}
-            for host in there.intersection(outdated(known.seen, now_s=now_s)):
+        if records is not None:
+            there = {one.host for one in records}
+            for host in there.intersection(outdated(known.observed, now_s=now_s)):
                 # How the newest generation ended is told by its members' lines alone.
                 if known.newest is None or known.newest.terminal or not known.newest.has(host):
-                    self._registry.forget(host)
+                    self._membership.remove(host)
 
     def _look_for_generations(self, last: bool) -> None:
         if last:
             return
         now_s = self._clock()
-        self._learn(self._registry.newest(), now_s)
+        self._learn(self._membership.newest(), now_s)
         with self._lock:
             self._reads["generations"] += 1
             self._take_note(self._known)
@@ -234,7 +238,7 @@ class Roster:
     def _propose(self, last: bool) -> None:
         if (generation := self._proposal) is not None:
             try:
-                won = self._registry.create(generation)
+                won = self._membership.create(generation)
             finally:
                 # By the time that storage that fails answers again, another generation may be due.
                 with self._lock:
@@ -245,7 +249,7 @@ class Roster:
                 self._learn(generation, self._clock())
             self._awake["generations"].set()
         # Last: what is known by now is acted upon meanwhile.
-        self._registry.settle()
+        self._membership.settle()
 
     def _learn(self, newest: Generation | None, now_s: float) -> None:
         """This is the newest generation now, unless a newer one is known by now."""
@@ -255,18 +259,18 @@ class Roster:
         if before is not None and before.number == newest.number - 1:
             follows = not before.terminal
         else:
-            follows = self._registry.follows_another(newest.number)
+            follows = self._membership.follows_another(newest.number)
         with self._lock:
             known = self._known
             if known.newest is None or known.newest.number < newest.number:
                 known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
                 self._take_note(replace(known, ends={}, ended_since_s=None))
 
-    def _take_note(self, known: Known) -> None:
+    def _take_note(self, known: RegistrySnapshot) -> None:
         """All that is known now, with the ends that lines tell; what was read once stays, whatever a later reading shows."""
         ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
         if known.newest is not None and not known.newest.terminal:
-            lines = [self._entry, *(one.entry for one in known.seen.values())]
+            lines = [self._entry, *(one.record for one in known.observed.values())]
             told = [line.end for line in lines if line.end is not None and line.end.host == line.host]
             ends |= {end.host: end for end in told if end.generation == known.newest.number}
         if ends and since_s is None:
@@ -289,7 +293,7 @@ class Roster:
             if address != self._entry.address:
                 self._entry = replace(self._entry, address=address, beat=self._entry.beat + 1)
 
-    def _write_entry(self) -> None:
+    def _write_record(self) -> None:
         now_s, before = self._clock(), self._written
         with self._lock:
             # While it trains a host is watched in another way; its line is only there for those who come.
@@ -300,7 +304,7 @@ class Roster:
             if before is not None and line.beat == before.beat:
                 self._entry = replace(self._entry, beat=line.beat + 1)
                 line = replace(line, beat=line.beat + 1)
-        self._registry.write_entry(line)
+        self._membership.write_record(line)
         self._written, self._written_s = line, now_s
 
     def _complain(self, name: str, trouble: str) -> None:

@@ -7,29 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.membership.records import EndKind, Entry
-from elastictrain.launch.watch.words import ReplayGuard, Word, seal, shortened, unseal
-from tests.unit.launch.membership.made import end, entry
+from elastictrain.launch.heartbeat.datagram import HeartbeatDatagram, ReplayGuard, seal, shortened, unseal
+from elastictrain.launch.membership.records import EndKind, HostRecord
+from tests.unit.launch.membership.made import end, record
 
 TOKEN = b"t" * 32
-WORD = Word("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
+WORD = HeartbeatDatagram("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.integers(1, 10**12), st.integers(0, 10**9), st.booleans())
 def test_what_is_said_is_heard(host: str, to: str, counter: int, generation: int, ended: bool) -> None:
-    word = Word(host, to, counter, generation, ended)
-    assert unseal(seal(word, token=TOKEN), token=TOKEN) == word
+    datagram = HeartbeatDatagram(host, to, counter, generation, ended)
+    assert unseal(seal(datagram, token=TOKEN), token=TOKEN) == datagram
 
 
-def a_line(*, reason: str = "it broke", name: str = "a") -> Entry:
-    return replace(entry(name), end=replace(end(name, EndKind.FAILED, 70), reason=reason))
+def a_line(*, reason: str = "it broke", name: str = "a") -> HostRecord:
+    return replace(record(name), end=replace(end(name, EndKind.FAILED, 70), reason=reason))
 
 
 def test_a_line_is_told_without_what_takes_room() -> None:
     short = shortened(a_line(reason="line\n" * 1000))
     assert short is not None
-    word = replace(WORD, host="a", line=short)
-    assert unseal(seal(word, token=TOKEN), token=TOKEN) == word
+    datagram = replace(WORD, host="a", line=short)
+    assert unseal(seal(datagram, token=TOKEN), token=TOKEN) == datagram
     assert short.hears == ()
     assert short.end is not None
     assert 0 < len(short.end.reason) <= 300
@@ -43,7 +43,7 @@ def test_a_line_fits_into_any_packet_or_is_not_sent(reason: str, host_chars: int
     short = shortened(replace(line, end=replace(line.end, blames=(host,) * num_blamed)))
     assert short is not None or host_chars * num_blamed > 100
     if short is not None:
-        data = seal(Word(host, "t" * 80, 10**12, 10**9, ended=True, line=short), token=TOKEN)
+        data = seal(HeartbeatDatagram(host, "t" * 80, 10**12, 10**9, ended=True, line=short), token=TOKEN)
         assert len(data) <= 1232
         assert unseal(data, token=TOKEN) is not None
 
@@ -112,30 +112,30 @@ def test_what_another_release_may_sign_is_not_misread(body: bytes) -> None:
 
 
 def test_a_word_fits_into_any_frame_and_a_larger_one_is_none() -> None:
-    longest = Word("h" * 64 + "-0a1b2c3d", "t" * 64 + "-0a1b2c3d", 10**12, 999_999_999, ended=False)
+    longest = HeartbeatDatagram("h" * 64 + "-0a1b2c3d", "t" * 64 + "-0a1b2c3d", 10**12, 999_999_999, ended=False)
     assert len(seal(longest, token=TOKEN)) < 300
     assert unseal(seal(replace(longest, host="h" * 600), token=TOKEN), token=TOKEN) is None
 
 
 def test_a_word_passes_once_and_no_older_one_after_it() -> None:
     guard = ReplayGuard("b")
-    word = Word("a", "b", 5, 1, ended=False)
-    assert guard.passes(word)
-    assert not guard.passes(word)
-    assert not guard.passes(replace(word, counter=4, ended=True))
-    assert guard.passes(replace(word, counter=6))
-    assert guard.passes(replace(word, host="c", counter=1))
-    assert not guard.passes(replace(word, to="another", counter=7))
+    datagram = HeartbeatDatagram("a", "b", 5, 1, ended=False)
+    assert guard.passes(datagram)
+    assert not guard.passes(datagram)
+    assert not guard.passes(replace(datagram, counter=4, ended=True))
+    assert guard.passes(replace(datagram, counter=6))
+    assert guard.passes(replace(datagram, host="c", counter=1))
+    assert not guard.passes(replace(datagram, to="another", counter=7))
     assert guard.num_dropped == 3
 
 
 def test_who_has_the_token_cannot_fill_the_memory_and_who_is_heard_stays_known() -> None:
     guard = ReplayGuard("b")
-    friend = Word("friend", "b", 0, 1, ended=False)
+    friend = HeartbeatDatagram("friend", "b", 0, 1, ended=False)
     for number in range(1, 10_001):
-        assert guard.passes(Word(f"h{number}", "b", 1, 1, ended=False))
+        assert guard.passes(HeartbeatDatagram(f"h{number}", "b", 1, 1, ended=False))
         if number % 1000 == 1:
             friend = replace(friend, counter=number)
             assert guard.passes(friend)
     assert not guard.passes(friend)
-    assert guard.passes(Word("h1", "b", 1, 1, ended=False))
+    assert guard.passes(HeartbeatDatagram("h1", "b", 1, 1, ended=False))

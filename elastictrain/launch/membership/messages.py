@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from elastictrain.launch.membership.records import Entry, Failure
+from elastictrain.launch.membership.records import GenerationFailure, HostRecord
 
 _LISTED = 8
 
@@ -26,11 +26,15 @@ def no_sound(pairs: Sequence[tuple[str, str]]) -> str:
 
 
 def too_few(
-    ready: Sequence[Entry], others: Sequence[Entry], *, min_hosts: int, no_sound_between: Sequence[tuple[str, str]] = ()
+    ready: Sequence[HostRecord],
+    others: Sequence[HostRecord],
+    *,
+    min_hosts: int,
+    no_sound_between: Sequence[tuple[str, str]] = (),
 ) -> str:
     """What a group below its minimum waits for. `others` are alive and cannot take part for now."""
-    here = f"ready: {listed(entry.name for entry in ready)}" if ready else "none is ready"
-    because = [f"{entry.name} is {entry.state}{f' ({entry.reason})' if entry.reason else ''}" for entry in others]
+    here = f"ready: {listed(record.name for record in ready)}" if ready else "none is ready"
+    because = [f"{record.name} is {record.state}{f' ({record.reason})' if record.reason else ''}" for record in others]
     missing = f"; {listed(because)}" if because else ""
     if no_sound_between:
         missing += f"; {no_sound(no_sound_between)}"
@@ -38,7 +42,7 @@ def too_few(
     return f"{hosts} (`launch.min_hosts`), of which {len(ready)} {'is' if len(ready) == 1 else 'are'} there ({here}{missing})"
 
 
-def give_up(failures: Sequence[Failure]) -> str:
+def give_up(failures: Sequence[GenerationFailure]) -> str:
     """Why no further start is tried: what happened, and what the failures have in common."""
     times = "once" if len(failures) == 1 else f"{len(failures)} times in a row"
     lines = "".join(f"\n  generation {one.generation}: {headline(one.reason)} ({_where(one)})" for one in failures)
@@ -46,13 +50,13 @@ def give_up(failures: Sequence[Failure]) -> str:
     return f"failed {times} without a newly committed step:{lines}" + (f"\n{common}" if common else "")
 
 
-def _where(failure: Failure) -> str:
+def _where(failure: GenerationFailure) -> str:
     place = f"step {failure.step}" if failure.step else "before the first step"
     phase = f", {failure.phase}" if failure.phase else ""
     return f"{place}{phase}, exit code {failure.exit_code}, committed: step {failure.committed_step}"
 
 
-def _in_common(failures: Sequence[Failure]) -> str:
+def _in_common(failures: Sequence[GenerationFailure]) -> str:
     if len(failures) < 2:
         return ""
     steps, phases = {one.step for one in failures}, {one.phase for one in failures}

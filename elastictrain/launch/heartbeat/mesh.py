@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
-from elastictrain.launch.membership.records import Entry, Generation, Member
-from elastictrain.launch.watch.silence import Heard, audible, hear, listen_to, look
-from elastictrain.launch.watch.words import ReplayGuard, Word, seal, shortened, unseal
+from elastictrain.launch.heartbeat.datagram import HeartbeatDatagram, ReplayGuard, seal, shortened, unseal
+from elastictrain.launch.heartbeat.silence import Heard, audible, hear, listen_to, look
+from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord
 
 _BEATS_WITHIN_LOST = 8
 _WINDOWS_WITHIN_LOST = 2
@@ -22,7 +22,7 @@ _Target = tuple[str, int] | tuple[str, int, int, int]
 """A place that a socket sends to."""
 
 
-class Watch:
+class HeartbeatMesh:
     """Speaks and listens on a UDP port of its own, from its own thread."""
 
     def __init__(self, host: str, *, token: bytes, lost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,10 +34,10 @@ class Watch:
         self._said = (0, False)
         """The generation, and whether it has ended here."""
 
-        self._line: Entry | None = None
+        self._line: HostRecord | None = None
         """What this host says of itself while that generation has ended here, and before the next one begins."""
 
-        self._lines: dict[str, Entry] = {}
+        self._lines: dict[str, HostRecord] = {}
         """What others said of themselves, until it is taken."""
 
         self._num_sent = 0
@@ -63,7 +63,7 @@ class Watch:
         self._socket = _bound_socket()
         self._socket.settimeout(lost_s / _BEATS_WITHIN_LOST)
         self.port: int = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
         """Begin to speak and to listen."""
@@ -89,7 +89,7 @@ class Watch:
         # They need not wait for the next beat to learn that it is there.
         self._speak(targets)
 
-    def call(self, hosts: Collection[Entry]) -> None:
+    def call(self, hosts: Collection[HostRecord]) -> None:
         """Speak to these hosts, too, until this is called again: those that live, as far as is known."""
         called = self._targets_of(hosts)
         with self._lock:
@@ -98,7 +98,7 @@ class Watch:
         known = before.values()
         self._speak({target: host for host, target in called.items() if target not in known})
 
-    def say_ended(self, line: Entry) -> None:
+    def send_end(self, line: HostRecord) -> None:
         """Tell the others that this generation has ended, and what this host says of it, before storage shows it."""
         with self._lock:
             self._said, self._line = (self._said[0], True), shortened(line)
@@ -117,13 +117,13 @@ class Watch:
         with self._lock:
             return self._audible, self._audible_since_s
 
-    def take_news(self) -> int:
+    def pop_news(self) -> int:
         """The generation of which others have said since the last call that it has ended, or that it is newer; 0 if none."""
         with self._lock:
             news, self._news = self._news, 0
             return news
 
-    def take_lines(self) -> list[Entry]:
+    def pop_records(self) -> list[HostRecord]:
         """What other hosts have said of themselves since the last call."""
         with self._lock:
             lines, self._lines = self._lines, {}
@@ -139,7 +139,7 @@ class Watch:
         """Who is spoken to, by place."""
         return {target: host for known in (self._sources, self._called, self._members) for host, target in known.items()}
 
-    def _targets_of(self, hosts: Collection[Member | Entry]) -> dict[str, _Target]:
+    def _targets_of(self, hosts: Collection[GenerationMember | HostRecord]) -> dict[str, _Target]:
         found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self.host}
         return {host: target for host, target in found.items() if target is not None}
 
@@ -163,32 +163,32 @@ class Watch:
                 with self._lock:
                     targets = self._targets()
                 self._speak(targets)
-            word, source = self._receive()
-            is_new = word is not None and source is not None and self._note(word, source)
+            datagram, source = self._receive()
+            is_new = datagram is not None and source is not None and self._note(datagram, source)
             if is_new or self._clock() - looked_s >= interval_s / 2:
                 looked_s = self._clock()
                 self._look()
-            if is_new and word is not None and source is not None:
-                self._speak({source: word.host})
+            if is_new and datagram is not None and source is not None:
+                self._speak({source: datagram.host})
 
-    def _note(self, word: Word, source: _Target) -> bool:
+    def _note(self, datagram: HeartbeatDatagram, source: _Target) -> bool:
         """Remember what was heard; whether its host was not heard before, and is to know soon that it is heard."""
         now_s = self._clock()
         with self._lock:
-            if word.host == self.host or not self._guard.passes(word):
+            if datagram.host == self.host or not self._guard.passes(datagram):
                 return False
-            self._heard = hear(self._heard, [word.host], now_s=now_s)
-            self._last_s[word.host], self._sources[word.host] = now_s, source
-            told = (word.generation, word.ended)
+            self._heard = hear(self._heard, [datagram.host], now_s=now_s)
+            self._last_s[datagram.host], self._sources[datagram.host] = now_s, source
+            told = (datagram.generation, datagram.ended)
             if told > self._newest_word:
                 self._newest_word, self._newest_word_s = told, now_s
             # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
             fresh = now_s - self._newest_word_s <= self._lost_s
             if fresh and told > self._said:
-                self._news = max(self._news, word.generation)
-            if word.line is not None:
-                self._lines[word.host] = word.line
-            return word.host not in self._audible
+                self._news = max(self._news, datagram.generation)
+            if datagram.line is not None:
+                self._lines[datagram.host] = datagram.line
+            return datagram.host not in self._audible
 
     def _look(self) -> None:
         with self._lock:
@@ -200,7 +200,7 @@ class Watch:
                 self._last_s = {host: last_s for host, last_s in self._last_s.items() if host in heard}
                 self._sources = {host: source for host, source in self._sources.items() if host in heard}
 
-    def _receive(self) -> tuple[Word | None, _Target | None]:
+    def _receive(self) -> tuple[HeartbeatDatagram | None, _Target | None]:
         try:
             data, source = self._socket.recvfrom(_DATAGRAM_BYTES)
         except OSError:
@@ -216,9 +216,9 @@ class Watch:
             # Each by itself: a path that swallows large datagrams must not silence this host.
             lines = (None,) if self._line is None else (None, self._line)
             first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets) * len(lines)
-        words = ((target, host, line) for line in lines for target, host in targets.items())
-        for counter, (target, host, line) in enumerate(words, start=first):
-            data = seal(Word(self.host, host, counter, generation, ended, line), token=self._token)
+        messages = ((target, host, line) for line in lines for target, host in targets.items())
+        for counter, (target, host, line) in enumerate(messages, start=first):
+            data = seal(HeartbeatDatagram(self.host, host, counter, generation, ended, line), token=self._token)
             try:
                 self._socket.sendto(data, target)
             except OSError:

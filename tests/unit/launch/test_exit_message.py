@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.launch.last_words import last_words, say_waiting
+from elastictrain.launch.exit_message import exit_message, waiting_message
 from elastictrain.launch.membership.decisions import Wait
 from elastictrain.launch.saver import FinalSave
 
@@ -14,12 +14,12 @@ from elastictrain.launch.saver import FinalSave
     ],
 )
 def test_what_is_waited_for(wait: Wait, sentence: str) -> None:
-    assert say_waiting(wait, now_s=100.0) == sentence
+    assert waiting_message(wait, now_s=100.0) == sentence
 
 
 def test_the_end_of_a_run() -> None:
     assert (
-        last_words(0, "the last step is done", run_dir="s3://bucket/run", final=FinalSave(400))
+        exit_message(0, "the last step is done", run_dir="s3://bucket/run", final=FinalSave(400))
         == "done: the last step is done; step 400 is saved in s3://bucket/run."
     )
 
@@ -36,12 +36,12 @@ def test_the_end_of_a_run() -> None:
     ],
 )
 def test_what_to_type_next(code: int, advice: str) -> None:
-    paragraph = last_words(code, "why", run_dir="runs/x", final=FinalSave(12))
+    paragraph = exit_message(code, "why", run_dir="runs/x", final=FinalSave(12))
     assert paragraph == f"stopped with exit code {code}: why; step 12 is saved in runs/x. {advice}"
 
 
 def test_nothing_is_saved_yet() -> None:
-    assert "; runs/x holds no step to go on from. " in last_words(75, "why", run_dir="runs/x", final=FinalSave(0))
+    assert "; runs/x holds no step to go on from. " in exit_message(75, "why", run_dir="runs/x", final=FinalSave(0))
 
 
 @pytest.mark.parametrize(
@@ -59,4 +59,4 @@ def test_nothing_is_saved_yet() -> None:
     ],
 )
 def test_what_is_not_saved_is_said_too(final: FinalSave, says: str) -> None:
-    assert says in last_words(75, "why", run_dir="runs/x", final=final)
+    assert says in exit_message(75, "why", run_dir="runs/x", final=final)

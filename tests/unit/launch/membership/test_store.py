@@ -9,8 +9,8 @@ import pytest
 
 from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
 from elastictrain.launch.membership.codec import encode
-from elastictrain.launch.membership.records import EndKind, Generation, HostState, Outcome
-from elastictrain.launch.membership.registry import Registry
+from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState
+from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.records import Claim
 from elastictrain.storage.local import LocalStore
@@ -18,7 +18,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.store import ObjectInfo, Store
 from tests.unit.checkpoint.fakes import FakeStore
-from tests.unit.launch.membership.made import end, entry, generation
+from tests.unit.launch.membership.made import end, generation, record
 
 
 def key(number: int) -> str:
@@ -31,30 +31,30 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
 
 
 def test_an_empty_store(store: Store) -> None:
-    registry = Registry(store)
-    assert registry.entries() == []
-    assert registry.newest() is None
-    assert not registry.follows_another(1)
+    membership = MembershipStore(store)
+    assert membership.records() == []
+    assert membership.newest() is None
+    assert not membership.follows_another(1)
 
 
 def test_all_hosts_have_the_same_secret(store: Store) -> None:
-    token = Registry(store).token()
+    token = MembershipStore(store).token()
     assert len(token) >= 32
-    assert Registry(store).token() == token
-    assert Registry(FakeStore()).token() != token
+    assert MembershipStore(store).token() == token
+    assert MembershipStore(FakeStore()).token() != token
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 31])
 def test_a_secret_that_can_be_guessed_is_refused_by_name(store: Store, size_bytes: int) -> None:
     store.create("launch/token", b"x" * size_bytes)
     with pytest.raises(PermanentStorageError, match=rf"{store.url}/launch/token .* {size_bytes}; delete it"):
-        Registry(store).token()
+        MembershipStore(store).token()
     store.delete("launch/token")
-    assert len(Registry(store).token()) >= 32
+    assert len(MembershipStore(store).token()) >= 32
 
 
 def test_nobody_else_reads_the_secret(tmp_path: Path) -> None:
-    Registry(open_store(str(tmp_path))).token()
+    MembershipStore(open_store(str(tmp_path))).token()
     assert (tmp_path / "launch/token").stat().st_mode & 0o777 == 0o600
 
 
@@ -62,70 +62,70 @@ def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=1)))
-    registry = Registry(store, fleeting=store.without_sync())
+    membership = MembershipStore(store, fleeting=store.without_sync())
 
     def refuse(_: int) -> None:
         raise AssertionError("fsync")
 
     monkeypatch.setattr(os, "fsync", refuse)
-    registry.write_entry(entry("a"))
-    assert registry.create(generation(1, "a"))
-    assert not registry.create(generation(1, "b"))
+    membership.write_record(record("a"))
+    assert membership.create(generation(1, "a"))
+    assert not membership.create(generation(1, "b"))
     with pytest.raises(AssertionError, match="fsync"):
-        registry.token()
-    assert registry.newest() == generation(1, "a")
+        membership.token()
+    assert membership.newest() == generation(1, "a")
     for _ in range(2):
         with pytest.raises(AssertionError, match="fsync"):
-            registry.settle()
+            membership.settle()
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    registry.settle()
+    membership.settle()
     assert synced
-    assert registry.newest() == generation(1, "a")
+    assert membership.newest() == generation(1, "a")
     synced.clear()
-    registry.settle()
+    membership.settle()
     assert synced == []
-    assert registry.entries() == [entry("a")]
+    assert membership.records() == [record("a")]
 
 
 def test_lines_are_replaced_and_forgotten(store: Store) -> None:
-    registry = Registry(store)
-    for line in (entry("a"), entry("b"), replace(entry("a"), beat=2)):
-        registry.write_entry(line)
-    assert Registry(store).entries() == [replace(entry("a"), beat=2), entry("b")]
-    registry.forget("a")
-    registry.forget("a")
-    assert registry.entries() == [entry("b")]
+    membership = MembershipStore(store)
+    for line in (record("a"), record("b"), replace(record("a"), beat=2)):
+        membership.write_record(line)
+    assert MembershipStore(store).records() == [replace(record("a"), beat=2), record("b")]
+    membership.remove("a")
+    membership.remove("a")
+    assert membership.records() == [record("b")]
 
 
 def test_lines_that_are_none_are_left_out() -> None:
     store = FakeStore()
-    registry = Registry(store)
-    registry.write_entry(entry("a"))
-    store.objects["launch/hosts/b.json"] = encode(entry("b"))[:-5]
+    membership = MembershipStore(store)
+    membership.write_record(record("a"))
+    store.objects["launch/hosts/b.json"] = encode(record("b"))[:-5]
     store.objects["launch/hosts/c.json"] = b"\xff"
-    store.objects["launch/hosts/a copy.json"] = encode(entry("a"))
+    store.objects["launch/hosts/a copy.json"] = encode(record("a"))
     store.objects["launch/hosts/notes.txt"] = b"hello"
-    store.objects["launch/hosts-of-old/d.json"] = encode(entry("d"))
-    assert registry.entries() == [entry("a")]
+    store.objects["launch/hosts-of-old/d.json"] = encode(record("d"))
+    assert membership.records() == [record("a")]
 
 
 def test_what_is_gone_between_the_list_and_the_read_is_left_out() -> None:
     store = FakeStore()
-    registry = Registry(store)
+    membership = MembershipStore(store)
     for host in "ab":
-        registry.write_entry(entry(host))
+        membership.write_record(record(host))
 
     def take_away(operation: str, name: str) -> None:
         if operation == "read" and name.endswith("/a.json"):
             raise ObjectNotFoundError(name)
 
     store.before = take_away
-    assert registry.entries() == [entry("b")]
+    assert membership.records() == [record("b")]
 
 
 def test_each_number_is_taken_once(store: Store) -> None:
-    first, second = Registry(store), Registry(store)
+    first, second = MembershipStore(store), MembershipStore(store)
     mine, other = generation(1, "ab"), generation(1, "ba")
     assert first.create(mine)
     assert not second.create(other)
@@ -135,11 +135,11 @@ def test_each_number_is_taken_once(store: Store) -> None:
 
 
 def test_the_newest_generation_is_followed(store: Store) -> None:
-    writer, reader = Registry(store), Registry(store)
+    writer, reader = MembershipStore(store), MembershipStore(store)
     for number in (1, 2, 3):
         writer.create(generation(number, "ab"))
         assert reader.newest() == generation(number, "ab")
-    assert Registry(store).newest() == generation(3, "ab")
+    assert MembershipStore(store).newest() == generation(3, "ab")
 
 
 class LaggingStore(FakeStore):
@@ -155,25 +155,25 @@ class LaggingStore(FakeStore):
 @pytest.mark.parametrize("listed", [0, 1, 2])
 def test_a_list_may_lag_behind(listed: int) -> None:
     store = LaggingStore()
-    writer = Registry(store)
+    writer = MembershipStore(store)
     store.freeze()
     for number in (1, 2, 3):
         writer.create(generation(number, "a"))
         if number == listed:
             store.freeze()
-    assert Registry(store).newest() == generation(3, "a")
+    assert MembershipStore(store).newest() == generation(3, "a")
 
 
 def test_a_list_that_knows_more_than_a_read_is_no_end() -> None:
     store = FakeStore()
-    Registry(store).create(generation(1, "a"))
+    MembershipStore(store).create(generation(1, "a"))
     store.objects[key(2)] = encode(generation(2, "a"))
 
     def hide(operation: str, name: str) -> None:
         if operation == "read" and name == key(2):
             raise ObjectNotFoundError(name)
 
-    reader, store.before = Registry(store), hide
+    reader, store.before = MembershipStore(store), hide
     assert reader.newest() == generation(1, "a")
     store.before = lambda operation, name: None
     assert reader.newest() == generation(2, "a")
@@ -181,8 +181,8 @@ def test_a_list_that_knows_more_than_a_read_is_no_end() -> None:
 
 def test_a_first_look_that_fails_is_taken_again() -> None:
     store = FakeStore()
-    Registry(store).create(generation(1, "a"))
-    reader = Registry(store)
+    MembershipStore(store).create(generation(1, "a"))
+    reader = MembershipStore(store)
     for broken in ("list", "read"):
 
         def fail(operation: str, name: str, broken: str = broken) -> None:
@@ -198,62 +198,62 @@ def test_a_first_look_that_fails_is_taken_again() -> None:
 
 def test_a_number_is_found_without_a_second_list() -> None:
     store = FakeStore()
-    registry = Registry(store)
-    registry.create(generation(1, "a"))
-    registry.newest()
+    membership = MembershipStore(store)
+    membership.create(generation(1, "a"))
+    membership.newest()
     asked: list[tuple[str, str]] = []
     store.before = lambda operation, name: asked.append((operation, name))
-    registry.newest()
+    membership.newest()
     assert sorted(asked) == [("read", key(2)), ("read", key(3))]
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(entry("a"))],
+    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(record("a"))],
     ids=["empty", "torn", "cut", "of another number", "another record"],
 )
 def test_a_damaged_generation_is_one_without_hosts(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
     store = FakeStore()
-    Registry(store).create(generation(1, "ab"))
+    MembershipStore(store).create(generation(1, "ab"))
     store.objects[key(2)] = data
-    registry = Registry(store)
+    membership = MembershipStore(store)
     with caplog.at_level(logging.WARNING):
-        found = registry.newest()
-        registry.newest()
+        found = membership.newest()
+        membership.newest()
     assert found is not None
-    assert (found.number, found.outcome, found.members) == (2, Outcome.RUN, ())
+    assert (found.number, found.outcome, found.members) == (2, GenerationOutcome.RUN, ())
     assert not found.terminal
     assert [record.getMessage() for record in caplog.records] == [
         f"fake://run/{key(2)} is damaged: it counts as a generation without hosts"
     ]
     # Nobody can create it a second time, so the next one has another number.
-    assert not registry.create(generation(2, "ab"))
-    assert registry.create(generation(3, "ab"))
-    assert registry.newest() == generation(3, "ab")
+    assert not membership.create(generation(2, "ab"))
+    assert membership.create(generation(3, "ab"))
+    assert membership.newest() == generation(3, "ab")
 
 
 def test_foreign_names_are_no_generations() -> None:
     store = FakeStore()
-    registry = Registry(store)
-    registry.create(generation(1, "a"))
+    membership = MembershipStore(store)
+    membership.create(generation(1, "a"))
     for name in ("7.json", "000000007.json.bak", "old/000000008.json", "000000009.txt", "0000000010.json"):
         store.objects[f"launch/generations/{name}"] = encode(generation(7, "z"))
-    assert Registry(store).newest() == generation(1, "a")
+    assert MembershipStore(store).newest() == generation(1, "a")
 
 
 def test_whether_a_generation_follows_another(store: Store) -> None:
-    registry = Registry(store)
-    registry.create(generation(1, "a"))
-    registry.create(generation(2, "a", outcome=Outcome.GIVE_UP))
-    registry.create(generation(3, "a"))
-    assert [registry.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
+    membership = MembershipStore(store)
+    membership.create(generation(1, "a"))
+    membership.create(generation(2, "a", outcome=GenerationOutcome.GIVE_UP))
+    membership.create(generation(3, "a"))
+    assert [membership.follows_another(number) for number in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 def test_a_line_tells_how_a_generation_ended(store: Store) -> None:
-    registry = Registry(store)
-    line = replace(entry("a"), end=end("a", EndKind.LOST, lost="b", blames=("b", "c")))
-    registry.write_entry(line)
-    assert registry.entries() == [line]
+    membership = MembershipStore(store)
+    line = replace(record("a"), end=end("a", EndKind.LOST, lost="b", blames=("b", "c")))
+    membership.write_record(line)
+    assert membership.records() == [line]
 
 
 class ForgettingStore(FakeStore):
@@ -266,53 +266,53 @@ class ForgettingStore(FakeStore):
 
 def test_a_proposal_whose_answer_was_lost_counts() -> None:
     store = ForgettingStore()
-    assert Registry(store).create(generation(1, "a"))
-    assert Registry(store).newest() == generation(1, "a")
+    assert MembershipStore(store).create(generation(1, "a"))
+    assert MembershipStore(store).newest() == generation(1, "a")
 
 
 def test_a_generation_is_kept_as_it_was_made() -> None:
     store = FakeStore()
-    made = Generation(1, Outcome.GIVE_UP, (), 0, "a", (), ("b",), 1.5, 70, "it fails again and again")
-    Registry(store).create(made)
-    assert Registry(store).newest() == made
+    made = Generation(1, GenerationOutcome.GIVE_UP, (), 0, "a", (), ("b",), 1.5, 70, "it fails again and again")
+    MembershipStore(store).create(made)
+    assert MembershipStore(store).newest() == made
 
 
 def test_a_launcher_that_is_known_to_be_dead_is_buried_once() -> None:
     store = FakeStore()
-    registry = Registry(store)
-    registry.write_entry(replace(entry("a"), state=HostState.BUSY, beat=5))
-    registry.bury("a")
-    (line,) = registry.entries()
+    membership = MembershipStore(store)
+    membership.write_record(replace(record("a"), state=HostState.BUSY, beat=5))
+    membership.mark_dead("a")
+    (line,) = membership.records()
     # A beat of its own: readers take an equal or older one for a late answer.
     assert (line.state, line.reason, line.beat) == (HostState.GONE, "its launcher was ended", 6)
-    registry.bury("a")
-    registry.bury("b")
-    assert registry.entries() == [line]
+    membership.mark_dead("a")
+    membership.mark_dead("b")
+    assert membership.records() == [line]
     store.objects["launch/hosts/c.json"] = b"{"
-    registry.bury("c")
+    membership.mark_dead("c")
     assert store.objects["launch/hosts/c.json"] == b"{"
 
 
 def test_an_orderly_end_keeps_its_reason() -> None:
-    registry = Registry(FakeStore())
-    left = replace(entry("a"), state=HostState.GONE, reason="asked to stop")
-    registry.write_entry(left)
-    registry.bury("a")
-    assert registry.entries() == [left]
+    membership = MembershipStore(FakeStore())
+    left = replace(record("a"), state=HostState.GONE, reason="asked to stop")
+    membership.write_record(left)
+    membership.mark_dead("a")
+    assert membership.records() == [left]
 
 
 def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> None:
     """Their size is as absurd as their content."""
     store = open_store(str(tmp_path / "run"))
-    registry = Registry(store)
-    registry.write_entry(entry("a"))
+    membership = MembershipStore(store)
+    membership.write_record(record("a"))
     for name in ("launch/hosts/b.json", key(1)):
         path = tmp_path / "run" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("wb") as file:
             file.truncate(30 << 30)
-    assert [one.host for one in registry.entries()] == ["a"]
-    newest = Registry(store).newest()
+    assert [one.host for one in membership.records()] == ["a"]
+    newest = MembershipStore(store).newest()
     assert newest is not None
     assert (newest.number, newest.members) == (1, ())
 
@@ -320,9 +320,9 @@ def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> No
 def test_a_generation_that_no_launcher_made_is_over_for_launchers() -> None:
     store = FakeStore()
     Chain(store).create(Claim(1, "torchrun-x", "host1", 17, ("torchrun-x",)))
-    newest = Registry(store).newest()
+    newest = MembershipStore(store).newest()
     assert newest is not None
-    assert (newest.number, newest.outcome, newest.owner, newest.exit_code) == (1, Outcome.ELSEWHERE, "torchrun-x", 75)
+    assert (newest.number, newest.outcome, newest.owner, newest.exit_code) == (1, GenerationOutcome.ELSEWHERE, "torchrun-x", 75)
     assert newest.terminal
 
 
@@ -331,8 +331,8 @@ def test_records_of_releases_without_owners_are_read() -> None:
     old = json.loads(encode(generation(1, "a")))
     del old["owner"]
     store.objects[key(1)] = json.dumps(old).encode()
-    assert Registry(store).newest() == replace(generation(1, "a"), owner="")
-    line = json.loads(encode(entry("a")))
+    assert MembershipStore(store).newest() == replace(generation(1, "a"), owner="")
+    line = json.loads(encode(record("a")))
     del line["writers"], line["end"]
     store.objects["launch/hosts/a.json"] = json.dumps(line).encode()
-    assert Registry(store).entries() == [entry("a")]
+    assert MembershipStore(store).records() == [record("a")]

@@ -5,14 +5,14 @@ from elastictrain.launch.membership.decisions import Wait
 from elastictrain.launch.saver import FinalSave
 
 
-def say_waiting(wait: Wait, *, now_s: float) -> str:
+def waiting_message(wait: Wait, *, now_s: float) -> str:
     """One sentence."""
     if wait.until_s is None:
         return f"waiting for {wait.for_what}"
     return f"waiting for {wait.for_what}, for {max(0.0, wait.until_s - now_s):.0f} s at most"
 
 
-def last_words(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
+def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
     """One paragraph: what happened, what is saved, what to type next."""
     reason = reason.removesuffix(".")
     saved = _saved(final, run_dir=run_dir)

@@ -4,62 +4,62 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import HostUnfitError, UsageError
-from elastictrain.launch.sole import claim_run
+from elastictrain.launch.host_lock import lock_run
 
 
 def test_a_second_launcher_of_a_run_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
-    first = claim_run("s3://bucket/run", folder=str(tmp_path))
+    first = lock_run("s3://bucket/run", folder=str(tmp_path))
     first.sign("h1-12ab")
     with pytest.raises(UsageError, match=r"another launcher of s3://bucket/run lives on this host \(process \d+\)"):
-        claim_run("s3://bucket/run", folder=str(tmp_path))
-    assert claim_run("s3://bucket/other", folder=str(tmp_path)).before == ""
+        lock_run("s3://bucket/run", folder=str(tmp_path))
+    assert lock_run("s3://bucket/other", folder=str(tmp_path)).before == ""
 
 
 def test_who_comes_after_learns_who_it_was(tmp_path: Path) -> None:
-    first = claim_run("runs/a", folder=str(tmp_path))
+    first = lock_run("runs/a", folder=str(tmp_path))
     assert first.before == ""
     first.sign("h1-12ab")
     first.close()
-    second = claim_run("runs/a", folder=str(tmp_path))
+    second = lock_run("runs/a", folder=str(tmp_path))
     assert second.before == "h1-12ab"
     second.sign("h")
     second.close()
-    assert claim_run("runs/a", folder=str(tmp_path)).before == "h"
+    assert lock_run("runs/a", folder=str(tmp_path)).before == "h"
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'"x"', b"\xff"])
 def test_garbage_in_the_file_is_nobody(garbage: bytes, tmp_path: Path) -> None:
-    claim_run("runs/a", folder=str(tmp_path)).close()
+    lock_run("runs/a", folder=str(tmp_path)).close()
     (path,) = tmp_path.iterdir()
     path.write_bytes(garbage)
-    assert claim_run("runs/a", folder=str(tmp_path)).before == ""
+    assert lock_run("runs/a", folder=str(tmp_path)).before == ""
 
 
 @pytest.mark.parametrize("other", ["{0}/run/", "{0}/link", "{0}/x/../run"])
 def test_other_names_of_the_same_run_are_the_same_run(other: str, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "run")
-    claim_run(f"{tmp_path}/run", folder=str(tmp_path))
+    lock_run(f"{tmp_path}/run", folder=str(tmp_path))
     with pytest.raises(UsageError, match="another launcher of"):
-        claim_run(other.format(tmp_path), folder=str(tmp_path))
+        lock_run(other.format(tmp_path), folder=str(tmp_path))
 
 
 def test_a_trailing_slash_makes_no_other_bucket_folder(tmp_path: Path) -> None:
-    claim_run("s3://bucket/run", folder=str(tmp_path))
+    lock_run("s3://bucket/run", folder=str(tmp_path))
     with pytest.raises(UsageError, match="another launcher of"):
-        claim_run("s3://bucket/run/", folder=str(tmp_path))
+        lock_run("s3://bucket/run/", folder=str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         HostUnfitError, match=r"/none/elastictrain-\d+-launch-\w+ must be a file that this user can lock, but: No such"
     ):
-        claim_run("runs/a", folder=f"{tmp_path}/none")
+        lock_run("runs/a", folder=f"{tmp_path}/none")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "open to others"])
 def test_a_lock_file_that_is_taken_is_not_used(tmp_path: Path, kind: str) -> None:
-    claim_run("runs/a", folder=str(tmp_path)).close()
+    lock_run("runs/a", folder=str(tmp_path)).close()
     (path,) = tmp_path.iterdir()
     match kind:
         case "fifo":
@@ -71,19 +71,19 @@ def test_a_lock_file_that_is_taken_is_not_used(tmp_path: Path, kind: str) -> Non
         case _:
             path.chmod(0o666)
     with pytest.raises(HostUnfitError, match=rf"{path} must be .* TMPDIR"):
-        claim_run("runs/a", folder=str(tmp_path))
+        lock_run("runs/a", folder=str(tmp_path))
 
 
 def test_folders_that_killed_launchers_of_the_run_left_here_are_removed_and_no_others(tmp_path: Path) -> None:
     parent = tmp_path / "tmp"
     parent.mkdir()
-    other = claim_run("runs/other", folder=str(parent))
+    other = lock_run("runs/other", folder=str(parent))
     kept = other.make_folder()
-    first = claim_run("runs/x", folder=str(parent))
+    first = lock_run("runs/x", folder=str(parent))
     left = first.make_folder()
     (left / "generation-7").mkdir()
     first.close()
-    second = claim_run("runs/x", folder=str(parent))
+    second = lock_run("runs/x", folder=str(parent))
     fresh = second.make_folder()
     second.close()
     other.close()
@@ -97,10 +97,10 @@ def test_a_link_in_the_place_of_such_a_folder_is_not_followed(tmp_path: Path) ->
     parent.mkdir()
     precious.mkdir()
     (precious / "kept").touch()
-    claim = claim_run("runs/x", folder=str(parent))
-    folder = claim.make_folder()
+    lock = lock_run("runs/x", folder=str(parent))
+    folder = lock.make_folder()
     folder.rename(tmp_path / "moved")
     folder.symlink_to(precious)
-    claim.make_folder()
-    claim.close()
+    lock.make_folder()
+    lock.close()
     assert (precious / "kept").exists()

@@ -1,12 +1,14 @@
 import pytest
 
-from elastictrain.launch.membership.records import Failure, HostState
-from elastictrain.launch.membership.words import give_up, listed, too_few
-from tests.unit.launch.membership.made import entry
+from elastictrain.launch.membership.messages import give_up, listed, too_few
+from elastictrain.launch.membership.records import GenerationFailure, HostState
+from tests.unit.launch.membership.made import record
 
 
-def failure(number: int, *, step: int = 0, phase: str = "", hosts: tuple[str, ...] = (), committed: int = 400) -> Failure:
-    return Failure(number, hosts, 70, phase, step, committed, f"reason {number}")
+def failure(
+    number: int, *, step: int = 0, phase: str = "", hosts: tuple[str, ...] = (), committed: int = 400
+) -> GenerationFailure:
+    return GenerationFailure(number, hosts, 70, phase, step, committed, f"reason {number}")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +27,7 @@ def test_names_are_listed(names: list[str], text: str) -> None:
 
 def test_too_few_hosts_are_told_with_those_that_are_there() -> None:
     assert too_few([], [], min_hosts=1) == "1 host (`launch.min_hosts`), of which 0 are there (none is ready)"
-    text = too_few([entry("a")], [entry("b", HostState.BUSY)], min_hosts=2)
+    text = too_few([record("a")], [record("b", HostState.BUSY)], min_hosts=2)
     assert text == "2 hosts (`launch.min_hosts`), of which 1 is there (ready: a; b is busy)"
 
 

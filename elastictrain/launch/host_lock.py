@@ -18,7 +18,7 @@ _DIGITS = 16
 _MOST_BYTES = 4096
 
 
-class Claim:
+class HostLock:
     """Held as long as this process lives."""
 
     def __init__(self, descriptor: int, before: str, *, digest: str, folder: str | None) -> None:
@@ -51,7 +51,7 @@ class Claim:
         os.ftruncate(self._descriptor, len(data))
 
 
-def claim_run(run_dir: str, *, folder: str | None = None) -> Claim:
+def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
     """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be found out."""
     # Hosts may share the folder for temporary files.
     digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
@@ -64,7 +64,7 @@ def claim_run(run_dir: str, *, folder: str | None = None) -> Claim:
         raise UsageError(
             f"another launcher of {run_dir} lives on this host (process {holder}); end it first, or give another run.dir"
         ) from None
-    return Claim(descriptor, str(_read(descriptor).get("host", "")), digest=digest, folder=folder)
+    return HostLock(descriptor, str(_read(descriptor).get("host", "")), digest=digest, folder=folder)
 
 
 def _read(descriptor: int) -> dict[str, object]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastictrain.launch.membership.records import EndKind, Entry, Generation, Member
-from elastictrain.launch.watch.mesh import Watch
-from elastictrain.launch.watch.words import Word, seal, unseal
-from tests.unit.launch.membership.made import end, entry, generation
+from elastictrain.launch.heartbeat.datagram import HeartbeatDatagram, seal, unseal
+from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.membership.records import EndKind, Generation, GenerationMember, HostRecord
+from tests.unit.launch.membership.made import end, generation, record
 
 TOKEN = b"t" * 32
 LOST_S = 0.08
@@ -70,12 +70,12 @@ class Peer:
         self.socket.bind(("127.0.0.1", 0))
         self.socket.settimeout(LIMIT_S)
         self.sent = 0
-        self.member = Member(host, host, "127.0.0.1", self.socket.getsockname()[1], 1)
+        self.member = GenerationMember(host, host, "127.0.0.1", self.socket.getsockname()[1], 1)
 
     def hear(self) -> Said | None:
-        word = unseal(self.socket.recv(4096), token=TOKEN)
-        assert word is None or word.to == self.host
-        return None if word is None else Said(word.host, word.generation, word.ended)
+        datagram = unseal(self.socket.recv(4096), token=TOKEN)
+        assert datagram is None or datagram.to == self.host
+        return None if datagram is None else Said(datagram.host, datagram.generation, datagram.ended)
 
     def hears_nothing(self) -> bool:
         self.socket.settimeout(0.05)
@@ -85,25 +85,25 @@ class Peer:
             return True
         return False
 
-    def say(self, watch: Watch, generation: int, *, ended: bool = False, to: str = "") -> bytes:
-        """To the host of `watch`; returns the datagram."""
+    def say(self, heartbeat: HeartbeatMesh, generation: int, *, ended: bool = False, to: str = "") -> bytes:
+        """To the host of `heartbeat`; returns the datagram."""
         self.sent += 1
-        data = seal(Word(self.host, to or watch.host, self.sent, generation, ended), token=TOKEN)
-        self.send(watch, data)
+        data = seal(HeartbeatDatagram(self.host, to or heartbeat.host, self.sent, generation, ended), token=TOKEN)
+        self.send(heartbeat, data)
         return data
 
-    def send(self, watch: Watch, data: bytes) -> None:
-        self.socket.sendto(data, ("127.0.0.1", watch.port))
+    def send(self, heartbeat: HeartbeatMesh, data: bytes) -> None:
+        self.socket.sendto(data, ("127.0.0.1", heartbeat.port))
 
 
 @contextmanager
-def watching(host: str, clock: Clock) -> Iterator[Watch]:
-    watch = Watch(host, token=TOKEN, lost_s=LOST_S, clock=clock.face(host))
-    watch.start()
+def watching(host: str, clock: Clock) -> Iterator[HeartbeatMesh]:
+    heartbeat = HeartbeatMesh(host, token=TOKEN, lost_s=LOST_S, clock=clock.face(host))
+    heartbeat.start()
     try:
-        yield watch
+        yield heartbeat
     finally:
-        watch.close()
+        heartbeat.close()
         del clock.asked[host]
 
 
@@ -117,16 +117,16 @@ def peers(hosts: str) -> Iterator[list[Peer]]:
             peer.socket.close()
 
 
-def group(number: int, *members: Member) -> Generation:
+def group(number: int, *members: GenerationMember) -> Generation:
     return replace(generation(number, "z"), members=members)
 
 
-def of(watch: Watch, host: str, *, address: str = "127.0.0.1") -> Member:
-    return Member(host, host, address, watch.port, 1)
+def of(heartbeat: HeartbeatMesh, host: str, *, address: str = "127.0.0.1") -> GenerationMember:
+    return GenerationMember(host, host, address, heartbeat.port, 1)
 
 
-def line(peer: Peer) -> Entry:
-    return replace(entry(peer.host), address="127.0.0.1", watch_port=peer.member.watch_port)
+def line(peer: Peer) -> HostRecord:
+    return replace(record(peer.host), address="127.0.0.1", watch_port=peer.member.watch_port)
 
 
 def has_ipv6() -> bool:
@@ -164,49 +164,49 @@ def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("Address family not supported by protocol")
         return real(family, *more)
 
-    monkeypatch.setattr("elastictrain.launch.watch.mesh.socket.socket", without_ipv6)
-    watch = Watch("a", token=TOKEN, lost_s=LOST_S)
+    monkeypatch.setattr("elastictrain.launch.heartbeat.mesh.socket.socket", without_ipv6)
+    heartbeat = HeartbeatMesh("a", token=TOKEN, lost_s=LOST_S)
     monkeypatch.undo()
-    watch.start()
+    heartbeat.start()
     try:
         with peers("b") as (b,):
-            watch.follow(group(3, of(watch, "a"), b.member))
+            heartbeat.follow(group(3, of(heartbeat, "a"), b.member))
             eventually(lambda: b.hear() == Said("a", 3, ended=False))
     finally:
-        watch.close()
+        heartbeat.close()
 
 
 def test_every_host_speaks_to_all_members_and_misses_each_of_them() -> None:
     clock = Clock()
-    with watching("b", clock) as watch, peers("ac") as (a, c):
-        watch.follow(group(5, a.member, of(watch, "b"), c.member))
+    with watching("b", clock) as heartbeat, peers("ac") as (a, c):
+        heartbeat.follow(group(5, a.member, of(heartbeat, "b"), c.member))
         clock.jump(LOST_S / 4)
         assert a.hear() == c.hear() == Said("b", 5, ended=False)
         for _ in range(8):
-            a.say(watch, 5)
+            a.say(heartbeat, 5)
             clock.pass_s(LOST_S / 4)
-        assert watch.silent == {"c"}
+        assert heartbeat.silent == {"c"}
 
 
 def test_a_host_that_waits_speaks_to_those_that_it_is_told_of() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("bc") as (b, c):
-        watch.call([line(b), line(c)])
+    with watching("a", clock) as heartbeat, peers("bc") as (b, c):
+        heartbeat.call([line(b), line(c)])
         # At once, not with the next beat: the clock stands still.
         assert b.hear() == c.hear() == Said("a", 0, ended=False)
-        watch.call([line(b)])
+        heartbeat.call([line(b)])
         while not c.hears_nothing():
             pass
         clock.jump(LOST_S / 4)
         assert b.hear() == Said("a", 0, ended=False)
         assert c.hears_nothing()
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == frozenset()
 
 
 def test_a_host_that_speaks_is_answered_at_once_wherever_it_is_and_only_while_it_speaks() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        b.say(watch, 0)
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        b.say(heartbeat, 0)
         assert b.hear() == Said("a", 0, ended=False)
         clock.pass_s(2 * LOST_S)
         while not b.hears_nothing():
@@ -217,75 +217,75 @@ def test_a_host_that_speaks_is_answered_at_once_wherever_it_is_and_only_while_it
 
 def test_who_is_heard_is_known_with_the_time_since_when_member_or_not() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("bz") as (b, z):
-        watch.follow(group(1, of(watch, "a"), b.member))
-        assert watch.heard[0] == frozenset()
-        b.say(watch, 1)
-        eventually(lambda: watch.heard == ({"b"}, clock.now_s))
+    with watching("a", clock) as heartbeat, peers("bz") as (b, z):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
+        assert heartbeat.heard[0] == frozenset()
+        b.say(heartbeat, 1)
+        eventually(lambda: heartbeat.heard == ({"b"}, clock.now_s))
         clock.jump(LOST_S / 4)
         # In this order: once `z` is heard, this word of `b` is heard, too.
-        b.say(watch, 1)
-        z.say(watch, 1)
-        eventually(lambda: watch.heard == ({"b", "z"}, clock.now_s))
+        b.say(heartbeat, 1)
+        z.say(heartbeat, 1)
+        eventually(lambda: heartbeat.heard == ({"b", "z"}, clock.now_s))
         # A new group changes nothing about who gets through.
-        watch.follow(group(2, of(watch, "a"), z.member))
-        assert watch.heard[0] == {"b", "z"}
+        heartbeat.follow(group(2, of(heartbeat, "a"), z.member))
+        assert heartbeat.heard[0] == {"b", "z"}
         clock.pass_s(LOST_S / 4)
-        z.say(watch, 1)
+        z.say(heartbeat, 1)
         clock.pass_s(LOST_S / 2)
-        eventually(lambda: watch.heard[0] == {"z"})
-        assert watch.silent == frozenset()
+        eventually(lambda: heartbeat.heard[0] == {"z"})
+        assert heartbeat.silent == frozenset()
         clock.pass_s(LOST_S)
-        assert watch.heard[0] == frozenset()
-        assert watch.silent == {"z"}
+        assert heartbeat.heard[0] == frozenset()
+        assert heartbeat.silent == {"z"}
 
 
 def test_what_a_group_without_this_host_says_for_ever_is_news_for_a_while() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(7, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
         told = []
         for _ in range(12):
-            b.say(watch, 8)
+            b.say(heartbeat, 8)
             clock.jump(LOST_S / 4)
-            told.append(watch.take_news())
+            told.append(heartbeat.pop_news())
         assert told[0]
         assert not any(told[-4:])
-        b.say(watch, 9)
+        b.say(heartbeat, 9)
         clock.jump(LOST_S / 4)
-        assert watch.take_news()
+        assert heartbeat.pop_news()
 
 
 def test_nobody_hears_himself() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("a") as (echo,):
-        echo.say(watch, 1)
+    with watching("a", clock) as heartbeat, peers("a") as (echo,):
+        echo.say(heartbeat, 1)
         clock.jump(LOST_S / 4)
-        assert watch.heard[0] == frozenset()
+        assert heartbeat.heard[0] == frozenset()
 
 
 def test_a_sign_of_life_counts_for_the_host_that_gives_it() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("bcz") as (b, c, z):
-        watch.follow(group(1, of(watch, "a"), b.member, c.member))
+    with watching("a", clock) as heartbeat, peers("bcz") as (b, c, z):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member, c.member))
         for _ in range(8):
-            b.say(watch, 1)
-            z.say(watch, 1)
+            b.say(heartbeat, 1)
+            z.say(heartbeat, 1)
             clock.pass_s(LOST_S / 4)
-        assert watch.silent == {"c"}
-        c.say(watch, 1)
-        eventually(lambda: watch.silent == frozenset())
+        assert heartbeat.silent == {"c"}
+        c.say(heartbeat, 1)
+        eventually(lambda: heartbeat.silent == frozenset())
 
 
 def test_a_host_that_is_a_generation_behind_lives() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(4, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(4, of(heartbeat, "a"), b.member))
         for _ in range(8):
-            b.say(watch, 3, ended=True)
+            b.say(heartbeat, 3, ended=True)
             clock.pass_s(LOST_S / 4)
-        assert watch.silent == frozenset()
-        assert not watch.take_news()
+        assert heartbeat.silent == frozenset()
+        assert not heartbeat.pop_news()
 
 
 @pytest.mark.parametrize(
@@ -295,56 +295,56 @@ def test_a_host_that_is_a_generation_behind_lives() -> None:
         b"x",
         b"\0" * 200,
         b"\xff" * 9000,
-        seal(Word("b", "a", 99, 9, ended=True), token=b"u" * 32),
-        seal(Word("b", "a", 99, 9, ended=True), token=TOKEN)[:-1],
+        seal(HeartbeatDatagram("b", "a", 99, 9, ended=True), token=b"u" * 32),
+        seal(HeartbeatDatagram("b", "a", 99, 9, ended=True), token=TOKEN)[:-1],
     ],
     ids=["empty", "one byte", "zeros", "too large", "of another run", "cut"],
 )
 def test_what_is_no_word_is_not_heard_and_does_no_harm(data: bytes) -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(1, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         for _ in range(8):
-            b.send(watch, data)
+            b.send(heartbeat, data)
             clock.pass_s(LOST_S / 4)
-        assert watch.silent == {"b"}
-        assert not watch.take_news()
-        b.say(watch, 1)
-        eventually(lambda: watch.silent == frozenset())
+        assert heartbeat.silent == {"b"}
+        assert not heartbeat.pop_news()
+        b.say(heartbeat, 1)
+        eventually(lambda: heartbeat.silent == frozenset())
 
 
 def test_what_was_sent_before_is_dropped_and_counted() -> None:
     """Somebody who listens on the way sends it again, from another address."""
     clock = Clock()
-    with watching("a", clock) as watch, peers("bz") as (b, z):
-        watch.follow(group(7, of(watch, "a"), b.member))
-        old = [b.say(watch, 8, ended=ended) for ended in (False, True)]
-        eventually(lambda: watch.heard[0] == {"b"})
-        assert watch.num_dropped == 0
+    with watching("a", clock) as heartbeat, peers("bz") as (b, z):
+        heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
+        old = [b.say(heartbeat, 8, ended=ended) for ended in (False, True)]
+        eventually(lambda: heartbeat.heard[0] == {"b"})
+        assert heartbeat.num_dropped == 0
         clock.jump(LOST_S / 4)
-        watch.take_news()
+        heartbeat.pop_news()
         for times in range(1, 9):
             for data in old:
-                z.send(watch, data)
+                z.send(heartbeat, data)
             clock.pass_s(LOST_S / 4)
-            eventually(lambda sent=2 * times: watch.num_dropped == sent)  # type: ignore[misc]
-        assert (watch.silent, watch.heard[0]) == ({"b"}, frozenset())
+            eventually(lambda sent=2 * times: heartbeat.num_dropped == sent)  # type: ignore[misc]
+        assert (heartbeat.silent, heartbeat.heard[0]) == ({"b"}, frozenset())
         assert z.hears_nothing()
-        assert not watch.take_news()
-        b.say(watch, 7)
-        eventually(lambda: watch.silent == frozenset())
+        assert not heartbeat.pop_news()
+        b.say(heartbeat, 7)
+        eventually(lambda: heartbeat.silent == frozenset())
 
 
 def test_what_was_meant_for_another_start_of_a_launcher_is_dropped() -> None:
     """It has heard nothing yet, so that no counter is too small for it."""
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(1, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         for _ in range(8):
-            b.say(watch, 2, to="a, before it was started again")
+            b.say(heartbeat, 2, to="a, before it was started again")
             clock.pass_s(LOST_S / 4)
-        assert watch.silent == {"b"}
-        assert not watch.take_news()
+        assert heartbeat.silent == {"b"}
+        assert not heartbeat.pop_news()
 
 
 @pytest.mark.parametrize(
@@ -353,13 +353,13 @@ def test_what_was_meant_for_another_start_of_a_launcher_is_dropped() -> None:
 )
 def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_told(address: str, port: int) -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("c") as (c,):
-        watch.follow(group(1, of(watch, "a"), Member("b", "b", address, port, 1), c.member))
+    with watching("a", clock) as heartbeat, peers("c") as (c,):
+        heartbeat.follow(group(1, of(heartbeat, "a"), GenerationMember("b", "b", address, port, 1), c.member))
         clock.jump(LOST_S / 4)
         clock.jump(LOST_S / 4)
         assert c.hear() == Said("a", 1, ended=False)
-        c.say(watch, 1)
-        watch.say_ended(entry("a"))
+        c.say(heartbeat, 1)
+        heartbeat.send_end(record("a"))
         eventually(lambda: c.hear() == Said("a", 1, ended=True))
 
 
@@ -369,114 +369,114 @@ def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_tol
 )
 def test_news(number: int, ended: bool, news: int) -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(7, of(watch, "a"), b.member))
-        b.say(watch, number, ended=ended)
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
+        b.say(heartbeat, number, ended=ended)
         clock.jump(LOST_S / 4)
-        assert watch.take_news() == news
-        assert not watch.take_news()
+        assert heartbeat.pop_news() == news
+        assert not heartbeat.pop_news()
 
 
 def test_an_end_that_this_host_has_told_itself_is_no_news_but_a_newer_generation_is() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(7, of(watch, "a"), b.member))
-        watch.say_ended(entry("a"))
-        b.say(watch, 7, ended=True)
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
+        heartbeat.send_end(record("a"))
+        b.say(heartbeat, 7, ended=True)
         clock.jump(LOST_S / 4)
-        assert not watch.take_news()
-        b.say(watch, 8)
+        assert not heartbeat.pop_news()
+        b.say(heartbeat, 8)
         clock.jump(LOST_S / 4)
-        assert watch.take_news()
+        assert heartbeat.pop_news()
 
 
 def test_an_end_is_told_at_once_and_again_and_again() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(7, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
         clock.jump(LOST_S / 4)
-        watch.say_ended(entry("a"))
+        heartbeat.send_end(record("a"))
         # The clock stands still: what comes now is not one of those that are due now and then.
         eventually(lambda: b.hear() == Said("a", 7, ended=True))
         clock.jump(LOST_S / 4)
         assert b.hear() == Said("a", 7, ended=True)
-        watch.follow(group(8, of(watch, "a"), b.member))
+        heartbeat.follow(group(8, of(heartbeat, "a"), b.member))
         clock.jump(LOST_S / 4)
         eventually(lambda: b.hear() == Said("a", 8, ended=False))
 
 
 def test_what_a_host_says_of_its_end_is_there_before_storage_shows_it() -> None:
     clock = Clock()
-    told = replace(entry("b", ended=7), end=end("b", EndKind.FAILED, 70, number=7), writers=("some",))
+    told = replace(record("b", ended=7), end=end("b", EndKind.FAILED, 70, number=7), writers=("some",))
     with watching("a", clock) as a, watching("b", clock) as b:
         a.follow(group(7, of(a, "a"), of(b, "b")))
         b.follow(group(7, of(a, "a"), of(b, "b")))
-        b.say_ended(told)
-        heard: list[Entry] = []
+        b.send_end(told)
+        heard: list[HostRecord] = []
 
         def hears() -> bool:
-            heard.extend(a.take_lines())
+            heard.extend(a.pop_records())
             return bool(heard)
 
         eventually(hears)
         assert heard[0] == replace(told, hears=(), writers=())
-        assert a.take_news() == 7
+        assert a.pop_news() == 7
         # It is said again: datagrams are lost.
         heard.clear()
         clock.pass_s(LOST_S)
         assert hears()
         b.follow(group(8, of(a, "a"), of(b, "b")))
         clock.pass_s(LOST_S)
-        a.take_lines()
+        a.pop_records()
         clock.pass_s(LOST_S)
-        assert a.take_lines() == []
+        assert a.pop_records() == []
 
 
 def test_who_was_frozen_accuses_nobody_until_they_have_had_their_time() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(1, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         clock.jump(100 * LOST_S)
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == frozenset()
         clock.pass_s(LOST_S * 3 / 4)
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == frozenset()
         clock.pass_s(LOST_S / 2)
-        assert watch.silent == {"b"}
+        assert heartbeat.silent == {"b"}
 
 
 def test_a_new_group_has_its_time_and_nobody_follows_nobody() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("bc") as (b, c):
-        watch.follow(group(1, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("bc") as (b, c):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         clock.pass_s(2 * LOST_S)
-        assert watch.silent == {"b"}
-        watch.follow(group(2, of(watch, "a"), c.member))
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == {"b"}
+        heartbeat.follow(group(2, of(heartbeat, "a"), c.member))
+        assert heartbeat.silent == frozenset()
         clock.pass_s(2 * LOST_S)
-        assert watch.silent == {"c"}
-        watch.follow(None)
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == {"c"}
+        heartbeat.follow(None)
+        assert heartbeat.silent == frozenset()
         clock.pass_s(2 * LOST_S)
-        assert watch.silent == frozenset()
+        assert heartbeat.silent == frozenset()
 
 
 def test_before_it_takes_part_it_hears_and_says_nothing() -> None:
     clock = Clock()
-    with watching("a", clock) as watch:
+    with watching("a", clock) as heartbeat:
         clock.pass_s(2 * LOST_S)
-        assert watch.silent == frozenset()
-        assert not watch.take_news()
+        assert heartbeat.silent == frozenset()
+        assert not heartbeat.pop_news()
 
 
 def test_close_falls_silent() -> None:
     clock = Clock()
-    with watching("a", clock) as watch, peers("b") as (b,):
-        watch.follow(group(1, of(watch, "a"), b.member))
+    with watching("a", clock) as heartbeat, peers("b") as (b,):
+        heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         clock.jump(LOST_S / 4)
         assert b.hear() is not None
-        watch.close()
-        assert not [thread for thread in threading.enumerate() if thread.name == "watch"]
+        heartbeat.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
         while not b.hears_nothing():
             pass
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
-            other.bind(("", watch.port))
+            other.bind(("", heartbeat.port))

@@ -9,7 +9,7 @@ from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.codec import decode, encode
-from elastictrain.launch.membership.records import Entry, Generation, HostState, Outcome
+from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState
 from elastictrain.lease.chain import GENERATIONS, HOSTS, newest_record, point_at
 from elastictrain.lease.records import parse_claim
 from elastictrain.storage.bounded_read import read_record
@@ -25,7 +25,7 @@ _TOKEN_BYTES = 32
 _MOST_TOKEN_BYTES = 4096
 
 
-class Registry:
+class MembershipStore:
     """What hosts tell each other, through the run's storage. Every method raises StorageError."""
 
     def __init__(self, store: Store, *, fleeting: Store | None = None) -> None:
@@ -56,11 +56,11 @@ class Registry:
             )
         return token
 
-    def write_entry(self, entry: Entry) -> None:
+    def write_record(self, record: HostRecord) -> None:
         """Replace a host's line."""
-        self._fleeting.write(_host_key(entry.host), encode(entry))
+        self._fleeting.write(_host_key(record.host), encode(record))
 
-    def entries(self) -> list[Entry]:
+    def records(self) -> list[HostRecord]:
         """All lines that can be read."""
         # Lines that were there the last time are read while it is looked which others there are.
         calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
@@ -71,21 +71,21 @@ class Registry:
         lines = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
         lines |= read_all(self._store, [key for key in listed if key not in lines])
         self._lines = frozenset(lines)
-        entries = [(key, decode(Entry, data)) for key, data in sorted(lines.items())]
-        return [entry for key, entry in entries if entry is not None and key == _host_key(entry.host)]
+        records = [(key, decode(HostRecord, data)) for key, data in sorted(lines.items())]
+        return [record for key, record in records if record is not None and key == _host_key(record.host)]
 
-    def forget(self, host: str) -> None:
+    def remove(self, host: str) -> None:
         """Remove a host's line."""
         self._store.delete(_host_key(host))
 
-    def bury(self, host: str) -> None:
+    def mark_dead(self, host: str) -> None:
         """Say of a launcher that is known to be dead that it is gone, if it did not do so itself."""
         try:
-            entry = decode(Entry, read_record(self._store, _host_key(host)))
+            record = decode(HostRecord, read_record(self._store, _host_key(host)))
         except ObjectNotFoundError:
             return
-        if entry is not None and entry.state is not HostState.GONE:
-            self.write_entry(replace(entry, state=HostState.GONE, reason="its launcher was ended", beat=entry.beat + 1))
+        if record is not None and record.state is not HostState.GONE:
+            self.write_record(replace(record, state=HostState.GONE, reason="its launcher was ended", beat=record.beat + 1))
 
     def newest(self) -> Generation | None:
         """The generation with the largest number; None if there is none."""
@@ -148,12 +148,12 @@ class Registry:
         generation = decode(Generation, data)
         if generation is None and (claim := parse_claim(number, data)).owner:
             reason = f"another run trains here: {claim}"
-            return Generation(number, Outcome.ELSEWHERE, (), 0, "", (), (), 0.0, EXIT_STOPPED, reason, claim.owner)
+            return Generation(number, GenerationOutcome.ELSEWHERE, (), 0, "", (), (), 0.0, EXIT_STOPPED, reason, claim.owner)
         if generation is None or generation.number != number:
             logger.warning(
                 "%s/%s is damaged: it counts as a generation without hosts", self._store.url, _generation_key(number)
             )
-            return Generation(number, Outcome.RUN, (), 0, "", (), (), 0.0, 0, "its record is damaged")
+            return Generation(number, GenerationOutcome.RUN, (), 0, "", (), (), 0.0, 0, "its record is damaged")
         return generation
 
 

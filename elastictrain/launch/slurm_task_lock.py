@@ -14,7 +14,7 @@ _TURN_S = 0.2
 _QUIET_S = 2.0
 
 
-def take_turn(job: str, *, say: Callable[[str], None]) -> int:
+def acquire_task_lock(job: str, *, say: Callable[[str], None]) -> int:
     """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
     descriptor = open_lock(f"{job}.lock")
     quiet_until = time.monotonic() + _QUIET_S
