@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Literal, cast
 
 import pytest
-from elastictrain.launch.membership.records import HostState
 
 import elastictrain.launch.__main__ as launching
 from elastictrain.config.composed import RunConfig
@@ -21,6 +20,7 @@ from elastictrain.fault.stop import StopListener, StopRequest
 from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.host_lock import lock_run
+from elastictrain.launch.registry.records import HostState
 from elastictrain.launch.supervisor import SupervisorParts
 
 TINY = "recipe=llama_tiny"
@@ -210,8 +210,8 @@ def test_two_launchers_of_one_host_are_two(launch: Launch) -> None:
     for _ in range(2):
         main(RUN)
     first, second = launch.parts
-    assert first.registry.record.host != second.membership.record.host
-    assert first.registry.record.watch_port != second.membership.record.watch_port
+    assert first.registry.record.host != second.registry.record.host
+    assert first.registry.record.watch_port != second.registry.record.watch_port
 
 
 @pytest.mark.usefixtures("loaded")
@@ -234,7 +234,7 @@ def test_where_another_run_was_faster_it_begins_anew_once_that_has_ended(launch:
     launch.code = 7
     assert main(RUN) == 7
     first, second = launch.parts
-    assert first.registry.record.host != second.membership.record.host
+    assert first.registry.record.host != second.registry.record.host
     assert launch.calls == ["notice 30", "listen", "prepare", "run True", "run True", "close"]
 
 
