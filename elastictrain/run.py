@@ -10,10 +10,10 @@ from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.reasons import Reason, leave_reason
-from elastictrain.fault.speaker import must_speak
+from elastictrain.fault.speaker import elect_reporter
 from elastictrain.fault.stop import STOP_SIGNALS
-from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import Identity, read_identity
+from elastictrain.liveness.progress import Phase
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,9 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
-    from elastictrain.fault.predecessors import wait_for_predecessors
+    from elastictrain.fault.previous_workers import wait_for_previous_workers
 
-    start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_predecessors, identity))
+    start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import Worker
 
     return Worker(config, identity, parent=parent).run()
@@ -52,7 +52,7 @@ def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
         leave_reason(identity.launcher.folder, Reason(identity.rank, error.exit_code, str(Phase.START), 0, str(error)))
     # A SIGTERM ends this process here: nothing listens to it yet. A launcher may have held it back.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if identity is None or must_speak(identity.local_rank, ending=lambda: False):
+    if identity is None or elect_reporter(identity.local_rank, ending=lambda: False):
         sys.stderr.write(f"elastictrain: {error}\n")
     return error.exit_code
 

@@ -46,8 +46,8 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.load import load
 from elastictrain.data.assignment import passes_per_step
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity, read_identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import bring_up
 from elastictrain.train.build import build
@@ -302,11 +302,11 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
     micro_batch = load([*kept, *overrides, *fixed]).train.micro_batch
     config = load([*kept, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
     torch.set_num_threads(config.run.num_threads)
-    whereabouts = Whereabouts()
-    started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
+    tracker = ProgressTracker()
+    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
     agent = os.getppid() if identity.launched else os.getpid()
     link = start_keeper(config, identity, started, agent=agent)
-    built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=link)
+    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=link)
     return Bench(config, identity, started, built, folder, options.limit)
 
 

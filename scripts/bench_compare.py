@@ -26,8 +26,8 @@ import torch.distributed as dist
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_OK, ElasticTrainError, UsageError
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity, read_identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import bring_up
 from elastictrain.train.build import build
@@ -121,9 +121,9 @@ def measure(config: RunConfig, identity: Identity) -> None:
     if identity.world_size > 1 and config.parallel.kind == "fsdp":
         raise UsageError("`parallel` must be ddp or hsdp, but is fsdp, which has no replicas to compare")
     torch.set_num_threads(config.run.num_threads)
-    whereabouts = Whereabouts()
-    started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
-    built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=None)
+    tracker = ProgressTracker()
+    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
+    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=None)
     synchronize = torch.cuda.synchronize if started.group.device.type == "cuda" else (lambda: None)
     steps = StepClock()
     with suppress(MeasuredError):

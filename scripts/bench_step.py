@@ -31,8 +31,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
 from elastictrain.errors import EXIT_OK, ElasticTrainError
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity, read_identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import Started, bring_up
 from elastictrain.train.build import build
@@ -170,9 +170,9 @@ def main() -> int:
 
 def measure(config: RunConfig, identity: Identity) -> None:
     torch.set_num_threads(config.run.num_threads)
-    whereabouts = Whereabouts()
-    started = bring_up(config, identity, whereabouts=whereabouts, stop_request=lambda: None, on_meeting=lambda _: None)
-    built = build(config, identity, started, whereabouts=whereabouts, stop_request=lambda: None, link=None)
+    tracker = ProgressTracker()
+    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
+    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=None)
     cuda = started.group.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else (lambda: None)
     timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, started), synchronize)

@@ -7,7 +7,7 @@ TURN_S = 10.0
 """How long the first worker of a host is left the word."""
 
 
-def must_speak(
+def elect_reporter(
     local_rank: int,
     *,
     ending: Callable[[], bool],

@@ -18,12 +18,12 @@ from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.fault.parent import follow_parent
 from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
-from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import FOLDER, LAUNCHER
 from elastictrain.launch.forks import Forks, hand_out, import_ahead
 from elastictrain.launch.orders import AgentAnswer, Orders, decode, write_answer
 from elastictrain.launch.records import NO_RANK
 from elastictrain.launch.rendezvous import StorePlace, bound_rendezvous
+from elastictrain.liveness.progress import Phase
 
 _EXIT_FAILED = 1
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
-from elastictrain.fault.predecessors import GONE_WITHIN_S
+from elastictrain.fault.previous_workers import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.fault.stop_file import StopNote, write_stop_note
-from elastictrain.fault.whereabouts import Phase
 from elastictrain.launch.arguments import HostContext, plan_torchrun
 from elastictrain.launch.attempt import Attempt, read_remains
 from elastictrain.launch.ending import judge_end
@@ -30,6 +29,7 @@ from elastictrain.launch.orders import ANSWER_NAME, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
 from elastictrain.launch.saver import FinalSave, SaverProcess, await_final_save
 from elastictrain.launch.torchrun import Torchrun, free_port
+from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of
 
 logger = logging.getLogger(__name__)
@@ -435,8 +435,12 @@ class Supervisor:
         parts.registry.close(limit_s=_LEAVING_LIMIT_S)
         parts.heartbeat.close()
         request = parts.stop_request()
-        left_s = request.deadline_s - parts.clock() if request is not None and request.deadline_s is not None else GONE_WITHIN_S
-        parts.torchrun.wait_until_gone(min(left_s, GONE_WITHIN_S))
+        left_s = (
+            request.deadline_s - parts.clock()
+            if request is not None and request.deadline_s is not None
+            else PREVIOUS_EXIT_TIMEOUT_S
+        )
+        parts.torchrun.wait_until_gone(min(left_s, PREVIOUS_EXIT_TIMEOUT_S))
         return code
 
     def _withdraw(self, reason: str) -> None:

@@ -16,7 +16,7 @@ import psutil
 
 from elastictrain.fault.exits import Process, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.exits import encode as encode_processes
-from elastictrain.fault.predecessors import GONE_WITHIN_S
+from elastictrain.fault.previous_workers import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.identity import PREDECESSORS
 from elastictrain.launch.orders import Orders, encode, read_answer
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # Its forks print as workers do, whose output is not held back.
 _AGENT = (sys.executable, "-u", "-m", "elastictrain.launch.agent")
 
-_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.fault.hang"))
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.liveness"))
 """Modules of processes that workers start, and that end by themselves with nothing left behind."""
 
 _SET_FOR_TORCHRUN = {
@@ -108,7 +108,7 @@ class Torchrun:
                 self._remember(ended)
                 self._kill([one for one in ended if code < 0 or runs(one.pid)])
         left = self._left()
-        if left and self._clock() < self._killed_s + GONE_WITHIN_S:
+        if left and self._clock() < self._killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
         self._remember(self._family if self._killed else ())
         self._leaving.update(read_answer(self._answer).leaving)

@@ -21,7 +21,6 @@ from elastictrain.config.digest import group_digest
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.task_signature import build_task
 from elastictrain.distributed.answers import BoundedStore, StoreAnswers
-from elastictrain.distributed.board import Board
 from elastictrain.distributed.device import find_backend
 from elastictrain.distributed.environment import Backend, plan_environment
 from elastictrain.distributed.exchange import StoreExchange
@@ -30,13 +29,14 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction, agre
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.errors import ConfigError, HostUnfitError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
-from elastictrain.fault.hang.standing import to_beat
-from elastictrain.fault.predecessors import wait_for_predecessors
+from elastictrain.fault.previous_workers import wait_for_previous_workers
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.watchdog import bound_s
-from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
+from elastictrain.liveness.heartbeats import HeartbeatStore
+from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
+from elastictrain.liveness.rank_status import to_heartbeat
+from elastictrain.liveness.watchdog import bound_s
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.private import temporary_folder
@@ -77,7 +77,7 @@ class Met:
     shared: dist.Store
     store: Store
     journal: Journal
-    board: Board
+    heartbeats: HeartbeatStore
     job: JobNotes
     lease: Lease | None
     """Of rank 0, unless a launcher has started it: those have a lease of their own."""
@@ -102,7 +102,7 @@ def bring_up(
     config: RunConfig,
     identity: Identity,
     *,
-    whereabouts: Whereabouts,
+    tracker: ProgressTracker,
     stop_request: StopRequested,
     on_meeting: Callable[[Met], None],
     parent: int = 0,
@@ -116,7 +116,7 @@ def bring_up(
     timings = Timings()
     with timings.phase("checks"):
         own = _check_alone(config, identity)
-    whereabouts.enter(Phase.RENDEZVOUS)
+    tracker.set_phase(Phase.RENDEZVOUS)
     leave_if_asked = partial(_leave_if_asked, stop_request)
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
@@ -127,21 +127,21 @@ def bring_up(
             _check_memory(own.task, config, identity, backend=own.backend)
     with timings.phase("rendezvous"):
         # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
-        whereabouts.enter(Phase.RENDEZVOUS)
-        way = _reach(config, identity, whereabouts=whereabouts, poll=leave_if_asked)
+        tracker.set_phase(Phase.RENDEZVOUS)
+        way = _reach(config, identity, tracker=tracker, poll=leave_if_asked)
         lease = None
         if identity.rank == 0 and identity.launcher is None:
             lease = _take_lease(config, identity, own, way, parent=parent, on_lost=on_lost)
-        met = _meet(config, identity, own, way, lease, whereabouts=whereabouts)
+        met = _meet(config, identity, own, way, lease, tracker=tracker)
     on_meeting(met)
     check_alike(met.incarnation)
 
     def begin_part(_: str) -> None:
         # Marked anew with each part, so that a report tells how long the one that hangs has taken.
-        whereabouts.enter(Phase.PREFLIGHT)
+        tracker.set_phase(Phase.PREFLIGHT)
         leave_if_asked()
 
-    whereabouts.enter(Phase.PREFLIGHT)
+    tracker.set_phase(Phase.PREFLIGHT)
     with timings.phase("preflight"):
         preflight = RunPreflight(
             config,
@@ -155,7 +155,7 @@ def bring_up(
         preflight.check_hosts()
     if met.unwritable is not None:
         raise met.unwritable
-    whereabouts.enter(Phase.GROUP)
+    tracker.set_phase(Phase.GROUP)
     preflight.listen_to_nccl(own.backend)
     with timings.phase("group"):
         group = make_group(
@@ -165,7 +165,7 @@ def bring_up(
             init_timeout_s=config.fault.init_timeout_s,
             save_timeout_s=config.fault.save_timeout_s,
         )
-    whereabouts.enter(Phase.PREFLIGHT)
+    tracker.set_phase(Phase.PREFLIGHT)
     with timings.phase("preflight_group"):
         preflight.check_group(group, on_part=begin_part)
     return Started(own.task, own.samples, own.store, met, group, timings)
@@ -235,7 +235,7 @@ def _check_memory(task: Task, config: RunConfig, identity: Identity, *, backend:
 
 
 def _wait_for_predecessors(identity: Identity, *, poll: Callable[[], None]) -> None:
-    left = wait_for_predecessors(identity, poll=poll)
+    left = wait_for_previous_workers(identity, poll=poll)
     if left and identity.local_rank == 0:
         logger.warning(
             "process(es) %s of the generation before are not gone; they may hold devices that this one needs",
@@ -257,7 +257,7 @@ class _Way:
     poll: Callable[[], None]
 
 
-def _reach(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts, poll: Callable[[], None]) -> _Way:
+def _reach(config: RunConfig, identity: Identity, *, tracker: ProgressTracker, poll: Callable[[], None]) -> _Way:
     """Raises: TransportError."""
     limit_s = config.fault.rendezvous_timeout_s
     answers = StoreAnswers(limit_s=limit_s, poll=poll)
@@ -265,7 +265,7 @@ def _reach(config: RunConfig, identity: Identity, *, whereabouts: Whereabouts, p
 
     def put_off(seconds: float) -> None:
         # As long as another run trains here there is no progress to be made.
-        whereabouts.enter(Phase.RENDEZVOUS)
+        tracker.set_phase(Phase.RENDEZVOUS)
         answers.put_off(seconds)
 
     return _Way(store, answers, JobNotes(store, identity), limit_s, put_off, poll)
@@ -286,7 +286,7 @@ def _take_lease(
     return take_lease(own.store, config, identity, asking, used=used)
 
 
-def _meet(config: RunConfig, identity: Identity, own: _Own, way: _Way, lease: Lease | None, *, whereabouts: Whereabouts) -> Met:
+def _meet(config: RunConfig, identity: Identity, own: _Own, way: _Way, lease: Lease | None, *, tracker: ProgressTracker) -> Met:
     number = lease.number if lease is not None else identity.launcher.generation if identity.launcher is not None else 0
     digest = group_digest(config, data_digest=own.samples.digest)
     introduction = Introduction(identity.host, identity.local_world_size, own.backend, digest)
@@ -304,16 +304,16 @@ def _meet(config: RunConfig, identity: Identity, own: _Own, way: _Way, lease: Le
     if identity.rank == 0:
         note_start(own.store, incarnation=incarnation.name, world_size=identity.world_size)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", way.store)
-    board = answers.ask(
-        lambda: Board(
+    heartbeats = answers.ask(
+        lambda: HeartbeatStore(
             shared,
             rank=identity.rank,
             hosts=incarnation.hosts,
-            tell=lambda: beat_of(whereabouts.mark, options=config.fault),
+            tell=lambda: beat_of(tracker.mark, options=config.fault),
             interval_s=config.fault.heartbeat_s,
         )
     )
-    board.start()
+    heartbeats.start()
     key = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl"
     unwritable = None
     try:
@@ -321,12 +321,12 @@ def _meet(config: RunConfig, identity: Identity, own: _Own, way: _Way, lease: Le
     except StorageError as error:
         log, unwritable = LostLog(), error
     journal = Journal(log, incarnation=incarnation.name, rank=identity.rank)
-    return Met(incarnation, shared, own.store, journal, board, way.job, lease, unwritable)
+    return Met(incarnation, shared, own.store, journal, heartbeats, way.job, lease, unwritable)
 
 
-def beat_of(mark: Mark, *, options: FaultGroup) -> dict[str, object]:
+def beat_of(mark: ProgressMark, *, options: FaultGroup) -> dict[str, object]:
     """What this rank tells the others of itself."""
-    return to_beat(mark, now_s=time.monotonic(), bound_s=bound_s(mark, options))
+    return to_heartbeat(mark, now_s=time.monotonic(), bound_s=bound_s(mark, options))
 
 
 def _leave_if_asked(stop_request: StopRequested) -> None:

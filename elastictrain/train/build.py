@@ -23,8 +23,8 @@ from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, share_copies, wrap
 from elastictrain.events import Start
 from elastictrain.fault.reasons import leave_begun
-from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.bringup import Started, StopRequested, open_log
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.keepers import meet_keepers
@@ -76,7 +76,7 @@ class _Setting:
     config: RunConfig
     identity: Identity
     started: Started
-    whereabouts: Whereabouts
+    tracker: ProgressTracker
     stop_request: StopRequested
 
 
@@ -85,14 +85,14 @@ def build(
     identity: Identity,
     started: Started,
     *,
-    whereabouts: Whereabouts,
+    tracker: ProgressTracker,
     stop_request: StopRequested,
     link: KeeperLink | None,
 ) -> Built:
     """Model, state, loader and loop; the state is restored. `link` leads to this host's keeper. Collective: yes."""
-    setting = _Setting(config, identity, started, whereabouts, stop_request)
+    setting = _Setting(config, identity, started, tracker, stop_request)
     record = started.met.journal.record
-    whereabouts.enter(Phase.BUILD)
+    tracker.set_phase(Phase.BUILD)
     with started.timings.phase("build"):
         wrapped, state = _build_state(setting)
     with started.timings.phase("keeper"):
@@ -101,7 +101,7 @@ def build(
         store_config(started.store, config)
         record(_start_event(setting))
     checkpointer = make_checkpointer(config, identity, started)
-    whereabouts.enter(Phase.RESTORE)
+    tracker.set_phase(Phase.RESTORE)
     recall = memory.recall if memory is not None else None
     resume = restore(
         checkpointer,
@@ -155,7 +155,7 @@ def build(
         ledger=ledger,
         observer=observer,
         record=record,
-        whereabouts=whereabouts,
+        tracker=tracker,
         stop_request=stop_request,
         any_reason=lambda own: next((str(one) for one in gather_json(own, group=started.group.control) if one), ""),
         in_storage=in_storage,
@@ -199,7 +199,7 @@ def _saving_parts(
         save_timeout_s=config.fault.save_timeout_s,
         finish_timeout_s=config.fault.close_s,
         left_s=lambda: left_s(setting.stop_request(), now_s=time.monotonic(), grace_s=config.fault.shutdown_grace_s),
-        whereabouts=setting.whereabouts,
+        tracker=setting.tracker,
         flush_records=flush_records,
         record=journal.record,
         say=say,
@@ -270,7 +270,7 @@ def _make_stepper(setting: _Setting, state: TrainState, *, wrapped: Wrapped, bef
         state.optimizer,
         clip_norm=setting.config.train.clip_norm,
         seed=setting.config.run.seed,
-        whereabouts=setting.whereabouts,
+        tracker=setting.tracker,
         before_update=before_update,
     )
 
@@ -321,7 +321,7 @@ def _make_evaluator(setting: _Setting, *, wrapped: Wrapped) -> Evaluator | None:
         micro_batch=config.train.micro_batch,
         identity=setting.identity,
         device=started.group.device,
-        whereabouts=setting.whereabouts,
+        tracker=setting.tracker,
     )
 
 

@@ -9,8 +9,8 @@ from elastictrain.data.assignment import assign
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.workers import read_batch
 from elastictrain.distributed.wrapping import Wrapped, gather_no_more
-from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.step import to_device
 from elastictrain.train.task import Task
 
@@ -28,7 +28,7 @@ class Evaluator:
         micro_batch: int,
         identity: Identity,
         device: torch.device,
-        whereabouts: Whereabouts,
+        tracker: ProgressTracker,
     ) -> None:
         self._task = task
         self._wrapped = wrapped
@@ -42,7 +42,7 @@ class Evaluator:
             rank=identity.rank,
         )
         self._device = device
-        self._whereabouts = whereabouts
+        self._tracker = tracker
 
     @torch.no_grad()
     def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
@@ -54,7 +54,7 @@ class Evaluator:
             for index, portion in enumerate(self._portions):
                 if leave():
                     return None
-                self._whereabouts.enter(Phase.EVAL, step=step, micro_batch=index)
+                self._tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
                 batch = read_batch(self._dataset, range(portion.first, portion.end))
                 with self._wrapped.precision_context():
                     output = self._task.loss(module, to_device(batch, self._device))

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
-from elastictrain.distributed.entered import Entered, last_entered
 from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
-from elastictrain.fault.hang.guilty import Blame, blame, paragraph
-from elastictrain.fault.hang.outpost import HostFacts, Outpost
-from elastictrain.fault.hang.standing import Standing
-from elastictrain.fault.watchdog import LostPeer, Overdue, bound_s
-from elastictrain.fault.whereabouts import Mark, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.diagnosis import HangDiagnosis, diagnose, paragraph
+from elastictrain.liveness.flight_record import Entered, last_entered
+from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient
+from elastictrain.liveness.peer_monitor import PeerMonitor
+from elastictrain.liveness.progress import ProgressMark, ProgressTracker
+from elastictrain.liveness.rank_status import RankStatus
+from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
 from elastictrain.torch_private import follow_compilations
 from elastictrain.train.bringup import Met
-from elastictrain.train.lookout import Lookout
 
 logger = logging.getLogger(__name__)
 
@@ -41,76 +41,76 @@ class Accusation:
 class HangWatch:
     """Complete from the moment on that the ranks have met; before that it knows of nothing."""
 
-    def __init__(self, config: RunConfig, identity: Identity, whereabouts: Whereabouts) -> None:
+    def __init__(self, config: RunConfig, identity: Identity, tracker: ProgressTracker) -> None:
         self._config = config
         self._identity = identity
-        self._whereabouts = whereabouts
+        self._tracker = tracker
         self._met: Met | None = None
-        self._outpost: Outpost | None = None
-        self._lookout: Lookout | None = None
+        self._monitor_client: RankMonitorClient | None = None
+        self._peer_monitor: PeerMonitor | None = None
         self._sees_compiler = False
-        self._traced: tuple[Mark, str] | None = None
+        self._traced: tuple[ProgressMark, str] | None = None
 
     def begin(self, met: Met) -> None:
         """The ranks have met. Where nobody starts this process again, nobody ends it from outside either."""
         self._met = met
         if not self._identity.launched:
             return
-        self._lookout = Lookout(
-            met.board,
+        self._peer_monitor = PeerMonitor(
+            met.heartbeats,
             rank=self._identity.rank,
-            mark=lambda: self._whereabouts.mark,
+            mark=lambda: self._tracker.mark,
             entered=self._entered,
             options=self._config.fault,
         )
-        self._lookout.start()
+        self._peer_monitor.start()
         try:
-            self._outpost = self._open_outpost(met)
+            self._monitor_client = self._open_outpost(met)
         except OSError as error:
             logger.warning("this rank is not watched from outside (%s): a hang that holds its locks is not ended", error)
             return
-        self._whereabouts.follow(self._on_mark)
+        self._tracker.follow(self._on_mark)
 
     def beat(self) -> None:
         """Threads of this process can run."""
-        if self._outpost is not None:
-            self._outpost.beat()
+        if self._monitor_client is not None:
+            self._monitor_client.beat()
 
     @property
     def in_vain(self) -> bool:
         """Whether a silence beyond this rank's bound will not end by itself."""
-        return self._lookout is not None and self._lookout.in_vain
+        return self._peer_monitor is not None and self._peer_monitor.in_vain
 
     @property
-    def fallen(self) -> LostPeer | None:
+    def failed_peer(self) -> LostPeer | None:
         """Another rank that ends because of an error."""
-        return self._lookout.fallen if self._lookout is not None else None
+        return self._peer_monitor.failed_peer if self._peer_monitor is not None else None
 
     @property
     def trace(self) -> str | None:
         """The last collectives of this rank as JSON, as they were when it began to be silent for long, if it is."""
         traced = self._traced
-        return traced[1] if traced is not None and traced[0] is self._whereabouts.mark else None
+        return traced[1] if traced is not None and traced[0] is self._tracker.mark else None
 
-    def say_ending(self) -> None:
+    def announce_ending(self) -> None:
         """This rank ends because of an error, and is left the time to say so."""
-        if self._outpost is not None:
-            self._outpost.say_ending()
+        if self._monitor_client is not None:
+            self._monitor_client.announce_ending()
 
     def tell_others(self) -> None:
         """This rank ends because of an error, which a collective of the others may never notice."""
         # Before the first step ranks find the same faults at different times, and each host is to say its own.
-        if self._met is not None and self._whereabouts.mark.first_step_done:
-            self._met.board.fall()
+        if self._met is not None and self._tracker.mark.first_step_done:
+            self._met.heartbeats.announce_failure()
 
     def accuse(self, overdue: Overdue) -> Accusation:
         """What there is to say of a hang, as the end of a sentence; takes a bounded time."""
         if not overdue.hangs:
             return Accusation("", None, "")
-        found = self._lookout.blame if self._lookout is not None else None
-        mark, rank = self._whereabouts.mark, self._identity.rank
+        found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
+        mark, rank = self._tracker.mark, self._identity.rank
         if found is None and self._identity.world_size == 1:
-            found = blame([self._standing(mark)], frozen_s=float("inf"))
+            found = diagnose([self._status(mark)], frozen_s=float("inf"))
         if found is None:
             return Accusation("", None, "")
         text = paragraph(found)
@@ -118,7 +118,7 @@ class HangWatch:
         first_waiting = min((one.rank for one in found.waiting), default=rank)
         if not found.is_guilty(rank) and rank != first_waiting:
             return Accusation(f"\n{text}", None, "")
-        stacks = self._outpost.take_stacks() if self._outpost is not None else ""
+        stacks = self._monitor_client.take_stacks() if self._monitor_client is not None else ""
         return Accusation(f"\n{text}", self._event(found, mark, text), stacks)
 
     def keep(self, accusation: Accusation) -> None:
@@ -133,12 +133,12 @@ class HangWatch:
 
     def close(self) -> None:
         """The run ends as it should; from the main thread."""
-        if self._lookout is not None:
-            self._lookout.close()
-        if self._outpost is not None:
-            self._outpost.close()
+        if self._peer_monitor is not None:
+            self._peer_monitor.close()
+        if self._monitor_client is not None:
+            self._monitor_client.close()
 
-    def _open_outpost(self, met: Met) -> Outpost:
+    def _open_outpost(self, met: Met) -> RankMonitorClient:
         config, identity = self._config, self._identity
         facts = HostFacts(
             incarnation=met.incarnation.name,
@@ -149,35 +149,35 @@ class HangWatch:
             close_s=config.fault.close_s,
             launcher_folder=identity.launcher.folder if identity.launcher is not None else "",
         )
-        outpost = Outpost(facts, rank=identity.rank, options=config.fault)
+        monitor_client = RankMonitorClient(facts, rank=identity.rank, options=config.fault)
         if identity.local_rank == 0:
             try:
-                outpost.start_watcher()
+                monitor_client.start_monitor()
             except OSError:
-                outpost.close()
+                monitor_client.close()
                 raise
-        return outpost
+        return monitor_client
 
     def _entered(self) -> Entered:
-        mark, trace = self._whereabouts.mark, flight_recorder()
+        mark, trace = self._tracker.mark, flight_recorder()
         if trace is None:
             return Entered()
         self._traced = mark, trace
         return last_entered(trace)
 
-    def _on_mark(self, mark: Mark) -> None:
-        if self._outpost is not None:
-            self._outpost.write(mark)
+    def _on_mark(self, mark: ProgressMark) -> None:
+        if self._monitor_client is not None:
+            self._monitor_client.write(mark)
         if mark.first_step_done and not self._sees_compiler:
             self._sees_compiler = True
-            _follow_compiler(self._whereabouts.compiling)
+            _follow_compiler(self._tracker.compiling)
 
-    def _standing(self, mark: Mark) -> Standing:
+    def _status(self, mark: ProgressMark) -> RankStatus:
         silent_s = time.monotonic() - mark.since_s
-        return Standing(self._identity.rank, self._identity.host, mark, silent_s, bound_s(mark, self._config.fault))
+        return RankStatus(self._identity.rank, self._identity.host, mark, silent_s, bound_s(mark, self._config.fault))
 
-    def _event(self, found: Blame, mark: Mark, text: str) -> Hang:
-        first = found.guilty[0] if found.guilty else self._standing(mark)
+    def _event(self, found: HangDiagnosis, mark: ProgressMark, text: str) -> Hang:
+        first = found.guilty[0] if found.guilty else self._status(mark)
         met = self._met
         name = f"{met.incarnation.name}-r{self._identity.rank:05d}" if met is not None else ""
         return Hang(
@@ -190,7 +190,7 @@ class HangWatch:
             bound_s=first.bound_s,
             waiting={one.name: f"{one.mark}{f', {one.collective}' if one.collective else ''}" for one in found.waiting},
             text=text,
-            stacks=f"stacks/{name}.txt" if self._outpost is not None else None,
+            stacks=f"stacks/{name}.txt" if self._monitor_client is not None else None,
         )
 
 

@@ -13,8 +13,8 @@ from elastictrain.data.loader import MicroBatch
 from elastictrain.errors import StopRequestedError
 from elastictrain.events import Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import Reached
@@ -77,7 +77,7 @@ class LoopParts:
     ledger: Ledger | None
     observer: Observer
     record: Callable[[Event], None]
-    whereabouts: Whereabouts
+    tracker: ProgressTracker
     stop_request: Callable[[], StopRequest | None]
     any_reason: Callable[[str], str]
     """The first reason to stop that a rank has, of those that all pass (empty: none). Collective: yes."""
@@ -153,7 +153,7 @@ class Loop:
                 settled, pending = self._settle(pending), None
                 carried = Agreed(settled.stop, settled.save and following.save is None)
             if step == self._first_step:
-                self._parts.whereabouts.first_step_done()
+                self._parts.tracker.first_step_done()
                 self._parts.on_first_step()
                 saving.first_step_done()
                 if not following.leave and self._any_reason():

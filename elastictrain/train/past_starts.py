@@ -21,7 +21,7 @@ _READ_AT_MOST = 64
 """Records of the last incarnation: in a large group those of the first ranks tell enough."""
 
 _READ_BYTES = 256 << 10
-"""Of each log: its last record names the whereabouts of all ranks, and a long run's log is long."""
+"""Of each log: its last record names where all ranks were, and a long run's log is long."""
 
 
 class PastStarts:

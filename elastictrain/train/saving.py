@@ -12,7 +12,7 @@ from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import CheckpointError, StorageError
 from elastictrain.events import CheckpointFailed, Event
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached, least
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -86,7 +86,7 @@ class SavingParts:
     left_s: Callable[[], float | None]
     """How long this rank may still wait for a save; None: as long as it takes."""
 
-    whereabouts: Whereabouts
+    tracker: ProgressTracker
     flush_records: Callable[[], None]
     record: Callable[[Event], None]
     say: Callable[[str], None]
@@ -141,7 +141,7 @@ class SynchronousSaving:
     def _try(self, step: int, reason: SaveReason) -> CheckpointError | StorageError | None:
         """Returns why it is not saved, if so."""
         parts = self._parts
-        parts.whereabouts.enter(Phase.SAVE, step=step)
+        parts.tracker.set_phase(Phase.SAVE, step=step)
         # What the checkpoint covers is never done again, so its records must not be lost with this process.
         parts.flush_records()
         parts.comparison.begin(step)

@@ -13,7 +13,7 @@ from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
-from elastictrain.fault.whereabouts import Phase
+from elastictrain.liveness.progress import Phase
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached, Verdict, copy_limit_s, describe_kept
 from elastictrain.train.save_wait import SHARE, SaveWait
@@ -166,7 +166,7 @@ class SnapshotSaving:
 
     def save_now(self, step: int, reason: SaveReason) -> Reached:
         parts = self._parts
-        parts.whereabouts.enter(Phase.SAVE, step=step)
+        parts.tracker.set_phase(Phase.SAVE, step=step)
         # What is being sent holds its slot, and this step is newer.
         self._link.replicate(on=False)
         self._snapshots.spare(())
@@ -177,13 +177,13 @@ class SnapshotSaving:
                 return held or self._reached_before()
             if found.place is None:
                 break
-            parts.whereabouts.enter(Phase.SAVE, step=step)
+            parts.tracker.set_phase(Phase.SAVE, step=step)
             self._begin(found.place, step, reason, awaited=True)
             self._snapshots.before_update()
             parts.comparison.check(step)
             self._snapshots.deliver(step, parts.state.scalars(step, global_batch=parts.global_batch))
             verdict = self._outcome(step)
-            parts.whereabouts.enter(Phase.SAVE, step=step)
+            parts.tracker.set_phase(Phase.SAVE, step=step)
             held = Reached(step, verdict.tier) if verdict.tier != "nothing" else held
             if not verdict.error:
                 self._failed = self._failed.succeeded() if verdict.tier == "storage" else self._failed

@@ -11,7 +11,7 @@ from torch.optim import AdamW
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.host_copy import HostCopy
 from elastictrain.train.optimizer import set_learning_rate
 from elastictrain.train.parameters import local
@@ -76,7 +76,7 @@ class Stepper:
         *,
         clip_norm: float,
         seed: int,
-        whereabouts: Whereabouts,
+        tracker: ProgressTracker,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """`before_update` is called when all of a step's work but the update is under way."""
@@ -85,7 +85,7 @@ class Stepper:
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._seed = seed
-        self._whereabouts = whereabouts
+        self._tracker = tracker
         self._before_update = before_update
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._parameters: list[Tensor] = parameters
@@ -98,26 +98,26 @@ class Stepper:
         figures = torch.tensor([0.0, 0.0, 0.0, flags.stop, flags.save, *flags.notes], dtype=torch.float64)
         figures = figures.to(self._device, non_blocking=True)
         for index in range(passes):
-            self._whereabouts.enter(Phase.DATA, step=step, micro_batch=index)
+            self._tracker.set_phase(Phase.DATA, step=step, micro_batch=index)
             micro_batch = next(micro_batches)
             with accumulation(self._wrapped.module, last=index == passes - 1):
                 self._pass(step, index, micro_batch, figures)
-        self._whereabouts.enter(Phase.REDUCE, step=step)
+        self._tracker.set_phase(Phase.REDUCE, step=step)
         figures[_GRAD_SQUARES] = self._grad_squares()
         dist.all_reduce(figures)
-        self._whereabouts.enter(Phase.UPDATE, step=step)
+        self._tracker.set_phase(Phase.UPDATE, step=step)
         self._before_update()
         return PendingStep(self._update(figures, rate), step=step, rate=rate)
 
     def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
-        self._whereabouts.enter(Phase.FORWARD, step=step, micro_batch=index)
+        self._tracker.set_phase(Phase.FORWARD, step=step, micro_batch=index)
         seed_everything(derive_seed(self._seed, "micro-batch", step, micro_batch.portion.first))
         with self._wrapped.precision_context():
             output = self._task.loss(self._wrapped.module, to_device(micro_batch.batch, self._device))
         counts = 1.0 if micro_batch.portion.counts else 0.0
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
-        self._whereabouts.enter(Phase.BACKWARD, step=step, micro_batch=index)
+        self._tracker.set_phase(Phase.BACKWARD, step=step, micro_batch=index)
         # A pass that does not count still runs its backward: the collectives inside have to meet their partners.
         loss = output.loss_sum if micro_batch.portion.counts else output.loss_sum * 0.0
         loss.backward()  # type: ignore[no-untyped-call]

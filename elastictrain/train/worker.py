@@ -19,15 +19,15 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.events import Failure, Journal, Stop
+from elastictrain.fault.exit_classification import ExitClassification, classify_exit, describe_heard
 from elastictrain.fault.limit import limit_the_end
-from elastictrain.fault.meaning import Meaning, describe_heard, meaning
 from elastictrain.fault.parent import follow_parent
 from elastictrain.fault.reasons import Reason, leave_reason
-from elastictrain.fault.speaker import TURN_S, must_speak
+from elastictrain.fault.speaker import TURN_S, elect_reporter
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
-from elastictrain.fault.watchdog import LostPeer, Others, Overdue, Watchdog
-from elastictrain.fault.whereabouts import Mark, Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
+from elastictrain.liveness.watchdog import LostPeer, Others, Overdue, Watchdog
 from elastictrain.storage.opening import without_sync
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
 from elastictrain.train.bringup import Met, bring_up
@@ -50,18 +50,18 @@ class Worker:
         self._identity = identity
         self._parent = parent
         self._began_s = time.monotonic()
-        self._whereabouts = Whereabouts()
-        self._hangs = HangWatch(config, identity, self._whereabouts)
+        self._tracker = ProgressTracker()
+        self._hangs = HangWatch(config, identity, self._tracker)
         self._stop = StopListener(notice_s=config.fault.notice_s, stop_file=os.environ.get(STOP_FILE_VARIABLE))
         self._watchdog = Watchdog(
             config.fault,
-            mark=lambda: self._whereabouts.mark,
+            mark=lambda: self._tracker.mark,
             stop=lambda: self._stop.request,
             end=self._end_overdue,
             others=lambda: Others(self._lost_peer(), self._hangs.in_vain),
             beat=self._hangs.beat,
         )
-        self._prefix = LogPrefix(identity.rank, step=lambda: self._whereabouts.mark.step)
+        self._prefix = LogPrefix(identity.rank, step=lambda: self._tracker.mark.step)
         self._ending = threading.Lock()
         self._met: Met | None = None
         self._built: Built | None = None
@@ -100,7 +100,7 @@ class Worker:
         started = bring_up(
             config,
             identity,
-            whereabouts=self._whereabouts,
+            tracker=self._tracker,
             stop_request=lambda: self._stop.request,
             on_meeting=self._take_note,
             parent=self._parent,
@@ -112,7 +112,7 @@ class Worker:
             config,
             identity,
             started,
-            whereabouts=self._whereabouts,
+            tracker=self._tracker,
             stop_request=lambda: self._stop.request,
             link=self._link,
         )
@@ -121,11 +121,11 @@ class Worker:
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
-            self._whereabouts.enter(Phase.EVAL, step=built.loop.state.step)
+            self._tracker.set_phase(Phase.EVAL, step=built.loop.state.step)
             built.show_sample()
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
-        self._whereabouts.enter(Phase.END, step=built.loop.state.step)
+        self._tracker.set_phase(Phase.END, step=built.loop.state.step)
         self._say_goodbye(built, code=code, reason=reason, reached=loop.reached)
         leave(started.group)
         self._hangs.close()
@@ -165,7 +165,7 @@ class Worker:
             )
         built.close(finished=code == EXIT_OK)
         if self._met is not None:
-            self._met.board.close()
+            self._met.heartbeats.close()
             # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
             self._met.journal.flush()
 
@@ -177,22 +177,26 @@ class Worker:
             limit_the_end(max(_LEAST_END_S, min(self._config.fault.shutdown_grace_s, left_s)), exit_code=EXIT_STOPPED)
 
     def _end_failed(self, error: BaseException) -> int:
-        self._limit_the_end(meaning(error, mark=self._whereabouts.mark, last_heard={}).exit_code)
+        self._limit_the_end(self._classify(error, {}).exit_code)
         # The limit above takes the watchdog's place, and keeps the exit code.
-        self._hangs.say_ending()
+        self._hangs.announce_ending()
         self._watchdog.close()
         heard = self._last_heard()
-        what = meaning(error, mark=self._whereabouts.mark, last_heard=heard)
+        what = self._classify(error, heard)
         if what.alone:
             self._hangs.tell_others()
         stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
         self._report(what, stack=stack, heard=heard)
         return what.exit_code
 
+    def _classify(self, error: BaseException, last_heard: Mapping[str, str]) -> ExitClassification:
+        mark = self._tracker.mark
+        return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=last_heard)
+
     def _end_overdue(self, overdue: Overdue) -> None:
         """From the watchdog's thread, while the main thread is stuck: say why, and end the process."""
         self._limit_the_end(overdue.exit_code)
-        self._hangs.say_ending()
+        self._hangs.announce_ending()
         try:
             accusation = self._hangs.accuse(overdue)
             if overdue.exit_code == EXIT_TRANSPORT:
@@ -200,7 +204,7 @@ class Worker:
             heard = self._last_heard()
             sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
             stack = _all_stacks() if overdue.show_stacks else ""
-            what = Meaning(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
+            what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
             if overdue.show_stacks:
                 self._report(what, stack=stack, heard=heard, accusation=accusation)
             else:
@@ -212,15 +216,15 @@ class Worker:
     def _end_without_lease(self, sentence: str) -> None:
         """From the lease's thread: another run trains here, so that nothing that is done from now on counts."""
         self._limit_the_end(EXIT_STOPPED)
-        self._hangs.say_ending()
+        self._hangs.announce_ending()
         try:
-            self._report_briefly(Meaning(EXIT_STOPPED, sentence, show_stack=False), heard={})
+            self._report_briefly(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={})
         finally:
             os._exit(EXIT_STOPPED)
 
     def _lost_peer(self) -> LostPeer | None:
         lost = self._link.lost if self._link is not None else None
-        peer = LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else self._hangs.fallen
+        peer = LostPeer(f"rank {lost[0]} of this host", lost[1]) if lost is not None else self._hangs.failed_peer
         # NCCL never notices.
         return replace(peer, noticed=self._backend != "nccl") if peer is not None else None
 
@@ -228,7 +232,7 @@ class Worker:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
         limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
 
-    def _report_briefly(self, what: Meaning, *, heard: Mapping[str, str]) -> None:
+    def _report_briefly(self, what: ExitClassification, *, heard: Mapping[str, str]) -> None:
         """What ended this rank is told elsewhere: nothing here waits for a disk, or for a device whose peer is torn down."""
         with self._ending:
             mark = self._announce(what, stack="")
@@ -241,7 +245,9 @@ class Worker:
             if trace is not None:
                 within(_FLIGHT_RECORDER_LIMIT_S, partial(without_sync(self._met.store).write, key, trace.encode()))
 
-    def _report(self, what: Meaning, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None) -> None:
+    def _report(
+        self, what: ExitClassification, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None
+    ) -> None:
         with self._ending:
             mark = self._announce(what, stack=stack)
             if self._met is None:
@@ -257,22 +263,22 @@ class Worker:
             if self._built is not None:
                 within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
 
-    def _announce(self, what: Meaning, *, stack: str) -> Mark:
+    def _announce(self, what: ExitClassification, *, stack: str) -> ProgressMark:
         """Tell the person at the terminal, and the launcher; returns where this rank is."""
         if self._speaks(what):
             sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
             sys.stderr.flush()
-        mark = self._whereabouts.mark
+        mark = self._tracker.mark
         # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
         self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
         return mark
 
     def _tell_launcher(self, exit_code: int, sentence: str, *, step: int) -> None:
-        launcher, mark = self._identity.launcher, self._whereabouts.mark
+        launcher, mark = self._identity.launcher, self._tracker.mark
         if launcher is not None:
             leave_reason(launcher.folder, Reason(self._identity.rank, exit_code, str(mark.phase), step, sentence))
 
-    def _speaks(self, what: Meaning) -> bool:
+    def _speaks(self, what: ExitClassification) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
         local_rank = self._identity.local_rank
         if what.exit_code == EXIT_STOPPED:
@@ -280,7 +286,7 @@ class Worker:
         if what.show_stack or what.alone or what.exit_code == EXIT_TRANSPORT:
             return True
         limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
-        return must_speak(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
+        return elect_reporter(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
 
     def _flight_key(self, met: Met) -> str:
         return f"flight/{met.incarnation.name}-r{self._identity.rank:05d}.json"
@@ -292,10 +298,10 @@ class Worker:
             self._met.store.write(key, trace.encode())
 
     def _last_heard(self) -> dict[str, str]:
-        return self._met.board.last_heard() if self._met is not None else {}
+        return self._met.heartbeats.last_heard() if self._met is not None else {}
 
 
-def _failure(what: Meaning, *, mark: Mark, heard: Mapping[str, str], flight_recorder: str | None) -> Failure:
+def _failure(what: ExitClassification, *, mark: ProgressMark, heard: Mapping[str, str], flight_recorder: str | None) -> Failure:
     return Failure(
         exit_code=what.exit_code,
         error=what.sentence,

@@ -327,7 +327,7 @@ def test_who_came_after_the_last_look_is_found_through_who_had_started_it(hosts:
 
 
 def test_keeper_and_watcher_outlive_a_killed_torchrun(hosts: list[Host], tmp_path: Path) -> None:
-    hosts.append(host := Host(["-c", SLEEPS, "elastictrain.checkpoint.keeper"], ["-c", SLEEPS, "elastictrain.fault.hang"]))
+    hosts.append(host := Host(["-c", SLEEPS, "elastictrain.checkpoint.keeper"], ["-c", SLEEPS, "elastictrain.liveness"]))
     keeper, watcher = host.see(2)
     host.kill_agent()
     assert host.end() == -signal.SIGKILL

@@ -44,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def watchers() -> list[psutil.Process]:
-    return [one for one in psutil.process_iter(["cmdline"]) if "elastictrain.fault.hang" in (one.info["cmdline"] or [])]
+    return [one for one in psutil.process_iter(["cmdline"]) if "elastictrain.liveness" in (one.info["cmdline"] or [])]
 
 
 def data_worker(run: Run, rank: int) -> psutil.Process:

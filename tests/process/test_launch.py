@@ -28,7 +28,7 @@ from torchruns import (
     wait_until,
 )
 
-from elastictrain.fault.hang.outpost import default_parent
+from elastictrain.liveness.monitor_client import default_parent
 
 STEPS = 40
 ARGUMENTS = (*TINY, f"train.steps={STEPS}", "train.eval_every_steps=0", "checkpoint.every_steps=10", "launch.processes=2")

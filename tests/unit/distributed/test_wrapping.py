@@ -26,12 +26,12 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.rise = nn.Linear(8, 24)
-        self.fall = nn.Linear(8, 8)
+        self.announce_failure = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.rise(x).chunk(3, dim=-1)
         attended = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-        return x + nn.functional.dropout(self.fall(torch.nn.functional.silu(attended)), 0.25)
+        return x + nn.functional.dropout(self.announce_failure(torch.nn.functional.silu(attended)), 0.25)
 
 
 class CompiledByCounter(Block):

@@ -1,4 +1,4 @@
-from elastictrain.fault.speaker import must_speak
+from elastictrain.fault.speaker import elect_reporter
 
 
 class Clock:
@@ -14,17 +14,17 @@ class Clock:
 
 def test_the_first_worker_speaks_at_once() -> None:
     clock = Clock()
-    assert must_speak(0, ending=lambda: True, clock=clock, sleep=clock.sleep)
+    assert elect_reporter(0, ending=lambda: True, clock=clock, sleep=clock.sleep)
     assert clock.now == 100.0
 
 
 def test_the_others_wait_to_be_ended() -> None:
     clock = Clock()
-    assert not must_speak(1, ending=lambda: clock.now > 103, limit_s=10, clock=clock, sleep=clock.sleep)
+    assert not elect_reporter(1, ending=lambda: clock.now > 103, limit_s=10, clock=clock, sleep=clock.sleep)
     assert clock.now < 104
 
 
 def test_a_worker_that_is_alone_with_its_finding_speaks() -> None:
     clock = Clock()
-    assert must_speak(1, ending=lambda: False, limit_s=10, clock=clock, sleep=clock.sleep)
+    assert elect_reporter(1, ending=lambda: False, limit_s=10, clock=clock, sleep=clock.sleep)
     assert 110 <= clock.now < 111

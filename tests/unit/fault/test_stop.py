@@ -75,8 +75,8 @@ def test_a_signal_is_seen_while_the_main_thread_runs_no_python_code() -> None:
         block.acquire()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
-            watcher = threading.Thread(target=watch, args=(listener,))
-            watcher.start()
+            rank_monitor = threading.Thread(target=watch, args=(listener,))
+            rank_monitor.start()
             # Blocked in this thread, the signal is delivered to another one: the main thread runs no handler.
             sender = threading.Thread(target=_unblock_and_raise)
             sender.start()
@@ -84,7 +84,7 @@ def test_a_signal_is_seen_while_the_main_thread_runs_no_python_code() -> None:
                 sender.join()
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-        watcher.join()
+        rank_monitor.join()
     assert seen_s[0] < 2.0
 
 

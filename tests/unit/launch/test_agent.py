@@ -5,8 +5,8 @@ from torch.distributed import DistNetworkError, DistStoreError
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT
-from elastictrain.fault.whereabouts import Phase
 from elastictrain.launch.agent import explain
+from elastictrain.liveness.progress import Phase
 
 
 @pytest.mark.parametrize(

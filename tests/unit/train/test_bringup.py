@@ -16,8 +16,8 @@ from elastictrain.errors import ConfigError, DataError, StopRequestedError, Stor
 from elastictrain.events import Stop
 from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity, Launcher
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.bringup import Met, Started, Timings, bring_up
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
@@ -61,22 +61,22 @@ class Life:
         self._config = config
         self._identity = identity
         self._stop = stop
-        self.whereabouts = Whereabouts()
+        self.tracker = ProgressTracker()
         self.met: list[Met] = []
         self.where_met: list[tuple[Phase, bool]] = []
 
     def begin(self) -> Started:
         return bring_up(
-            self._config, self._identity, whereabouts=self.whereabouts, stop_request=lambda: self._stop, on_meeting=self._note
+            self._config, self._identity, tracker=self.tracker, stop_request=lambda: self._stop, on_meeting=self._note
         )
 
     def _note(self, met: Met) -> None:
         self.met.append(met)
-        self.where_met.append((self.whereabouts.mark.phase, dist.is_initialized()))
+        self.where_met.append((self.tracker.mark.phase, dist.is_initialized()))
 
     def close(self) -> None:
         for met in self.met:
-            met.board.close()
+            met.heartbeats.close()
             met.journal.close()
 
 
@@ -87,7 +87,7 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
         started = life.begin()
         assert life.met == [started.met]
         assert life.where_met == [(Phase.RENDEZVOUS, False)]
-        assert life.whereabouts.mark.phase == Phase.PREFLIGHT
+        assert life.tracker.mark.phase == Phase.PREFLIGHT
         assert [*started.timings.seconds] == [
             "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
         ]  # fmt: skip
@@ -136,7 +136,7 @@ def after_this_process() -> Identity:
 def test_who_does_not_let_go_of_what_this_start_needs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastictrain.fault.predecessors.GONE_WITHIN_S", 0.3)
+    monkeypatch.setattr("elastictrain.fault.previous_workers.PREVIOUS_EXIT_TIMEOUT_S", 0.3)
     life = Life(of(tmp_path / "run"), identity=after_this_process())
     started = life.begin()
     assert started.timings.seconds["predecessors"] >= 0.3
@@ -162,7 +162,7 @@ def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Pa
     with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir` cannot be used"):
         life.begin()
     assert life.met == []
-    assert life.whereabouts.mark.phase == Phase.START
+    assert life.tracker.mark.phase == Phase.START
     assert not dist.is_initialized()
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch.distributed as dist
 
-from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.evaluate import Evaluator
 from tests.unit.train.parts import CPU, Points, Squares, wrapped_model
 
@@ -14,7 +14,7 @@ ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 def test_the_mean_over_the_first_samples_whatever_the_portions(
     group_of_one: dist.HashStore, kind: str, micro_batch: int
 ) -> None:
-    task, points, whereabouts = Squares(dropout=0.5), Points(), Whereabouts()
+    task, points, tracker = Squares(dropout=0.5), Points(), ProgressTracker()
     wrapped = wrapped_model(task, kind=kind)
     evaluator = Evaluator(
         task,
@@ -24,14 +24,14 @@ def test_the_mean_over_the_first_samples_whatever_the_portions(
         micro_batch=micro_batch,
         identity=ALONE,
         device=CPU,
-        whereabouts=whereabouts,
+        tracker=tracker,
     )
     loss = evaluator.run(4)
     reference = wrapped_model(task).bare.eval()
     expected = task.loss(reference, points.batch(0, 10))
     assert loss == pytest.approx((expected.loss_sum / expected.weight).item(), rel=1e-6)
     assert wrapped.module.training
-    assert (whereabouts.mark.phase, whereabouts.mark.step) == (Phase.EVAL, 4)
+    assert (tracker.mark.phase, tracker.mark.step) == (Phase.EVAL, 4)
     assert all(parameter.grad is None for parameter in wrapped.bare.parameters())
 
 
@@ -41,7 +41,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
     wrapped = wrapped_model(task)
     second = Identity(1, 2, 1, 2, "here", launched=True)
     evaluator = Evaluator(
-        task, wrapped, points, num_samples=5, micro_batch=1, identity=second, device=CPU, whereabouts=Whereabouts()
+        task, wrapped, points, num_samples=5, micro_batch=1, identity=second, device=CPU, tracker=ProgressTracker()
     )
     outputs = [task.loss(wrapped.bare, points.batch(index, index + 1)) for index in (1, 3)]
     expected = sum(output.loss_sum.item() for output in outputs) / sum(output.weight.item() for output in outputs)
@@ -58,7 +58,7 @@ def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore)
         micro_batch=2,
         identity=ALONE,
         device=CPU,
-        whereabouts=Whereabouts(),
+        tracker=ProgressTracker(),
     )
     assert evaluator.num_samples == 5
     assert evaluator.run(1) > 0
@@ -67,10 +67,8 @@ def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_it_can_be_broken_off_between_any_two_portions(group_of_one: dist.HashStore, kind: str) -> None:
     task = Squares()
-    wrapped, whereabouts = wrapped_model(task, kind=kind), Whereabouts()
-    evaluator = Evaluator(
-        task, wrapped, Points(), num_samples=8, micro_batch=2, identity=ALONE, device=CPU, whereabouts=whereabouts
-    )
+    wrapped, tracker = wrapped_model(task, kind=kind), ProgressTracker()
+    evaluator = Evaluator(task, wrapped, Points(), num_samples=8, micro_batch=2, identity=ALONE, device=CPU, tracker=tracker)
     for before in range(4):
         answers = iter([*[False] * before, True])
         assert evaluator.run(1, leave=lambda: next(answers)) is None  # noqa: B023

@@ -11,12 +11,12 @@ import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.events import Event, Hang
-from elastictrain.fault.hang import outpost
-from elastictrain.fault.hang.outpost import Outpost
-from elastictrain.fault.hang.stacks import STACKS_SIGNAL
-from elastictrain.fault.watchdog import Overdue
-from elastictrain.fault.whereabouts import Phase, Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness import monitor_client
+from elastictrain.liveness.monitor_client import RankMonitorClient
+from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.stacks import STACKS_SIGNAL
+from elastictrain.liveness.watchdog import Overdue
 from elastictrain.train import hang_watch as module
 from elastictrain.train.hang_watch import HangWatch
 
@@ -36,13 +36,13 @@ class StalledJournal:
         self.released.wait(10.0)
 
 
-def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, Whereabouts]:
+def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, ProgressTracker]:
     config = SimpleNamespace(fault=FaultGroup(), run=SimpleNamespace(dir="run"), telemetry=SimpleNamespace(flush_s=1.0))
-    whereabouts = Whereabouts()
-    made = HangWatch(config, identity, whereabouts)  # type: ignore[arg-type]
+    tracker = ProgressTracker()
+    made = HangWatch(config, identity, tracker)  # type: ignore[arg-type]
     incarnation = SimpleNamespace(name="000001-abc")
-    made.begin(SimpleNamespace(incarnation=incarnation, journal=journal, board=None))  # type: ignore[arg-type]
-    return made, whereabouts
+    made.begin(SimpleNamespace(incarnation=incarnation, journal=journal, heartbeats=None))  # type: ignore[arg-type]
+    return made, tracker
 
 
 @pytest.fixture
@@ -55,15 +55,15 @@ def journal() -> Iterator[StalledJournal]:
 def test_a_rank_that_nobody_starts_again_is_not_watched_from_outside() -> None:
     hangs, _ = watch(ALONE)
     assert not hangs.in_vain
-    assert hangs.fallen is None
+    assert hangs.failed_peer is None
     hangs.beat()
-    hangs.say_ending()
+    hangs.announce_ending()
     hangs.close()
 
 
 def test_a_rank_that_is_alone_is_guilty_itself() -> None:
-    hangs, whereabouts = watch(ALONE)
-    whereabouts.enter(Phase.REDUCE, step=7)
+    hangs, tracker = watch(ALONE)
+    tracker.set_phase(Phase.REDUCE, step=7)
     accusation = hangs.accuse(HUNG)
     assert accusation.text.startswith("\nhang: rank 0 on a has been in reduce of step 7 for 0.0 s")
     assert isinstance(accusation.hang, Hang)
@@ -87,7 +87,7 @@ def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, j
 class NoLookout:
     in_vain = False
 
-    def __init__(self, board: object, **_: object) -> None:
+    def __init__(self, heartbeats: object, **_: object) -> None:
         pass
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ def no_memory(descriptor: int, start: int, length: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def no_process(self: Outpost) -> None:
+def no_process(self: RankMonitorClient) -> None:
     raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
 
@@ -117,7 +117,7 @@ def the_signal_as_before() -> Iterator[None]:
     ("part", "name", "refuse", "why"),
     [
         (os, "posix_fallocate", no_memory, "No space left"),
-        (Outpost, "start_watcher", no_process, "Resource temporarily unavailable"),
+        (RankMonitorClient, "start_monitor", no_process, "Resource temporarily unavailable"),
     ],
     ids=["no memory", "no watcher"],
 )
@@ -131,26 +131,26 @@ def test_a_host_that_cannot_be_watched_trains_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parent = tmp_path / "marks"
-    monkeypatch.setattr(module, "Lookout", NoLookout)
-    monkeypatch.setattr(outpost, "default_parent", lambda: str(parent))
+    monkeypatch.setattr(module, "PeerMonitor", NoLookout)
+    monkeypatch.setattr(monitor_client, "default_parent", lambda: str(parent))
     monkeypatch.setattr(part, name, refuse)
-    hangs, whereabouts = watch(Identity(0, 2, 0, 2, "a", launched=True))
+    hangs, tracker = watch(Identity(0, 2, 0, 2, "a", launched=True))
     assert "this rank is not watched from outside" in caplog.text
     assert why in caplog.text
     assert list(tmp_path.iterdir()) == []
     # Nothing of it is left that could tell stacks, or be told of.
     assert not faulthandler.unregister(STACKS_SIGNAL)
-    whereabouts.enter(Phase.DATA, step=1)
+    tracker.set_phase(Phase.DATA, step=1)
     hangs.beat()
     hangs.close()
 
 
 def test_what_a_rank_had_entered_when_its_silence_began_is_kept_as_long_as_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "flight_recorder", lambda: '{"entries": []}')
-    hangs, whereabouts = watch(ALONE)
-    whereabouts.enter(Phase.REDUCE, step=7)
+    hangs, tracker = watch(ALONE)
+    tracker.set_phase(Phase.REDUCE, step=7)
     assert hangs.trace is None
     hangs._entered()
     assert hangs.trace == '{"entries": []}'
-    whereabouts.enter(Phase.UPDATE, step=7)
+    tracker.set_phase(Phase.UPDATE, step=7)
     assert hangs.trace is None, "that silence was no hang"

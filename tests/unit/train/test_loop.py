@@ -31,8 +31,8 @@ from elastictrain.errors import (
 )
 from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop, LoopParts, StepReport
 from elastictrain.train.optimizer import make_optimizer
@@ -132,7 +132,7 @@ class World:
         model = nn.Linear(1, 1)
         state = TrainState(model, make_optimizer(model, self.config.optim), step=self.first)
         evaluator = _Evaluator(self) if self.config.train.eval_every_steps else None
-        whereabouts = Whereabouts()
+        tracker = ProgressTracker()
         observer = _Observer(self)
         comparison = cast(ReplicaComparison, self.comparison)
         saving = SynchronousSaving(
@@ -147,7 +147,7 @@ class World:
                 save_timeout_s=1.0,
                 finish_timeout_s=1.0,
                 left_s=lambda: None,
-                whereabouts=whereabouts,
+                tracker=tracker,
                 flush_records=lambda: self.flushed.append(self.of(Step)),
                 record=self.events.append,
                 say=observer.say,
@@ -165,7 +165,7 @@ class World:
             ledger=None,
             observer=observer,
             record=self.events.append,
-            whereabouts=whereabouts,
+            tracker=tracker,
             stop_request=lambda: self.request,
             any_reason=self._any_reason,
             in_storage=self.in_storage,

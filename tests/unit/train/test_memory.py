@@ -16,8 +16,8 @@ from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
 from elastictrain.checkpoint.memory.inventory import SnapshotSet
 from elastictrain.checkpoint.recall import Recall
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train import keepers as train_keepers
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
@@ -98,7 +98,7 @@ def parts_of(scene: Scene) -> SavingParts:
         save_timeout_s=100.0,
         finish_timeout_s=1.0,
         left_s=lambda: None,
-        whereabouts=Whereabouts(),
+        tracker=ProgressTracker(),
         flush_records=lambda: None,
         record=lambda event: None,
         say=lambda text: None,

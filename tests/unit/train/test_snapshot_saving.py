@@ -16,7 +16,7 @@ from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.wait_notice import FIRST_S
-from elastictrain.fault.whereabouts import Whereabouts
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -197,7 +197,7 @@ def stage(
         save_timeout_s=save_timeout_s,
         finish_timeout_s=1.0,
         left_s=lambda: left[0],
-        whereabouts=Whereabouts(),
+        tracker=ProgressTracker(),
         flush_records=lambda: None,
         record=events.append,
         say=said.append,

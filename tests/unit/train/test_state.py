@@ -6,8 +6,8 @@ from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.counters import counters_of
 from elastictrain.config.optim import OptimGroup
-from elastictrain.fault.whereabouts import Whereabouts
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.skipping import SkipCounts
@@ -67,7 +67,7 @@ def test_handles_stay_those_of_the_shards_after_an_evaluation(group_of_one: dist
     state = state_of(wrapped.bare)
     before = state.tensors()
     evaluator = Evaluator(
-        task, wrapped, points, num_samples=4, micro_batch=2, identity=ALONE, device=CPU, whereabouts=Whereabouts()
+        task, wrapped, points, num_samples=4, micro_batch=2, identity=ALONE, device=CPU, tracker=ProgressTracker()
     )
     evaluator.run(1)
     try:

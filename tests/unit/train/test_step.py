@@ -12,7 +12,7 @@ from elastictrain.config.optim import OptimGroup
 from elastictrain.data.assignment import assign
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
-from elastictrain.fault.whereabouts import Phase, Whereabouts
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, StepFacts, Stepper
@@ -36,8 +36,8 @@ class Bench:
         self.wrapped = wrapped_model(task, kind=kind)
         self.optimizer = make_optimizer(self.wrapped.bare, OPTIONS)
         self.state = TrainState(self.wrapped.bare, self.optimizer)
-        self.whereabouts = Whereabouts()
-        self.stepper = Stepper(task, self.wrapped, self.optimizer, clip_norm=clip_norm, seed=seed, whereabouts=self.whereabouts)
+        self.tracker = ProgressTracker()
+        self.stepper = Stepper(task, self.wrapped, self.optimizer, clip_norm=clip_norm, seed=seed, tracker=self.tracker)
 
     def step(
         self,
@@ -276,10 +276,10 @@ def test_marks_where_it_is(group_of_one: dist.HashStore) -> None:
 
     class Noting(Squares):
         def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-            seen.append(bench.whereabouts.mark)
+            seen.append(bench.tracker.mark)
             return super().loss(model, batch)
 
     bench.stepper._task = Noting()
     bench.step(1, (4, 4))
     assert [(mark.phase, mark.step, mark.micro_batch) for mark in seen] == [(Phase.FORWARD, 1, 0), (Phase.FORWARD, 1, 1)]
-    assert (bench.whereabouts.mark.phase, bench.whereabouts.mark.step) == (Phase.UPDATE, 1)
+    assert (bench.tracker.mark.phase, bench.tracker.mark.step) == (Phase.UPDATE, 1)

@@ -11,11 +11,11 @@ from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure
-from elastictrain.fault.meaning import Meaning
+from elastictrain.fault.exit_classification import ExitClassification
 from elastictrain.fault.reasons import Reason, read_reasons
-from elastictrain.fault.watchdog import LostPeer, Overdue
-from elastictrain.fault.whereabouts import Phase
 from elastictrain.identity import Identity, Launcher
+from elastictrain.liveness.progress import Phase
+from elastictrain.liveness.watchdog import LostPeer, Overdue
 from elastictrain.storage.opening import open_store
 from elastictrain.train.bringup import Met
 from elastictrain.train.build import Built
@@ -29,7 +29,7 @@ def worker(tmp_path: Path) -> Worker:
     config = load(["recipe=llama_tiny", "run.dir=run"], with_task=False)
     launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path))
     made = Worker(config, Identity(1, 2, 1, 2, "host", launched=True, launcher=launcher), parent=1)
-    made._whereabouts.enter(Phase.FORWARD, step=9)
+    made._tracker.set_phase(Phase.FORWARD, step=9)
     return made
 
 
@@ -57,13 +57,13 @@ def test_a_stop_is_told_with_the_step_that_is_safe(reached: Reached, step: int, 
 
 
 def test_a_failure_is_told_with_the_step_that_it_was_in(worker: Worker, tmp_path: Path) -> None:
-    worker._report(Meaning(EXIT_BUG, "ZeroDivisionError", show_stack=True), stack="", heard={})
+    worker._report(ExitClassification(EXIT_BUG, "ZeroDivisionError", show_stack=True), stack="", heard={})
     assert (told(tmp_path).phase, told(tmp_path).step) == ("forward", 9)
 
 
 def test_who_is_stopped_where_nothing_can_be_saved_has_reached_nothing(worker: Worker, tmp_path: Path) -> None:
     # Compiling takes too long: the watchdog ends it, and the launcher would wait for a step that nobody has.
-    worker._report(Meaning(EXIT_STOPPED, "asked to stop", show_stack=True), stack="", heard={})
+    worker._report(ExitClassification(EXIT_STOPPED, "asked to stop", show_stack=True), stack="", heard={})
     assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_STOPPED, "forward", 0)
 
 
@@ -74,9 +74,9 @@ def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
     recorded: list[Failure] = []
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     # Without a way to close it, a store, or a board that is asked for more than this.
-    board = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, fall=lambda: None)
+    heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
     incarnation = SimpleNamespace(name="000001-aa")
-    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board, incarnation=incarnation))
+    worker._met = cast(Met, SimpleNamespace(journal=journal, heartbeats=heartbeats, incarnation=incarnation))
 
     def left(code: int) -> None:
         raise SystemExit(code)
@@ -106,11 +106,11 @@ def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_ou
 ) -> None:
     recorded: list[Failure] = []
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
-    board = SimpleNamespace(last_heard=dict)
+    heartbeats = SimpleNamespace(last_heard=dict)
     store, incarnation = open_store(str(tmp_path / "run")), SimpleNamespace(name="000001-aa")
-    worker._met = cast(Met, SimpleNamespace(journal=journal, board=board, store=store, incarnation=incarnation))
-    worker._hangs._traced = (worker._whereabouts.mark, '{"entries": []}')
-    worker._report_briefly(Meaning(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False), heard={})
+    worker._met = cast(Met, SimpleNamespace(journal=journal, heartbeats=heartbeats, store=store, incarnation=incarnation))
+    worker._hangs._traced = (worker._tracker.mark, '{"entries": []}')
+    worker._report_briefly(ExitClassification(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False), heard={})
     (failure,) = recorded
     assert failure.flight_recorder == "flight/000001-aa-r00001.json"
     assert store.read(failure.flight_recorder) == b'{"entries": []}'

@@ -1,0 +1,54 @@
+"""The watcher's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
+
+import json
+import logging
+import os
+import signal
+import sys
+from dataclasses import replace
+from typing import NoReturn
+
+from elastictrain.errors import EXIT_OK
+from elastictrain.events import Hang, Journal
+from elastictrain.liveness.leftovers import sweep
+from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.rank_monitor import RankMonitor, clear
+
+
+def main(folder: str, facts: HostFacts) -> NoReturn:
+    """Watch until nobody is left."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    # It ends when its workers have, whoever asks it or them to end.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    sweep(os.path.dirname(folder))  # noqa: PTH120
+    RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts)).run()
+    clear(folder)
+    # Not an orderly end: a thread may hang in storage.
+    os._exit(EXIT_OK)
+
+
+def keep(hang: Hang, stacks: str, facts: HostFacts) -> None:
+    """Record a hang in the run's folder; in a thread that nobody waits for."""
+    # Imported when there is something to keep: it takes long, and most watchers never do.
+    from elastictrain.storage.appendlog import open_append_log
+    from elastictrain.storage.opening import open_store
+
+    store = open_store(facts.run_dir)
+    name = f"{facts.incarnation}-w{facts.ranks[0]:05d}"
+    log = open_append_log(store, f"events/{name}.jsonl", flush_s=facts.flush_s, close_s=facts.close_s)
+    journal = Journal(log, incarnation=facts.incarnation, rank=facts.ranks[0])
+    key = f"stacks/{name}.txt"
+    journal.record(replace(hang, stacks=key))
+    journal.close()
+    store.write(key, stacks.encode())
+
+
+def read_facts(text: str) -> HostFacts:
+    """What the worker wrote that started this process."""
+    facts = json.loads(text)
+    return HostFacts(**{**facts, "ranks": tuple(facts["ranks"])})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], read_facts(sys.argv[2]))

@@ -1,0 +1,131 @@
+"""Who of a group is to blame for a hang, and who only waits. Pure.
+
+In a hang nearly everybody waits: those who are in a collective wait for one who is not. Whoever has come least far in the
+program that all run alike is the one who is waited for.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.rank_status import RankStatus
+
+LEFT_TO_THE_GUILTY_S = 3.0
+"""How long those who wait leave it to the host of the guilty rank to end it, and to say so."""
+
+_NAMED_AT_MOST = 8
+# Passes alternate within a step, and come before what follows them all.
+_IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
+_AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.END: 4}
+# The checks of a group go on while it is made.
+_BEFORE_STEPS = {
+    Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
+}  # fmt: skip
+
+Reason = Literal["frozen", "behind", "did not enter", "nobody"]
+
+
+@dataclass(frozen=True, slots=True)
+class HangDiagnosis:
+    """Who is at fault, and why. `nobody`: all are at the same place, so what is between them is at fault."""
+
+    reason: Reason
+    guilty: tuple[RankStatus, ...]
+    waiting: tuple[RankStatus, ...]
+
+    def later(self, seconds: float) -> "HangDiagnosis":
+        """The same, if nobody has moved since."""
+        guilty = tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.guilty)
+        return HangDiagnosis(self.reason, guilty, tuple(replace(one, silent_s=one.silent_s + seconds) for one in self.waiting))
+
+    def is_guilty(self, rank: int) -> bool:
+        """Whether it is this rank's fault."""
+        return any(one.rank == rank for one in self.guilty)
+
+    def is_in_vain(self, rank: int) -> bool:
+        """Whether this rank, when it has been silent for too long, has nothing to wait for any more.
+
+        Another one that is at fault has its own bound, and is then ended by itself or from outside; its group hears of that.
+        """
+        return self.is_guilty(rank) or (
+            bool(self.guilty) and all(one.silent_s > one.bound_s + LEFT_TO_THE_GUILTY_S for one in self.guilty)
+        )
+
+
+def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
+    """How far a rank has come; of two that run the same program the greater one is further."""
+    if mark.phase in _BEFORE_STEPS:
+        return (0, _BEFORE_STEPS[mark.phase], 0, 0)
+    # The end of a run has no step, and is after all of them.
+    step = 1 << 62 if mark.phase is Phase.END else max(1, mark.step)
+    if mark.phase in _IN_PASS:
+        return (step, 0, mark.micro_batch, _IN_PASS[mark.phase])
+    return (step, _AFTER_PASSES[mark.phase], 0, 0)
+
+
+def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosis:
+    """Whose fault a hang is, of all that could be heard. Who was silent for `frozen_s` is taken to have been frozen."""
+    frozen = [one for one in statuses if one.still_s > frozen_s]
+    if frozen and len(frozen) < len(statuses):
+        return _diagnosis("frozen", frozen, statuses)
+    least = min((progress_order(one.mark) for one in statuses), default=None)
+    behind = [one for one in statuses if progress_order(one.mark) == least]
+    if len(behind) < len(statuses) or len(statuses) == 1:
+        return _diagnosis("behind", behind, statuses)
+    absent = [one for one in statuses if any(_lags(one, other) for other in statuses)]
+    # Where each lags behind another one in some group, nobody can be singled out.
+    ahead = len(absent) < len(statuses)
+    return _diagnosis("did not enter" if absent and ahead else "nobody", absent if ahead else [], statuses)
+
+
+def paragraph(found: HangDiagnosis) -> str:
+    """What happened, for a person."""
+    if not found.guilty:
+        where = _places(found.waiting)
+        return (
+            f"hang: all {len(found.waiting)} ranks that are heard wait at the same place ({where}): none can be singled "
+            "out: look at the links between the hosts, and for a collective that ranks do not call alike"
+        )
+    sentences = [_accuse(one, reason=found.reason) for one in found.guilty[:_NAMED_AT_MOST]]
+    if len(found.guilty) > _NAMED_AT_MOST:
+        sentences.append(f"so do {len(found.guilty) - _NAMED_AT_MOST} more ranks")
+    text = "hang: " + "; ".join(sentences)
+    if found.waiting:
+        text += f". {_names(found.waiting)} {'wait' if len(found.waiting) > 1 else 'waits'} for it in {_places(found.waiting)}"
+    return text
+
+
+def _diagnosis(reason: Reason, guilty: Sequence[RankStatus], statuses: Sequence[RankStatus]) -> HangDiagnosis:
+    return HangDiagnosis(reason, tuple(guilty), tuple(one for one in statuses if one not in guilty))
+
+
+def _lags(one: RankStatus, other: RankStatus) -> bool:
+    """Whether `other` has entered a collective of a group of both that `one` has not."""
+    if one.sequences is None or other.sequences is None:
+        return False
+    return any(other.sequences.get(group, last) > last for group, last in one.sequences.items())
+
+
+def _accuse(one: RankStatus, *, reason: Reason) -> str:
+    text = f"{one.name} has been in {one.mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s)"
+    if reason == "frozen":
+        text += (
+            f", and nothing was heard of it for {one.still_s:.1f} s: it is stopped, holds the interpreter's lock, or is cut off"
+        )
+    if one.collective:
+        text += f"; the last collective that it entered is {one.collective}"
+    return text
+
+
+def _names(statuses: Sequence[RankStatus]) -> str:
+    named = ", ".join(one.name for one in statuses[:_NAMED_AT_MOST])
+    more = len(statuses) - _NAMED_AT_MOST
+    return f"{named} and {more} more" if more > 0 else named
+
+
+def _places(statuses: Sequence[RankStatus]) -> str:
+    places = Counter(f"{one.mark}" + (f", {one.collective}" if one.collective else "") for one in statuses)
+    told = [f"{place} ({count} ranks)" if len(places) > 1 else place for place, count in places.most_common(3)]
+    return "; ".join(told) + ("; and elsewhere" if len(places) > len(told) else "")

@@ -1,0 +1,132 @@
+"""A worker's part in being watched from outside: its marks, its stacks when asked, and the watcher of its host."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from typing import Self
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.liveness.leftovers import hold, remove_folder
+from elastictrain.liveness.progress import ProgressMark
+from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader
+from elastictrain.liveness.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
+from elastictrain.liveness.watchdog import bound_s, limit_s
+from elastictrain.storage.private import make_private_folder
+
+logger = logging.getLogger(__name__)
+
+_MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the watcher of a host has to know of an incarnation."""
+
+    incarnation: str
+    host: str
+    ranks: tuple[int, ...]
+    """Those of this host."""
+
+    run_dir: str
+    flush_s: float
+    close_s: float
+    launcher_folder: str = ""
+    """Where the launcher finds why ranks ended; empty if there is none."""
+
+
+class RankMonitorClient:
+    """One worker. Its files and its watcher go with `close`; where a worker ends otherwise, the watcher removes them."""
+
+    def __init__(self, facts: HostFacts, *, rank: int, options: FaultGroup, parent: str = "") -> None:
+        """From the main thread. Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
+        self._facts = facts
+        self._options = options
+        self.folder = f"{parent or default_parent()}/{facts.incarnation}-r{facts.ranks[0]:05d}"
+        _make_folder(self.folder)
+        stopped_s = min(options.hang_floor_s, options.step_timeout_s)
+        with ExitStack() as undo:
+            undo.callback(remove_folder, self.folder, with_files=False)
+            undo.callback(os.close, hold(self.folder))
+            self._marks = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
+            undo.callback(self._marks.close)
+            undo.callback(no_stacks_any_more, tell_stacks_when_asked(self.folder, rank))
+            self._undo = undo.pop_all()
+        self._monitor: subprocess.Popen[bytes] | None = None
+
+    @property
+    def beat(self) -> Callable[[], None]:
+        """To be called as long as threads of this process can run."""
+        return self._marks.beat
+
+    def write(self, mark: ProgressMark) -> None:
+        """Note a mark; never raises."""
+        self._marks.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
+
+    def announce_ending(self) -> None:
+        """This process ends itself, and is left the time for that."""
+        self._marks.announce_ending()
+
+    def start_monitor(self) -> None:
+        """For the whole host; it ends when the last of its workers has. Raises: OSError."""
+        # It must not look like a worker, or take the signals that are meant for one.
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        self._monitor = subprocess.Popen(  # noqa: S603
+            [sys.executable, "-m", "elastictrain.liveness", self.folder, json.dumps(asdict(self._facts))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def take_stacks(self) -> str:
+        """Of all workers of this host; within a bounded time."""
+        return take_stacks(self.folder, workers_of(self.folder, self._facts.ranks))
+
+    def close(self) -> None:
+        """Nobody watches any more."""
+        if self._monitor is not None:
+            self._monitor.kill()
+            self._monitor.wait()
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def default_parent() -> str:
+    """The folder of this user for all incarnations."""
+    # On a disk a mark could wait for what else is written there.
+    memory = _MEMORY if os.path.isdir(_MEMORY) and os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()  # noqa: PTH112
+    return f"{memory}/elastictrain-{os.getuid()}-marks"
+
+
+def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """`(rank, pid)` of those that have marks."""
+    found = []
+    for rank in ranks:
+        with suppress(OSError, ValueError):
+            reader = ProgressFileReader(folder, rank)
+            found.append((rank, reader.pid))
+            reader.close()
+    return found
+
+
+def _make_folder(folder: str) -> None:
+    for last_try in (False, True):
+        try:
+            for path in (os.path.dirname(folder), folder):  # noqa: PTH120
+                make_private_folder(path)
+            return
+        except FileNotFoundError:
+            # The end of another run has removed the parent in between.
+            if last_try:
+                raise

@@ -1,0 +1,135 @@
+"""Looks at the other ranks when this one is silent for long: whether it waits in vain, and for whom."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.distributed.bounded import within
+from elastictrain.liveness.diagnosis import HangDiagnosis, diagnose
+from elastictrain.liveness.flight_record import Entered
+from elastictrain.liveness.heartbeats import HeartbeatStore
+from elastictrain.liveness.progress import ProgressMark
+from elastictrain.liveness.rank_status import RankStatus, from_heartbeat
+from elastictrain.liveness.watchdog import LostPeer, bound_s
+
+logger = logging.getLogger(__name__)
+
+_SHARE = 0.5
+"""Of its bound: a rank that is silent for so long tells which collectives it entered, and begins to look at the others."""
+
+_BEATS = 3.0
+"""Heartbeats that may be missing of a rank that is not frozen."""
+
+_LATE_S = 0.5
+_DUMP_LIMIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    mark: ProgressMark
+    diagnosis: HangDiagnosis
+    at_s: float
+
+
+class PeerMonitor:
+    """A thread of its own: the store that it asks may be what does not answer."""
+
+    def __init__(
+        self,
+        heartbeats: HeartbeatStore,
+        *,
+        rank: int,
+        mark: Callable[[], ProgressMark],
+        entered: Callable[[], Entered],
+        options: FaultGroup,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`entered` asks the library of the collectives, which may hang."""
+        self._heartbeats = heartbeats
+        self._rank = rank
+        self._mark = mark
+        self._entered = entered
+        self._options = options
+        self._clock = clock
+        self._told: ProgressMark | None = None
+        self._own = Entered()
+        self._found: _Found | None = None
+        self._fallen: LostPeer | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more looking; one that is under way is not waited for."""
+        self._closed.set()
+        self._thread.join(timeout=1.0)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank has nothing to wait for any more, when it has been silent beyond its bound."""
+        found = self._found
+        return found is not None and found.mark is self._mark() and found.diagnosis.is_in_vain(self._rank)
+
+    @property
+    def diagnosis(self) -> HangDiagnosis | None:
+        """Whose fault the silence at hand is; None as long as it is too short for the question, or nobody answers."""
+        found = self._found
+        if found is None or found.mark is not self._mark():
+            return None
+        return found.diagnosis.later(self._clock() - found.at_s)
+
+    @property
+    def failed_peer(self) -> LostPeer | None:
+        """A rank that has said that it ends because of an error."""
+        return self._fallen
+
+    def turn(self) -> None:
+        """Look once. Raises: RuntimeError, ValueError if the store does not answer."""
+        if self._fallen is None and (name := self._heartbeats.failed_peer()) is not None:
+            self._fallen = LostPeer(name, self._clock())
+        mark = self._mark()
+        silent_s = self._clock() - mark.since_s
+        if silent_s < _SHARE * bound_s(mark, self._options):
+            if self._told is not None:
+                self._told = None
+                self._heartbeats.add({})
+            return
+        if self._told is not mark:
+            self._own = within(_DUMP_LIMIT_S, self._entered) or Entered()
+            self._heartbeats.add({"sequences": dict(self._own.sequences), "collective": self._own.last})
+            self._told = mark
+        frozen_s = _BEATS * self._options.heartbeat_s + _LATE_S
+        self._found = _Found(mark, diagnose(self._statuses(mark), frozen_s=frozen_s), self._clock())
+
+    def _statuses(self, mark: ProgressMark) -> list[RankStatus]:
+        hosts = self._heartbeats.hosts
+        own = RankStatus(
+            self._rank,
+            hosts[self._rank],
+            mark,
+            self._clock() - mark.since_s,
+            bound_s(mark, self._options),
+            sequences=self._own.sequences or None,
+            collective=self._own.last,
+        )
+        statuses = [own]
+        for rank, beat in self._heartbeats.beats().items():
+            if beat is not None:
+                status = from_heartbeat(beat.told, rank=rank, host=hosts[rank], still_s=beat.still_s)
+                statuses += [status] if status is not None else []
+        return sorted(statuses, key=lambda one: one.rank)
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._options.heartbeat_s):
+            try:
+                self.turn()
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                # Then nothing is known of the others, and the limits that need no knowledge hold.
+                self._found = None
+                logger.debug("the other ranks cannot be seen: %s", error)

@@ -1,0 +1,160 @@
+"""The marks of each rank of a host in small files in memory, so that others see where it is whatever it holds or hangs in."""
+
+import mmap
+import os
+import struct
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass
+
+from elastictrain.liveness.progress import Phase, ProgressMark
+
+_MAGIC = b"ETMARKS1"
+_PHASES = tuple(Phase)
+# Magic, pid, rank, how long it may be stopped, how long its end may take.
+_FIXED = struct.Struct("<8siidd")
+# Sequence number, phase, whether the first step is through, whether a compiler works, step, micro-batch, since, bound, limit,
+# checksum of all that.
+_MARK = struct.Struct("<QBBBqiddd")
+_SUM = struct.Struct("<I")
+_MARK_AT = 64
+_PULSE = struct.Struct("<Q")
+_PULSE_AT = 192
+_ENDING_AT = 200
+_SIZE = 4096
+_TRIES = 100
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """What one rank has written. Two of one file differ in `sequence` or `pulse` if it has gone on in between."""
+
+    pid: int
+    rank: int
+    stopped_s: float
+    """How long the process may be stopped by a signal."""
+
+    grace_s: float
+    """How long it may take to end itself when it should."""
+
+    mark: ProgressMark
+    bound_s: float
+    """How long the phase may last by what is known of this rank's steps."""
+
+    limit_s: float
+    """How long it may last at most."""
+
+    sequence: int
+    pulse: int
+    ending: bool
+    """Whether it is about to end, and says why."""
+
+
+def progress_path(folder: str, rank: int) -> str:
+    """Where the marks of a rank are."""
+    return f"{folder}/r{rank:05d}.marks"
+
+
+class ProgressFile:
+    """The writing side. One thread marks, another one gives the pulse; none of it ever waits or raises."""
+
+    def __init__(self, folder: str, *, rank: int, stopped_s: float, grace_s: float) -> None:
+        """Raises: OSError, also if the memory is not there."""
+        self.path = progress_path(folder, rank)
+        self._sequence = 0
+        self._pulse = 0
+        # Made beside its place: who finds it there finds it whole.
+        temporary = f"{self.path}.{os.getpid()}"
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # All of it now: memory that is not there would end the process with SIGBUS at its first mark.
+            os.posix_fallocate(descriptor, 0, _SIZE)
+            self._map = mmap.mmap(descriptor, _SIZE)
+            self.write(ProgressMark(Phase.START, 0, 0, 0.0, False), bound_s=float("inf"), limit_s=float("inf"))
+            self._map[: _FIXED.size] = _FIXED.pack(_MAGIC, os.getpid(), rank, stopped_s, grace_s)
+            os.rename(temporary, self.path)  # noqa: PTH104
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)  # noqa: PTH108
+            raise
+        finally:
+            os.close(descriptor)
+
+    def write(self, mark: ProgressMark, *, bound_s: float, limit_s: float) -> None:
+        """Replace the mark."""
+        self._sequence += 1
+        body = _MARK.pack(
+            self._sequence,
+            _PHASES.index(mark.phase),
+            mark.first_step_done,
+            mark.compiling,
+            mark.step,
+            mark.micro_batch,
+            mark.since_s,
+            bound_s,
+            limit_s,
+        )
+        with suppress(ValueError):  # closed
+            self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size] = body + _SUM.pack(zlib.crc32(body))
+
+    def beat(self) -> None:
+        """The process runs, and any of its threads may."""
+        self._pulse += 1
+        with suppress(ValueError):
+            self._map[_PULSE_AT : _PULSE_AT + _PULSE.size] = _PULSE.pack(self._pulse)
+
+    def announce_ending(self) -> None:
+        """The process has begun to end by itself."""
+        with suppress(ValueError):
+            self._map[_ENDING_AT] = 1
+
+    def close(self) -> None:
+        """Nothing is written any more; the file goes."""
+        with suppress(OSError):
+            os.unlink(self.path)  # noqa: PTH108
+        self._map.close()
+
+
+class ProgressFileReader:
+    """The reading side; a file that is deleted can still be read."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Raises: OSError; ValueError if the file holds something else."""
+        descriptor = os.open(progress_path(folder, rank), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self._map = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        magic, self.pid, self.rank, self._stopped_s, self._grace_s = _FIXED.unpack_from(self._map)
+        if magic != _MAGIC:
+            raise ValueError(f"{progress_path(folder, rank)} holds no marks")
+        self._last: RankProgress | None = None
+
+    def read(self) -> RankProgress | None:
+        """What stands there now; what stood there before if the writer was stopped in the middle of it."""
+        for _ in range(_TRIES):
+            found = bytes(self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size])
+            body = found[: _MARK.size]
+            if zlib.crc32(body) == _SUM.unpack_from(found, _MARK.size)[0]:
+                self._last = self._marks(body)
+                break
+        return self._last
+
+    def close(self) -> None:
+        """No more reading."""
+        self._map.close()
+
+    def _marks(self, body: bytes) -> RankProgress:
+        sequence, phase, first, compiling, step, micro_batch, since_s, bound_s, limit_s = _MARK.unpack(body)
+        return RankProgress(
+            pid=self.pid,
+            rank=self.rank,
+            stopped_s=self._stopped_s,
+            grace_s=self._grace_s,
+            mark=ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling)),
+            bound_s=bound_s,
+            limit_s=limit_s,
+            sequence=sequence,
+            pulse=_PULSE.unpack_from(self._map, _PULSE_AT)[0],
+            ending=self._map[_ENDING_AT] != 0,
+        )

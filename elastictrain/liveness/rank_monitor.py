@@ -1,0 +1,247 @@
+"""Watches the workers of one host from outside, and ends those that cannot end themselves, whatever they hold."""
+
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from elastictrain.errors import EXIT_TRANSPORT
+from elastictrain.events import Hang
+from elastictrain.fault.reasons import Reason, leave_reason
+from elastictrain.liveness.kill_decision import PULSE_S, KillDecision, Seen, judge
+from elastictrain.liveness.leftovers import remove_folder
+from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.proc import look_at
+from elastictrain.liveness.progress import Phase
+from elastictrain.liveness.progress_file import ProgressFileReader
+from elastictrain.liveness.stacks import take_stacks
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.2
+_LONGEST_TURN_S = 1.0
+"""What is beyond that was no waiting: this process was not running, and so the others may not have been either."""
+
+_TELL_S = 1.0
+"""How long the terminal is waited for: whoever reads it may be stopped, and its pipe full."""
+
+_NOBODY_S = 10.0
+"""The marks of the first worker are there before its watcher: without any, that worker is gone."""
+
+
+class Worker(Protocol):
+    """One watched process."""
+
+    def look(self, awake_s: float) -> Seen | None:
+        """How it is, `awake_s` after the last look; None while it has nothing to show.
+
+        Raises: ProcessLookupError if it is gone, and has never shown anything.
+        """
+
+    def kill(self) -> None:
+        """End it."""
+
+
+class LiveWorker:
+    """A process of this host with its marks."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        """Raises: OSError if it has none, or is gone; ValueError."""
+        self._reader = ProgressFileReader(folder, rank)
+        try:
+            # What has this number from now on is the process that the marks are of.
+            self._descriptor = os.pidfd_open(self._reader.pid)
+        except OSError:
+            self._reader.close()
+            raise
+        self._poll = select.poll()
+        self._poll.register(self._descriptor, select.POLLIN)
+        self._seen: Seen | None = None
+
+    def look(self, awake_s: float) -> Seen | None:
+        """How it is."""
+        marks = self._reader.read()
+        if marks is None:
+            # Killed in the middle of a mark, before the first look: nobody will ever finish it.
+            if self._poll.poll(0):
+                raise ProcessLookupError(self._reader.pid)
+            return None
+        before = self._seen or Seen(marks, 0.0, 0.0)
+        changed = marks.sequence != before.marks.sequence
+        goes_on = marks.pulse != before.marks.pulse
+        seen = Seen(
+            marks,
+            unchanged_s=0.0 if changed else before.unchanged_s + awake_s,
+            still_s=0.0 if goes_on else before.still_s + awake_s,
+            gone_s=None if before.gone_s is None else before.gone_s + awake_s,
+        )
+        task = look_at(marks.pid)
+        if seen.gone_s is None and (self._poll.poll(0) or task is None or task.exiting):
+            seen = replace(seen, gone_s=0.0)
+        self._seen = replace(seen, stopped=task is not None and task.state in "Tt")
+        return self._seen
+
+    def kill(self) -> None:
+        """A process that is stopped is ended, too."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+
+class RankMonitor:
+    """Looks at the workers turn by turn, until the last one is gone."""
+
+    def __init__(
+        self,
+        folder: str,
+        facts: HostFacts,
+        *,
+        find: Callable[[str, int], Worker] = LiveWorker,
+        record: Callable[[Hang, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`record` keeps an event and the stacks that belong to it; it may take its time."""
+        self._folder = folder
+        self._facts = facts
+        self._find = find
+        self._record = record
+        self._clock = clock
+        self._last_s = self._began_s = clock()
+        self._workers: dict[int, Worker] = {}
+        self._ended: set[int] = set()
+        self._vanished: set[int] = set()
+        """Ranks that will never show anything: their number may soon be another process's."""
+        self._threads: list[threading.Thread] = []
+
+    def run(self) -> None:
+        """Until nobody is left."""
+        while self.turn():
+            time.sleep(TURN_S)
+        deadline = self._clock() + self._facts.close_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - self._clock()))
+
+    def turn(self) -> bool:
+        """Look once, and act; whether anybody is left to watch."""
+        now_s = self._clock()
+        awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
+        looks = self._look(awake_s)
+        seen = [one for one in looks if one is not None]
+        sentences = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
+        if sentences:
+            self._carry_out(sentences, seen)
+        if not self._workers:
+            return now_s - self._began_s < _NOBODY_S
+        return any(one is None or one.gone_s is None for one in looks)
+
+    def _look(self, awake_s: float) -> list[Seen | None]:
+        """At each that has come so far."""
+        looks = []
+        for rank in self._facts.ranks:
+            if rank not in self._workers and rank not in self._vanished:
+                with suppress(OSError, ValueError):
+                    self._workers[rank] = self._find(self._folder, rank)
+            if rank in self._workers:
+                try:
+                    looks.append(self._workers[rank].look(awake_s))
+                except ProcessLookupError:
+                    del self._workers[rank]
+                    self._vanished.add(rank)
+        return looks
+
+    def _carry_out(self, sentences: Sequence[KillDecision], seen: Sequence[Seen]) -> None:
+        hanging = [one for one in sentences if one.hangs]
+        text = describe(sentences, seen, host=self._facts.host)
+        stacks = ""
+        if hanging:
+            alive = [(one.marks.rank, one.marks.pid) for one in seen if one.gone_s is None]
+            stacks = take_stacks(self._folder, alive)
+        for one in sentences:
+            marks = one.seen.marks
+            if self._facts.launcher_folder:
+                reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one in hanging)
+                # One that ends by itself may have said why, and is only slow.
+                ends = marks.ending or marks.mark.phase is Phase.END
+                leave_reason(self._facts.launcher_folder, reason, only_if_none=ends)
+            self._ended.add(marks.rank)
+            self._workers[marks.rank].kill()
+        if hanging:
+            event = hang_event(hanging, seen, host=self._facts.host, text=text)
+            # Storage may be what hangs.
+            self._start(lambda: self._record(event, stacks))
+        # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
+        self._start(lambda: _tell(f"elastictrain: {text}\n{stacks}")).join(_TELL_S)
+
+    def _start(self, act: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+        return thread
+
+
+def describe(sentences: Sequence[KillDecision], seen: Sequence[Seen], *, host: str) -> str:
+    """What is done to whom and why, for a person. Pure."""
+    parts = [f"rank {one.seen.marks.rank} on {host} {_why(one)}" for one in sentences]
+    hanging = any(one.hangs for one in sentences)
+    condemned = {one.seen.marks.rank for one in sentences}
+    waiting = [one for one in seen if one.gone_s is None and one.marks.rank not in condemned]
+    text = ("hang: " if hanging else "") + "; ".join(parts)
+    if hanging and waiting:
+        places = ", ".join(f"rank {one.marks.rank} in {one.marks.mark}" for one in waiting[:8])
+        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+        text += f". Of this host there are besides {places}{more}"
+    return f"{text}. {'They are' if len(sentences) > 1 else 'It is'} ended from outside, so that the group can start again"
+
+
+def _why(one: KillDecision) -> str:
+    mark = one.seen.marks.mark
+    match one.kind:
+        case "stopped":
+            return f"was stopped by a signal {one.silent_s:.1f} s ago in {mark}, and was not continued within {one.bound_s:g} s"
+        case "frozen":
+            return (
+                f"has been in {mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s), and none of its other threads has run "
+                f"for {one.seen.still_s:.1f} s: one of them holds the interpreter's lock"
+            )
+        case "stuck":
+            return f"has been in {mark} for {one.silent_s:.1f} s, and does not end itself as it should"
+        case "left behind":
+            return f"waits in {mark} for a rank of this host that is gone"
+
+
+def hang_event(hanging: Sequence[KillDecision], seen: Sequence[Seen], *, host: str, text: str) -> Hang:
+    """The record of a hang that was seen from outside. Pure."""
+    first, condemned = hanging[0], {one.seen.marks.rank for one in hanging}
+    waiting = [one.marks for one in seen if one.gone_s is None and one.marks.rank not in condemned]
+    return Hang(
+        guilty=tuple(f"rank {rank} on {host}" for rank in sorted(condemned)),
+        hosts=(host,),
+        reason=first.kind,
+        phase=str(first.seen.marks.mark.phase),
+        step=first.seen.marks.mark.step,
+        silent_s=round(first.silent_s, 3),
+        bound_s=first.bound_s,
+        waiting={f"rank {marks.rank} on {host}": str(marks.mark) for marks in waiting},
+        text=text,
+        stacks=None,
+    )
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def clear(folder: str) -> None:
+    """The incarnation is over on this host."""
+    remove_folder(folder, with_files=True)
+
+
+assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks

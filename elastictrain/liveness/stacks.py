@@ -1,0 +1,109 @@
+"""Where all threads of the processes of a host are: told by themselves, by py-spy, or by the kernel."""
+
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TextIO
+
+from elastictrain.liveness.proc import describe_process, look_at
+
+STACKS_SIGNAL = signal.SIGRTMIN + 5
+"""Asks a worker for its stacks. Neither torchrun nor a cluster sends it, and no library of ours takes it."""
+
+_PATIENCE_S = 1.0
+_QUIET_S = 0.05
+_PY_SPY_S = 5.0
+_LONGEST_BYTES = 1 << 20
+
+
+def stacks_path(folder: str, rank: int) -> str:
+    """Where a worker writes its stacks when it is asked for them."""
+    return f"{folder}/r{rank:05d}.stacks"
+
+
+def tell_stacks_when_asked(folder: str, rank: int) -> TextIO:
+    """From now on this process answers `STACKS_SIGNAL`; from the main thread.
+
+    The file must stay open as long as it lives. Raises: OSError.
+    """
+    # Whoever finds the file may ask at once, and the signal would end a process that does nothing about it. What is set here
+    # also comes back when the handler goes.
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    # Opened now: the handler runs where nothing can be opened any more. It needs no lock, so it works while the
+    # interpreter's lock is held by a thread that never gives it back.
+    file = open(stacks_path(folder, rank), "w", opener=_private)  # noqa: SIM115
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    return file
+
+
+def no_stacks_any_more(file: TextIO) -> None:
+    """The signal does nothing from now on: it is ignored again, as it was before there was a handler. The file goes."""
+    faulthandler.unregister(STACKS_SIGNAL)
+    file.close()
+    with suppress(OSError):
+        os.unlink(file.name)  # noqa: PTH108
+
+
+def take_stacks(folder: str, ranks: Sequence[tuple[int, int]], *, patience_s: float = _PATIENCE_S) -> str:
+    """The stacks of `(rank, pid)` of this host, as a text for a person; within a bounded time. Never raises."""
+    spy = shutil.which("py-spy")
+    asked = [_ask(folder, rank, pid) for rank, pid in ranks] if spy is None else []
+    parts = []
+    deadline = time.monotonic() + (patience_s if spy is None else _PY_SPY_S)
+    for place, (rank, pid) in enumerate(ranks):
+        if spy is not None:
+            own = _spy(spy, pid, limit_s=max(0.1, deadline - time.monotonic()))
+        else:
+            own = _answer(folder, rank, asked[place], deadline=deadline)
+        told = own or "(it does not tell its own stacks)\n"
+        parts.append(f"rank {rank}, process {pid}, as the kernel sees it:\n{describe_process(pid)}\n{told}")
+    return "\n".join(parts)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def _ask(folder: str, rank: int, pid: int) -> int:
+    """Returns how long its file was before; -1 if it cannot answer."""
+    try:
+        size = os.stat(stacks_path(folder, rank)).st_size  # noqa: PTH116  # a worker without the file has no handler
+        task = look_at(pid)
+        if task is None or task.state in "TtZ":
+            return -1
+        os.kill(pid, STACKS_SIGNAL)
+    except OSError:
+        return -1
+    return size
+
+
+def _answer(folder: str, rank: int, before: int, *, deadline: float) -> str:
+    if before < 0:
+        return ""
+    size, told = before, b""
+    with suppress(OSError), open(stacks_path(folder, rank), "rb") as file:  # noqa: PTH123
+        while time.monotonic() < deadline:
+            time.sleep(_QUIET_S)
+            now = os.fstat(file.fileno()).st_size
+            # It is whole when it has ceased to grow.
+            if now == size > before:
+                break
+            size = now
+        file.seek(before)
+        told = file.read(_LONGEST_BYTES)
+    return told.decode(errors="replace")
+
+
+def _spy(program: str, pid: int, *, limit_s: float) -> str:
+    # Without a pause of the process: one that is stopped already would have to be continued for that.
+    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL)  # noqa: S603
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else ""

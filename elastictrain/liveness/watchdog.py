@@ -1,0 +1,183 @@
+"""Ends a process that no longer makes progress, after it has said where it is stuck."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.fault.stop import StopRequest
+from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
+from elastictrain.liveness.step_history import learned_bound_s
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """A process has to end: the exit code and the sentence that says why."""
+
+    exit_code: int
+    reason: str
+    show_stacks: bool = True
+    """Whether where its threads are tells a person anything."""
+
+    hangs: bool = False
+    """Whether it is because nothing goes on any more: then all that the group knows is of use."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostPeer:
+    """A process of the group is gone without a word; `since_s` is monotonic."""
+
+    name: str
+    since_s: float
+    noticed: bool = True
+    """Whether collectives may notice it by themselves, and say more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What is known of the other ranks."""
+
+    lost: LostPeer | None = None
+    in_vain: bool = False
+    """Whether nothing will end a silence that is too long for this rank: see `judge`."""
+
+
+NOTHING_HEARD = Others()
+
+LOST_PATIENCE_S = 0.5
+"""How long a collective may take to notice by itself that a peer is gone."""
+
+
+_AGREEMENT_MARGIN_S = 5.0
+"""The agreement on an incarnation keeps its own limit, and then names who is missing: it is to end first."""
+
+_OVERSLEPT_S = 2.0
+"""A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""
+
+
+def limit_s(mark: ProgressMark, options: FaultGroup) -> float:
+    """How long the phase of `mark` may last at most."""
+    if mark.phase is Phase.RENDEZVOUS:
+        return options.rendezvous_timeout_s + _AGREEMENT_MARGIN_S
+    if mark.phase is Phase.SAVE:
+        return options.save_timeout_s
+    if mark.phase is Phase.END:
+        return options.shutdown_grace_s
+    # The first evaluation compiles the model once more, without gradients.
+    if mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done and not mark.compiling:
+        return options.step_timeout_s
+    return options.init_timeout_s
+
+
+def bound_s(mark: ProgressMark, options: FaultGroup) -> float:
+    """How long the phase of `mark` may last by what this rank has learnt of its own steps; at most its limit."""
+    ceiling_s = limit_s(mark, options)
+    if mark.phase not in STEP_PHASES or mark.phase is Phase.EVAL or not mark.first_step_done or mark.compiling:
+        return ceiling_s
+    return learned_bound_s(mark.usual_s, multiple=options.hang_multiple, floor_s=options.hang_floor_s, ceiling_s=ceiling_s)
+
+
+def judge(
+    mark: ProgressMark,
+    *,
+    now_s: float,
+    stop: StopRequest | None,
+    options: FaultGroup,
+    lost: LostPeer | None = None,
+    in_vain: bool = False,
+) -> Overdue | None:
+    """Whether this process must end now. `now_s` is on the clock of `mark.since_s`.
+
+    `in_vain`: by all that is heard of the group, nothing will end a silence that is too long for this rank. One that only waits
+    for another rank that is at work is not ended before its limit.
+    """
+    silent_s = now_s - mark.since_s
+    most_s = bound_s(mark, options) if in_vain else limit_s(mark, options)
+    if silent_s > most_s:
+        reason = f"no progress for {silent_s:.1f} s in {mark} (limit {most_s:g} s)"
+        return Overdue(EXIT_TRANSPORT, reason, hangs=True)
+    left_to_others_s = LOST_PATIENCE_S if lost is not None and lost.noticed else 0.0
+    if lost is not None and mark.phase is not Phase.END and now_s - lost.since_s > left_to_others_s:
+        return Overdue(EXIT_TRANSPORT, f"{lost.name} is gone, and {mark} cannot end without it", show_stacks=False)
+    if stop is None or mark.phase in (Phase.SAVE, Phase.END):
+        return None
+    # A survivor of a dead group hangs in a collective that nobody will join, and torchrun waits half a minute for it.
+    # But a phase that takes long in a healthy run is given the time that it is known to take.
+    patience_s = max(options.shutdown_grace_s, 2 * mark.longest_s)
+    waited_s = now_s - max(stop.since_s, mark.since_s)
+    if waited_s > patience_s:
+        reason = f"asked to stop ({stop.reason}), but {mark} did not end within {patience_s:g} s"
+        # What is built before the first step takes long where the model is large: its stacks tell a person nothing.
+        return Overdue(EXIT_TRANSPORT if mark.first_step_done else EXIT_STOPPED, reason, show_stacks=mark.first_step_done)
+    return None
+
+
+class Watchdog:
+    """A thread that judges this process at short intervals and calls `end` once when it must end.
+
+    `end` does not return in a real process (it dumps what it knows and calls os._exit): an exception raised in a thread would
+    end nothing.
+    """
+
+    def __init__(
+        self,
+        options: FaultGroup,
+        *,
+        mark: Callable[[], ProgressMark],
+        stop: Callable[[], StopRequest | None],
+        end: Callable[[Overdue], None],
+        others: Callable[[], Others] = lambda: NOTHING_HEARD,
+        beat: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        interval_s: float = 0.1,
+    ) -> None:
+        """`beat` is called at each turn: it shows others that threads of this process can run."""
+        self._options = options
+        self._mark = mark
+        self._stop = stop
+        self._end = end
+        self._others = others
+        self._beat = beat
+        self._awake_since_s = float("-inf")
+        self._awake_s = clock()
+        self._clock = clock
+        self._interval_s = interval_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+        self._thread.join(timeout=1.0)
+
+    def _watch(self) -> None:
+        self._awake_s = self._clock()
+        while not self._closed.wait(self._interval_s):
+            self._beat()
+            overdue = self._judge()
+            if overdue is not None:
+                self._end(overdue)
+                return
+
+    def _judge(self) -> Overdue | None:
+        # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
+        mark = self._mark()
+        now_s = self._clock()
+        if now_s - self._awake_s > self._interval_s + _OVERSLEPT_S:
+            self._awake_since_s = now_s
+        self._awake_s = now_s
+        others = self._others()
+        return judge(
+            replace(mark, since_s=max(mark.since_s, self._awake_since_s)),
+            now_s=now_s,
+            stop=self._stop(),
+            options=self._options,
+            lost=others.lost,
+            in_vain=others.in_vain,
+        )

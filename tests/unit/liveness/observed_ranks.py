@@ -1,0 +1,33 @@
+"""What an observer of a host may see."""
+
+from elastictrain.liveness.kill_decision import Seen
+from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.progress_file import RankProgress
+
+
+def marks(rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0) -> RankProgress:
+    return RankProgress(
+        pid=1000 + rank,
+        rank=rank,
+        stopped_s=8.0,
+        grace_s=20.0,
+        mark=ProgressMark(phase, 7, 0, 0.0, True),
+        bound_s=bound_s,
+        limit_s=120.0,
+        sequence=1,
+        pulse=1,
+        ending=ending,
+    )
+
+
+def seen(
+    rank: int = 0,
+    *,
+    phase: Phase = Phase.REDUCE,
+    unchanged_s: float = 0.0,
+    still_s: float = 0.0,
+    stopped: bool = False,
+    gone_s: float | None = None,
+    ending: bool = False,
+) -> Seen:
+    return Seen(marks(rank, phase=phase, ending=ending), unchanged_s, still_s, stopped, gone_s)

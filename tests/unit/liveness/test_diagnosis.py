@@ -1,0 +1,143 @@
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.liveness.diagnosis import LEFT_TO_THE_GUILTY_S, diagnose, paragraph, progress_order
+from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.rank_status import RankStatus
+
+IN_ORDER = (
+    (Phase.START, 0, 0),
+    (Phase.RENDEZVOUS, 0, 0),
+    (Phase.PREFLIGHT, 0, 0),
+    (Phase.BUILD, 0, 0),
+    (Phase.RESTORE, 0, 0),
+    (Phase.DATA, 1, 0),
+    (Phase.FORWARD, 1, 0),
+    (Phase.BACKWARD, 1, 0),
+    (Phase.DATA, 1, 1),
+    (Phase.FORWARD, 1, 1),
+    (Phase.BACKWARD, 1, 1),
+    (Phase.REDUCE, 1, 0),
+    (Phase.UPDATE, 1, 0),
+    (Phase.SAVE, 1, 0),
+    (Phase.DATA, 2, 0),
+    (Phase.END, 0, 0),
+)
+
+
+def status(
+    rank: int,
+    phase: Phase,
+    step: int = 7,
+    *,
+    micro_batch: int = 0,
+    silent_s: float = 11.0,
+    still_s: float = 0.0,
+    sequences: Mapping[str, int] | None = None,
+    collective: str = "",
+) -> RankStatus:
+    mark = ProgressMark(phase, step, micro_batch, 0.0, True)
+    return RankStatus(rank, f"host-{rank}", mark, silent_s, 10.0, still_s, sequences, collective)
+
+
+def guilty(*statuses: RankStatus) -> tuple[str, list[int]]:
+    found = diagnose(statuses, frozen_s=3.0)
+    assert {one.rank for one in found.guilty} | {one.rank for one in found.waiting} == {one.rank for one in statuses}
+    return found.reason, [one.rank for one in found.guilty]
+
+
+def test_the_program_has_one_order() -> None:
+    marks = [ProgressMark(phase, step, micro_batch, 0.0, True) for phase, step, micro_batch in IN_ORDER]
+    assert sorted(random.Random(0).sample(marks, len(marks)), key=progress_order) == marks
+
+
+def test_a_rank_that_is_behind_is_who_the_others_wait_for() -> None:
+    assert guilty(status(0, Phase.REDUCE), status(1, Phase.DATA), status(2, Phase.REDUCE)) == ("behind", [1])
+    assert guilty(status(0, Phase.UPDATE, 6), status(1, Phase.DATA, 7)) == ("behind", [0])
+
+
+def test_a_frozen_rank_is_guilty_wherever_it_is() -> None:
+    assert guilty(status(0, Phase.DATA), status(1, Phase.REDUCE, still_s=3.1)) == ("frozen", [1])
+
+
+def test_where_all_are_silent_it_is_the_store_that_does_not_tell() -> None:
+    assert guilty(status(0, Phase.DATA, still_s=9.0), status(1, Phase.REDUCE, still_s=9.0)) == ("behind", [0])
+
+
+def test_at_the_same_place_the_one_is_guilty_that_did_not_enter_the_collective() -> None:
+    entered = status(0, Phase.BACKWARD, sequences={"0": 57, "1": 3})
+    absent = status(1, Phase.BACKWARD, sequences={"0": 56, "1": 3})
+    assert guilty(entered, absent) == ("did not enter", [1])
+    # Whoever tells nothing is not accused.
+    assert guilty(entered, status(1, Phase.BACKWARD)) == ("nobody", [])
+
+
+def test_when_all_are_in_the_same_collective_nobody_is_singled_out() -> None:
+    both = [status(rank, Phase.BACKWARD, sequences={"0": 57}) for rank in (0, 1)]
+    assert guilty(*both) == ("nobody", [])
+    assert "all 2 ranks" in paragraph(diagnose(both, frozen_s=3.0))
+    crossed = [status(0, Phase.BACKWARD, sequences={"0": 5, "1": 4}), status(1, Phase.BACKWARD, sequences={"0": 4, "1": 5})]
+    assert guilty(*crossed) == ("nobody", [])
+
+
+def test_a_rank_that_is_alone_waits_for_nobody() -> None:
+    assert guilty(status(0, Phase.FORWARD)) == ("behind", [0])
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "in_vain"), [(10.0 + LEFT_TO_THE_GUILTY_S + 0.1, True), (10.0 + LEFT_TO_THE_GUILTY_S - 0.1, False)]
+)
+def test_who_waits_leaves_the_guilty_one_its_own_bound_and_a_little_more(silent_s: float, in_vain: bool) -> None:
+    found = diagnose([status(0, Phase.REDUCE, silent_s=50.0), status(1, Phase.DATA, silent_s=silent_s)], frozen_s=3.0)
+    assert found.is_in_vain(0) is in_vain
+    assert found.is_in_vain(1)
+
+
+def test_where_nobody_is_to_blame_waiting_may_help() -> None:
+    found = diagnose([status(rank, Phase.REDUCE, silent_s=100.0) for rank in (0, 1)], frozen_s=3.0)
+    assert not found.is_in_vain(0)
+
+
+def test_time_passes_for_all() -> None:
+    found = diagnose([status(0, Phase.REDUCE), status(1, Phase.DATA)], frozen_s=3.0).later(2.0)
+    assert [one.silent_s for one in (*found.guilty, *found.waiting)] == [13.0, 13.0]
+
+
+def test_the_paragraph_names_rank_host_place_and_who_waits() -> None:
+    found = diagnose(
+        [
+            status(0, Phase.REDUCE, collective="all_reduce no. 58 of group 0"),
+            status(1, Phase.FORWARD, micro_batch=1, silent_s=10.25, collective="all_reduce no. 57 of group 0"),
+        ],
+        frozen_s=3.0,
+    )
+    assert paragraph(found) == (
+        "hang: rank 1 on host-1 has been in forward of step 7, micro-batch 1 for 10.2 s (bound 10 s); "
+        "the last collective that it entered is all_reduce no. 57 of group 0. "
+        "rank 0 on host-0 waits for it in reduce of step 7, all_reduce no. 58 of group 0"
+    )
+
+
+def test_a_thousand_ranks_are_not_all_listed() -> None:
+    found = diagnose([status(rank, Phase.DATA if rank == 5 else Phase.REDUCE) for rank in range(1000)], frozen_s=3.0)
+    text = paragraph(found)
+    assert "rank 5 on host-5 has been in data" in text
+    assert "and 991 more wait for it in reduce of step 7" in text
+    assert len(text) < 500
+    many = diagnose([status(rank, Phase.REDUCE if rank == 0 else Phase.DATA) for rank in range(20)], frozen_s=3.0)
+    assert "so do 11 more ranks" in paragraph(many)
+
+
+positions = st.tuples(st.sampled_from([one for one in Phase if one is not Phase.END]), st.integers(1, 3), st.integers(0, 2))
+
+
+@given(st.lists(positions, min_size=1, max_size=6))
+def test_nobody_ahead_of_another_is_accused(places: list[tuple[Phase, int, int]]) -> None:
+    statuses = [status(rank, phase, step, micro_batch=micro) for rank, (phase, step, micro) in enumerate(places)]
+    found = diagnose(statuses, frozen_s=3.0)
+    least = min(progress_order(one.mark) for one in statuses)
+    assert all(progress_order(one.mark) == least for one in found.guilty)

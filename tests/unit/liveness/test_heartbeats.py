@@ -1,0 +1,184 @@
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from elastictrain.liveness import heartbeats as module
+from elastictrain.liveness.heartbeats import HeartbeatStore
+
+
+def heartbeats(
+    store: dist.Store,
+    rank: int,
+    *,
+    where: str = "reduce of step 3",
+    interval_s: float = 0.005,
+    clock: Callable[[], float] = time.time,
+) -> HeartbeatStore:
+    return HeartbeatStore(
+        store, rank=rank, hosts=("a", "b", "c"), tell=lambda: {"where": where}, interval_s=interval_s, clock=clock
+    )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_nobody_heard_yet() -> None:
+    reader = heartbeats(dist.HashStore(), 1)
+    assert reader.last_heard() == {
+        "rank 2 on c": "never heard in this incarnation",
+        "rank 0 on a": "never heard in this incarnation",
+    }
+
+
+def test_says_where_each_rank_was_oldest_news_first() -> None:
+    store = dist.PrefixStore("incarnation", dist.HashStore())
+    writers = [heartbeats(store, rank, where=f"step {rank}", clock=lambda rank=rank: 100.0 + rank) for rank in (0, 2)]
+    for writer in writers:
+        writer.start()
+    reader = heartbeats(store, 1, clock=lambda: 103.5)
+    wait_for(lambda: not any("never" in text for text in reader.last_heard().values()))
+    for writer in writers:
+        writer.close()
+    assert list(reader.last_heard().items()) == [("rank 0 on a", "step 0, 3.5 s ago"), ("rank 2 on c", "step 2, 1.5 s ago")]
+
+
+def test_a_closed_board_writes_no_more() -> None:
+    store = dist.HashStore()
+    times = iter(range(10**9))
+    writer = heartbeats(store, 0, clock=lambda: float(next(times)))
+    writer.start()
+    wait_for(lambda: store.check(["beat/0"]))
+    writer.close()
+    before = store.get("beat/0")
+    time.sleep(0.03)
+    assert store.get("beat/0") == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+class LostStore:
+    """A store whose host is gone."""
+
+    def clone(self) -> "LostStore":
+        return self
+
+    def set_timeout(self, timeout: object) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_lost_store_is_what_was_heard_last() -> None:
+    lost = heartbeats(LostStore(), 0)  # type: ignore[arg-type]
+    lost.start()
+    assert lost.last_heard() == {
+        "the shared store": "does not answer (RuntimeError): its host may be the one that is gone",
+    }
+    lost.close()
+
+
+def test_the_first_word_comes_at_once() -> None:
+    store = dist.HashStore()
+    writer = heartbeats(store, 0, interval_s=60.0)
+    writer.start()
+    wait_for(lambda: store.check(["beat/0"]))
+    writer.close()
+
+
+class ReturningStore(LostStore):
+    """A store that is away for a while."""
+
+    def __init__(self) -> None:
+        self.failures = 3
+        self.written: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("Broken pipe")
+        self.written.append(key)
+
+
+def test_a_store_that_comes_back_is_written_to_again() -> None:
+    store = ReturningStore()
+    writer = heartbeats(store, 2)  # type: ignore[arg-type]
+    writer.start()
+    wait_for(lambda: bool(store.written))
+    writer.close()
+    assert set(store.written) == {"beat/2"}
+
+
+class SilentStore(LostStore):
+    """A store whose host went away without a word."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.answer.wait(10.0)
+        return False
+
+
+def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_READ_LIMIT_S", 0.05)
+    store = SilentStore()
+    began_s = time.monotonic()
+    heard = heartbeats(store, 0).last_heard()  # type: ignore[arg-type]
+    assert time.monotonic() - began_s < 5.0
+    assert heard == {"the shared store": "does not answer: its host may be the one that is gone"}
+    store.answer.set()
+
+
+def test_beats_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_say() -> None:
+    store = dist.HashStore()
+    now_s = [50.0]
+    reader = HeartbeatStore(store, rank=1, hosts=("a", "b"), tell=dict, interval_s=1.0, stopwatch=lambda: now_s[0])
+    assert reader.beats() == {0: None}
+    writer = heartbeats(store, 0, interval_s=60.0, clock=lambda: 1e9)
+    writer.add({"collective": "all_reduce no. 5"})
+    writer.start()
+    wait_for(lambda: reader.beats()[0] is not None)
+    now_s[0] += 4.0
+    first = reader.beats()[0]
+    writer.close()
+    assert first is not None
+    assert first.still_s == 4.0
+    assert (first.told["where"], first.told["collective"]) == ("reduce of step 3", "all_reduce no. 5")
+    store.set("beat/0", '{"number": 2, "time": 0}')
+    second = reader.beats()[0]
+    assert second is not None
+    assert second.still_s == 0.0
+
+
+def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:
+    store = dist.HashStore()
+    one, other = heartbeats(store, 0), heartbeats(store, 1)
+    assert other.failed_peer() is None
+    one.announce_failure()
+    assert other.failed_peer() == "rank 0 on a"
+    assert one.failed_peer() is None
+
+
+def test_the_first_one_to_fall_is_the_one_that_is_named() -> None:
+    store = dist.HashStore()
+    one, two, three = (heartbeats(store, rank) for rank in range(3))
+    two.announce_failure()
+    one.announce_failure()
+    assert three.failed_peer() == "rank 1 on b"
+
+
+def test_to_fall_where_the_store_is_lost_is_no_error() -> None:
+    heartbeats(LostStore(), 0).announce_failure()  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+import errno
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastictrain.config.fault import FaultGroup
+from elastictrain.liveness import monitor_client as module
+from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient, workers_of
+from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.progress_file import ProgressFileReader, progress_path
+from elastictrain.liveness.rank_monitor import LiveWorker
+from elastictrain.liveness.stacks import STACKS_SIGNAL
+
+FACTS = HostFacts("000001-abc", "b", (4, 5), "/run", 1.0, 1.0)
+OPTIONS = FaultGroup(step_timeout_s=40.0)
+
+
+@pytest.fixture(autouse=True)
+def the_signal_as_before() -> Iterator[None]:
+    before = signal.getsignal(STACKS_SIGNAL)
+    yield
+    signal.signal(STACKS_SIGNAL, before)
+
+
+def test_it_shows_where_the_worker_is_and_leaves_nothing(tmp_path: Path) -> None:
+    parent = tmp_path / "marks"
+    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(parent)) as monitor_client:
+        assert parent.stat().st_mode & 0o777 == 0o700
+        monitor_client.write(ProgressMark(Phase.REDUCE, 7, 0, 1.0, True, usual_s=2.0))
+        found = ProgressFileReader(monitor_client.folder, 5).read()
+        assert found is not None
+        assert (found.mark.phase, found.bound_s, found.limit_s, found.stopped_s) == (Phase.REDUCE, 20.0, 40.0, 10.0)
+        assert workers_of(monitor_client.folder, FACTS.ranks) == [(5, os.getpid())]
+        assert "test_it_shows_where_the_worker_is" in monitor_client.take_stacks()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> None:
+    parent = tmp_path / "marks"
+    parent.mkdir(mode=0o755)
+    parent.chmod(0o755)
+    with pytest.raises(PermissionError, match="alone can enter"):
+        RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(parent))
+
+
+def test_a_living_worker_is_seen_to_go_on(tmp_path: Path) -> None:
+    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks")) as monitor_client:
+        worker = LiveWorker(monitor_client.folder, 5)
+        first = worker.look(0.0)
+        second = worker.look(0.5)
+        monitor_client.beat()
+        third = worker.look(0.5)
+        monitor_client.write(ProgressMark(Phase.REDUCE, 7, 0, 1.0, True))
+        fourth = worker.look(0.5)
+    looks = [first, second, third, fourth]
+    assert [(one.unchanged_s, one.still_s) for one in looks if one is not None] == [(0, 0), (0.5, 0.5), (1.0, 0), (0, 0.5)]
+    assert all(one is not None and one.gone_s is None and not one.stopped for one in looks)
+
+
+def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone, end = os.pipe()
+    # A descriptor of a process can be read from when that has ended.
+    monkeypatch.setattr(os, "pidfd_open", lambda pid: gone)
+    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks")) as monitor_client:
+        with open(progress_path(monitor_client.folder, 5), "r+b") as file:  # noqa: PTH123
+            file.seek(64 + 20)
+            file.write(b"\xff\xff")
+        worker = LiveWorker(monitor_client.folder, 5)
+        assert worker.look(0.0) is None
+        os.close(end)
+        with pytest.raises(ProcessLookupError):
+            worker.look(0.2)
+    os.close(gone)
+
+
+@pytest.mark.parametrize("fails", ["ProgressFile", "hold", "tell_stacks_when_asked"])
+def test_one_that_cannot_be_set_up_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, fails, refuse)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with pytest.raises(OSError, match="No space left"):
+        RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks"))
+    assert list(tmp_path.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

@@ -1,0 +1,209 @@
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from elastictrain.events import Hang
+from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
+from elastictrain.liveness import rank_monitor as module
+from elastictrain.liveness.kill_decision import Seen
+from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.progress import Phase
+from elastictrain.liveness.rank_monitor import RankMonitor
+from tests.unit.liveness.observed_ranks import seen
+
+
+class FakeWorker:
+    """Looks as it is told to."""
+
+    def __init__(self, look: Seen | None, *, on_kill: Callable[[], None] = lambda: None) -> None:
+        self.now = look
+        self.vanished = False
+        self.on_kill = on_kill
+        self.awake_s: list[float] = []
+        self.killed = 0
+
+    def look(self, awake_s: float) -> Seen | None:
+        self.awake_s.append(awake_s)
+        if self.vanished:
+            raise ProcessLookupError
+        return self.now
+
+    def kill(self) -> None:
+        self.on_kill()
+        self.killed += 1
+
+
+class Host:
+    """A watcher of two fake workers in simulated time."""
+
+    def __init__(self, folder: Path, workers: dict[int, FakeWorker], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.workers = workers
+        self.hangs: list[tuple[Hang, str]] = []
+        self.recorded = threading.Event()
+        self.found: list[int] = []
+        self.asked: list[tuple[int, int]] = []
+        monkeypatch.setattr(module, "take_stacks", self._stacks)
+        facts = HostFacts("000001-abc", "b", (0, 1), "/run", 1.0, 1.0, launcher_folder=str(folder))
+        self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)
+
+    def turn(self, after_s: float = 0.2) -> bool:
+        self.now_s += after_s
+        return self.rank_monitor.turn()
+
+    def _find(self, folder: str, rank: int) -> FakeWorker:
+        if rank not in self.workers:
+            raise FileNotFoundError(folder)
+        self.found.append(rank)
+        return self.workers[rank]
+
+    def _stacks(self, folder: str, ranks: list[tuple[int, int]]) -> str:
+        self.asked += ranks
+        return "stacks\n"
+
+    def _record(self, hang: Hang, stacks: str) -> None:
+        self.hangs.append((hang, stacks))
+        self.recorded.set()
+
+
+def test_a_frozen_rank_is_ended_named_and_recorded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
+    host = Host(tmp_path, {0: FakeWorker(seen(0, unchanged_s=10.3)), 1: frozen}, monkeypatch)
+    assert host.turn()
+    assert host.turn()
+    assert host.recorded.wait(5)
+    assert (frozen.killed, host.workers[0].killed) == (1, 0)
+    ((hang, stacks),) = host.hangs
+    assert (hang.guilty, hang.hosts, hang.reason) == (("rank 1 on b",), ("b",), "frozen")
+    assert (hang.phase, hang.step, hang.silent_s, hang.bound_s) == ("forward", 7, 10.5, 10.0)
+    assert hang.waiting == {"rank 0 on b": "reduce of step 7"}
+    assert stacks == "stacks\n"
+    assert host.asked == [(0, 1000), (1, 1001)]
+    told = capfd.readouterr().err
+    assert told.count("rank 1 on b has been in forward of step 7, micro-batch 0 for 10.5 s (bound 10 s)") == 1
+    assert "rank 0 in reduce of step 7" in told
+    (reason,) = read_reasons(str(tmp_path))
+    assert (reason.rank, reason.exit_code, reason.phase, reason.step) == (1, 71, "forward", 7)
+
+
+def test_a_survivor_is_ended_without_a_record_of_a_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: FakeWorker(seen(1, gone_s=1.5))}, monkeypatch)
+    assert host.turn()
+    assert host.workers[0].killed == 1
+    assert not host.hangs
+    assert "rank 0 on b waits in reduce of step 7 for a rank of this host that is gone" in capfd.readouterr().err
+
+
+def test_a_watcher_that_was_frozen_itself_blames_nobody_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FakeWorker(seen(0))
+    host = Host(tmp_path, {0: worker}, monkeypatch)
+    host.turn()
+    host.turn(after_s=600.0)
+    assert worker.awake_s == [pytest.approx(0.2), 1.0]
+
+
+def test_it_leaves_when_the_last_one_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, {0: FakeWorker(seen(0, phase=Phase.END)), 1: FakeWorker(seen(1, gone_s=9.0))}, monkeypatch)
+    assert host.turn()
+    host.workers[0].now = seen(0, gone_s=0.0)
+    assert not host.turn()
+
+
+def test_it_does_not_wait_for_ever_for_a_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, {}, monkeypatch)
+    assert host.turn(9.0)
+    assert not host.turn(2.0)
+
+
+class FullTerminal:
+    """Whoever reads it has been stopped."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.reads_again = threading.Event()
+
+    def write(self, text: str) -> None:
+        self.told.append(text)
+        self.reads_again.wait(10.0)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_a_terminal_that_is_not_read_keeps_nobody_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, told_at_kill, reasons_at_kill = FullTerminal(), [], []
+
+    def on_kill() -> None:
+        told_at_kill.append(len(terminal.told))
+        reasons_at_kill.append(len(read_reasons(str(tmp_path))))
+
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(module, "_TELL_S", 0.01)
+    frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4), on_kill=on_kill)
+    host = Host(tmp_path, {0: FakeWorker(seen(0)), 1: frozen}, monkeypatch)
+    began_s = time.monotonic()
+    try:
+        assert host.turn()
+        assert (told_at_kill, reasons_at_kill) == ([0], [1])
+        assert host.recorded.wait(5)
+        # What comes after that is seen to, too.
+        frozen.now = seen(1, gone_s=1.5)
+        assert host.turn()
+        assert host.workers[0].killed == 1
+        assert time.monotonic() - began_s < 5
+        assert len(terminal.told) == 2
+    finally:
+        terminal.reads_again.set()
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [seen(0, ending=True), seen(0, phase=Phase.END, unchanged_s=1000.0), seen(0, phase=Phase.END, stopped=True, still_s=9.0)],
+    ids=["ending", "end", "stopped at the end"],
+)
+@pytest.mark.parametrize("has_said", [True, False])
+def test_why_a_rank_ends_is_its_own_to_say(ends: Seen, has_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Reason(0, 70, "update", 7, "a bug")
+    if has_said:
+        leave_reason(str(tmp_path), own)
+    host = Host(tmp_path, {0: FakeWorker(ends), 1: FakeWorker(seen(1, gone_s=8.5))}, monkeypatch)
+    host.turn()
+    assert host.workers[0].killed == 1
+    (reason,) = read_reasons(str(tmp_path))
+    assert reason == own if has_said else reason.exit_code == 71
+
+
+def test_what_a_rank_said_before_it_hung_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leave_reason(str(tmp_path), Reason(1, 71, "rendezvous", 0, "of its predecessor under the same torchrun"))
+    frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
+    Host(tmp_path, {1: frozen}, monkeypatch).turn()
+    assert [reason.phase for reason in read_reasons(str(tmp_path))] == ["forward"]
+
+
+def test_one_that_was_killed_before_it_showed_anything_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = Host(tmp_path, {0: FakeWorker(None), 1: FakeWorker(seen(1))}, monkeypatch)
+    assert host.turn(11.0)
+    host.workers[0].vanished = True
+    assert host.turn()
+    host.workers[1].now = seen(1, gone_s=0.0)
+    assert not host.turn()
+    # Its number may be another process's by now.
+    assert host.found == [0, 1]
+
+
+def test_it_leaves_when_all_were_killed_before_they_showed_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(tmp_path, {0: FakeWorker(None), 1: FakeWorker(None)}, monkeypatch)
+    assert host.turn(11.0)
+    for worker in host.workers.values():
+        worker.vanished = True
+    assert not host.turn()

@@ -1,0 +1,72 @@
+import faulthandler
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from elastictrain.liveness import stacks as module
+from elastictrain.liveness.stacks import STACKS_SIGNAL, no_stacks_any_more, stacks_path, take_stacks, tell_stacks_when_asked
+
+
+@pytest.fixture(autouse=True)
+def the_signal_as_before() -> Iterator[None]:
+    before = signal.getsignal(STACKS_SIGNAL)
+    yield
+    signal.signal(STACKS_SIGNAL, before)
+
+
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def test_a_process_tells_its_own_stacks_when_asked_each_time_anew(tmp_path: Path) -> None:
+    file = tell_stacks_when_asked(str(tmp_path), 0)
+    for _ in range(2):
+        text = take_stacks(str(tmp_path), [(0, os.getpid())])
+        assert text.count("test_a_process_tells_its_own_stacks") == 1
+        assert f"rank 0, process {os.getpid()}, as the kernel sees it:\n  " in text
+    assert os.stat(stacks_path(str(tmp_path), 0)).st_mode & 0o777 == 0o600  # noqa: PTH116
+    no_stacks_any_more(file)
+    assert not Path(stacks_path(str(tmp_path), 0)).exists()
+    assert is_ignored()
+
+
+def is_ignored() -> bool:
+    """What the kernel does with the signal, whatever Python thinks."""
+    (mask,) = re.findall(r"SigIgn:\s(\w+)", Path("/proc/self/status").read_text())
+    return bool(int(mask, 16) >> (STACKS_SIGNAL - 1) & 1)
+
+
+def test_no_question_ever_ends_a_process_that_has_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[tuple[str, bool]] = []
+    real_open, real_unregister = module._private, faulthandler.unregister
+
+    def opener(path: str, flags: int) -> int:
+        moments.append(("opens", is_ignored()))
+        return real_open(path, flags)
+
+    def unregister(number: int) -> None:
+        assert not is_ignored()
+        real_unregister(number)
+        moments.append(("has no handler", is_ignored()))
+
+    monkeypatch.setattr(module, "_private", opener)
+    monkeypatch.setattr(faulthandler, "unregister", unregister)
+    no_stacks_any_more(tell_stacks_when_asked(str(tmp_path), 0))
+    assert moments == [("opens", True), ("has no handler", True)]
+
+
+def test_who_cannot_answer_is_not_asked(tmp_path: Path) -> None:
+    # The signal would end a process that has not made its file.
+    text = take_stacks(str(tmp_path), [(1, os.getpid())])
+    assert "(it does not tell its own stacks)" in text
+
+
+def test_who_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
+    Path(stacks_path(str(tmp_path), 1)).touch()
+    assert "(it does not tell its own stacks)" in take_stacks(str(tmp_path), [(1, os.getpid())], patience_s=0.1)
