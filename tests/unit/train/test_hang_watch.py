@@ -84,7 +84,7 @@ def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, j
     assert not journal.released.is_set()
 
 
-class NoLookout:
+class NoPeerMonitor:
     in_vain = False
 
     def __init__(self, heartbeats: object, **_: object) -> None:
@@ -131,7 +131,7 @@ def test_a_host_that_cannot_be_watched_trains_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parent = tmp_path / "marks"
-    monkeypatch.setattr(module, "PeerMonitor", NoLookout)
+    monkeypatch.setattr(module, "PeerMonitor", NoPeerMonitor)
     monkeypatch.setattr(monitor_client, "default_parent", lambda: str(parent))
     monkeypatch.setattr(part, name, refuse)
     hangs, tracker = watch(Identity(0, 2, 0, 2, "a", launched=True))
