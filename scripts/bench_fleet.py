@@ -117,11 +117,11 @@ def simulate(num_hosts: int, *, seeds: Iterable[int], options: LinkOptions | Non
         deciding_s += time.process_time() - began
         first = fleet.measure(plan, random)
         began = time.process_time()
-        again = suspect_rounds(first, num_hosts=num_hosts, options=options, baseline=None)
+        again = suspect_rounds(first, num_hosts=num_hosts, options=options)
         deciding_s += time.process_time() - began
         second = fleet.measure(again, random)
         began = time.process_time()
-        found = flow_blame(first, second, options=options, baseline=None).one_way.only_confirmed()
+        found = flow_blame(first, second, options=options).one_way.only_confirmed()
         deciding_s += time.process_time() - began
         hosts.add({(one.host, one.way) for one in found.hosts}, {(host, way) for host, (way, _) in fleet.hosts.items()})
         measured = {flow.link for flow in first}

@@ -118,9 +118,6 @@ class PreflightChecks:
     matmul: Mode = "fail"
     """No rank multiplies matrices much more slowly than the others."""
 
-    parity: Mode = "fail"
-    """DDP and FSDP compute what one process alone computes."""
-
     nccl_transport: Mode = "fail"
     """NCCL uses the transport that was planned."""
 
@@ -144,9 +141,6 @@ class PreflightThresholds:
     bus_ratio: Annotated[float, Range(0.0, 1.0)] = 0.7
     """Bus bandwidth below this part of what the links between GPUs can do is a warning."""
 
-    bus_baseline_ratio: Annotated[float, Range(0.0, 1.0)] = 0.95
-    """Bus bandwidth of GPUs below this part of what earlier starts have measured is a warning."""
-
     straggler_ratio: Annotated[float, Range(0.0, 1.0)] = 0.85
     """A GPU with less than this part of the median rate of matrix products is a straggler."""
 
@@ -168,13 +162,10 @@ class PreflightLimits:
     """One collective, right or wrong."""
 
     bandwidth_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
-    """The bandwidth of all collectives."""
+    """The bandwidth of all-reduce."""
 
     matmul_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
     """The rate of matrix products."""
-
-    parity_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
-    """DDP and FSDP against one process."""
 
 
 @dataclass(frozen=True, slots=True)

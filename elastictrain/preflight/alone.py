@@ -42,11 +42,7 @@ def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[C
     # A person's settings may lie in a home folder whose server is dead.
     uses_rdma = within(_RDMA_LIMIT_S, lambda: _uses_rdma(surroundings)) or False
     checks = [
-        *host_checks(
-            surroundings,
-            replace(asked.options, rdma=uses_rdma),
-            last_throttling=throttling_path(surroundings),
-        ),
+        *host_checks(surroundings, replace(asked.options, rdma=uses_rdma)),
         *device_checks(
             devices,
             local_world_size=asked.local_world_size,
@@ -69,19 +65,10 @@ def transport_checks(surroundings: Surroundings) -> list[Check]:
 
 
 def counters_path(surroundings: Surroundings) -> Path:
-    """Where this host keeps the counters of its ports between preflights."""
-    return _kept_path(surroundings, "counters")
-
-
-def throttling_path(surroundings: Surroundings) -> Path:
-    """Where it keeps how often its control group was throttled."""
-    return _kept_path(surroundings, "throttling")
-
-
-def _kept_path(surroundings: Surroundings, what: str) -> Path:
-    """Home folders may be shared by hosts and the one for temporary files by users, so the name bears both. Never raises."""
+    """Where this host keeps the counters of its ports between preflights. Never raises."""
+    # Home folders may be shared by hosts and the one for temporary files by users, so the name bears both.
     environment = surroundings.environment
-    name = f"{what}-{surroundings.host}-{os.getuid()}.json"
+    name = f"counters-{surroundings.host}-{os.getuid()}.json"
     if environment.get("XDG_STATE_HOME"):
         return Path(environment["XDG_STATE_HOME"]) / "elastictrain" / name
     try:

@@ -18,7 +18,6 @@ from elastictrain.errors import PreflightError
 from elastictrain.preflight.alone import OwnChecks, check_host
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.host.alike import describe
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
 from elastictrain.preflight.outcome import Outcome, decide
@@ -71,15 +70,12 @@ class Asked:
     after_failure: bool = False
     """Whether NCCL should say more than usual."""
 
-    baseline: Baseline | None = None
-    """What the links could do earlier; the first host's counts."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
 
-    `plan`: of this host, on the rank that acts for it. `baseline`: on the first rank.
+    `plan`: of this host, on the rank that acts for it.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -89,7 +85,6 @@ class Report:
     """Whether there is one host only."""
 
     plan: TransportPlan | None = None
-    baseline: Baseline | None = None
 
 
 @dataclass(slots=True)
@@ -111,9 +106,9 @@ class Seat:
         Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
         """
         began = self.clock()
-        plan, baseline = (None, None)
+        plan = None
         if self.place.acts:
-            plan, baseline = self._act(began)
+            plan = self._act(began)
         else:
             self._follow()
         result = self._result if self._result is not None else self._hear_result(began)
@@ -123,7 +118,6 @@ class Seat:
             seconds=self.clock() - began,
             alone=self._alone,
             plan=plan,
-            baseline=baseline,
         )
 
     def _hear_result(self, began: float) -> list[Verdict]:
@@ -135,7 +129,7 @@ class Seat:
             self.exchange.put(f"read/{self.place.node_rank}", b"")
         return result
 
-    def _act(self, began: float) -> tuple[TransportPlan, Baseline | None]:
+    def _act(self, began: float) -> TransportPlan:
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
@@ -165,7 +159,7 @@ class Seat:
         if self.place.leads:
             verdicts = [*links.verdicts, *judge_words(self._words(gone, began), agreed=agreed, waited_s=self.asked.limit_s)]
             self._publish(worst_first(apply_modes(verdicts, self.asked.own.modes)), gone)
-        return plan, links.baseline
+        return plan
 
     @property
     def _alone(self) -> bool:
@@ -236,7 +230,6 @@ class Seat:
             exchange=self.exchange,
             full=self.asked.own.level is Level.FULL,
             options=replace(self.links, roster_s=self.asked.wait_s),
-            baseline=self.asked.baseline,
             names=dict(enumerate(self.place.hosts)),
         )
         return session.run()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
@@ -18,16 +17,14 @@ from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group
 from elastictrain.distributed.incarnation import Incarnation
-from elastictrain.errors import EXIT_OK, PreflightError, StorageError
+from elastictrain.errors import PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
 from elastictrain.preflight.alone import OwnChecks
-from elastictrain.preflight.group.baseline import decode_bus, encode_bus
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.history import Findings, Repeated, find_repeated
 from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.links.baseline import decode_baseline, encode_baseline
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.outcome import describe as describe_verdict
 from elastictrain.preflight.place import Place, find_place
@@ -37,8 +34,6 @@ from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Status, Verdict, failures
-from elastictrain.storage.bounded_read import read_bounded
-from elastictrain.storage.opening import without_sync
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
@@ -46,12 +41,8 @@ from elastictrain.train.preflight_options import group_options, known_of, link_o
 
 logger = logging.getLogger(__name__)
 
-LINKS_KEY = "preflight/links.json"
-BUS_KEY = "preflight/collectives.json"
 _WIDTH = 120
 _READ_S = 5.0
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +102,6 @@ class RunPreflight:
         if self._identity.speaks:
             self._record(_event("hosts", report.verdicts, level=level, reason=reason, seconds=report.seconds))
             _say(report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report)))
-            if report.baseline is not None:
-                self._write(LINKS_KEY, encode_baseline(report.baseline))
         if (error := report.outcome.error()) is not None:
             raise error
 
@@ -139,7 +128,6 @@ class RunPreflight:
             off=frozenset(name for name, mode in modes.items() if mode == "off"),
             options=group_options(self._config.preflight),
             known=known_of(self._plan),
-            baseline=self._read(BUS_KEY, decode_bus) if self._identity.speaks else None,
         )
         hosts = place.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
@@ -149,8 +137,6 @@ class RunPreflight:
         if self._identity.speaks:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
             _say_verdicts("collectives", verdicts, seconds=seconds)
-            if outcome.exit_code == EXIT_OK:
-                self._write(BUS_KEY, encode_bus(found.baseline(request.baseline)))
         if (error := outcome.error()) is not None:
             raise error
         if not found.usable:
@@ -191,7 +177,6 @@ class RunPreflight:
             packages=("elastictrain", config.task.target),
             config=group_digest(config, data_digest=self._data_digest),
             after_failure=self.chosen.after_failure,
-            baseline=self._read(LINKS_KEY, decode_baseline) if self._identity.speaks else None,
         )
 
     def _choose(self) -> Chosen:
@@ -218,18 +203,6 @@ class RunPreflight:
         """Nothing is read where there is nothing to compare."""
         wrong = any(one.status in (Status.WARN, Status.FAIL) for one in report.verdicts)
         return (within(_READ_S, self._past.findings) or []) if wrong else []
-
-    def _read(self, key: str, decode: Callable[[bytes], T | None]) -> T | None:
-        """What earlier starts have kept."""
-        # A file server that hangs is what the checks are about to find: it must not hang us before.
-        return within(_READ_S, lambda: decode(read_bounded(self._store, key)))
-
-    def _write(self, key: str, data: bytes) -> None:
-        """Keep it for the next start."""
-        try:
-            without_sync(self._store).write(key, data)
-        except StorageError as error:
-            logger.warning("figures could not be kept for the next preflight: %s", error)
 
     def _forget_nccl_log(self) -> None:
         """Take back what `listen_to_nccl` has set."""

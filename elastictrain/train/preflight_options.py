@@ -27,12 +27,10 @@ def group_options(config: PreflightGroup) -> GroupOptions:
     thresholds, limits = config.thresholds, config.limits
     return GroupOptions(
         expected_ratio=thresholds.bus_ratio,
-        baseline_ratio=thresholds.bus_baseline_ratio,
         straggler_ratio=thresholds.straggler_ratio,
         collective_s=limits.collective_s,
         bandwidth_s=limits.bandwidth_s,
         matmul_s=limits.matmul_s,
-        parity_s=limits.parity_s,
     )
 
 

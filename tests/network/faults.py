@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +161,6 @@ class Checked:
     verdicts: list[dict[str, Any]]
     seconds: float
     num_rounds: int
-    baseline: dict[str, Any] | None = field(default=None, repr=False)
 
     def of(self, *statuses: str) -> list[tuple[str, str, str]]:
         """Check, scope and subject of the verdicts with such a status."""
@@ -214,5 +213,4 @@ def check_links(
         reports[0]["verdicts"],
         seconds=max(report["seconds"] for report in reports),
         num_rounds=reports[0]["num_rounds"],
-        baseline=reports[0]["baseline"],
     )

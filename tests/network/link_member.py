@@ -11,7 +11,6 @@ from pathlib import Path
 
 from word_folder import WordFolder
 
-from elastictrain.preflight.links.baseline import decode_baseline
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkSession, Member
 
@@ -19,7 +18,6 @@ from elastictrain.preflight.links.session import LinkSession, Member
 def main() -> None:
     facts = json.loads(sys.argv[1])
     interface, folder = facts["interface"], Path(facts["folder"])
-    baseline = folder / "baseline"
     report = LinkSession(
         member=Member(
             name=facts["name"],
@@ -33,7 +31,6 @@ def main() -> None:
         exchange=WordFolder(folder, stop_at=facts["stop_at"]),
         full=facts["full"],
         options=LinkOptions(roster_s=facts["roster_s"]),
-        baseline=decode_baseline(baseline.read_bytes()) if baseline.exists() else None,
         wall=lambda: time.time() + facts["skew_s"],
     ).run()
     sys.stdout.write(json.dumps(asdict(report)) + "\n")

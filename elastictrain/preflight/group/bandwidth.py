@@ -1,17 +1,14 @@
-"""Bus bandwidth: what a collective's time says about the links, whatever the number of ranks. Pure."""
+"""Bus bandwidth: what the time of an all-reduce says about the links, whatever the number of ranks. Pure."""
 
 from dataclasses import dataclass
-
-from elastictrain.preflight.group.collectives import Collective
 
 _FEWEST, _MOST = 3, 40
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured figure. `num_bytes`: of the whole message, which for gathering and scattering is all ranks' parts."""
+    """One measured figure. `num_bytes`: of the whole message."""
 
-    collective: Collective
     num_bytes: int
     seconds: float
     world_size: int
@@ -22,26 +19,19 @@ class Point:
         return self._bus_gbs(self.seconds)
 
     def reachable_gbs(self, gbs: float, *, slack_s: float) -> float:
-        """The figure of this message on a bus of `gbs` where a collective takes `slack_s` before anything flows."""
+        """The figure of this message on a bus of `gbs` where an all-reduce takes `slack_s` before anything flows."""
         return self._bus_gbs(self.seconds * self.bus_gbs / gbs + slack_s)
 
     def _bus_gbs(self, seconds: float) -> float:
-        return self.num_bytes / seconds * factor(self.collective, self.world_size) / 1e9
+        return self.num_bytes / seconds * factor(self.world_size) / 1e9
 
 
-def factor(collective: Collective, world_size: int) -> float:
+def factor(world_size: int) -> float:
     """What each link carries, as a share of the whole message.
 
-    Source: the performance notes of nccl-tests; of n parts, n - 1 have to leave their rank, and for a sum to come back too.
+    Source: the performance notes of nccl-tests; of n parts, n - 1 have to leave their rank, and their sums to come back.
     """
-    share = (world_size - 1) / world_size
-    match collective:
-        case Collective.ALL_REDUCE:
-            return 2 * share
-        case Collective.ALL_GATHER | Collective.REDUCE_SCATTER | Collective.ALL_TO_ALL:
-            return share
-        case Collective.BROADCAST | Collective.SEND_RECV:
-            return 1.0
+    return 2 * (world_size - 1) / world_size
 
 
 def fitting_sizes(sizes: tuple[int, ...], *, free_bytes: int) -> tuple[int, ...]:
@@ -50,7 +40,7 @@ def fitting_sizes(sizes: tuple[int, ...], *, free_bytes: int) -> tuple[int, ...]
 
 
 def num_rounds(once_s: float, *, budget_s: float) -> int:
-    """How often a collective that takes `once_s` is repeated; the same on all ranks if they agree on that."""
+    """How often an all-reduce that takes `once_s` is repeated; the same on all ranks if they agree on that."""
     return max(_FEWEST, min(_MOST, int(budget_s / max(once_s, 1e-6))))
 
 

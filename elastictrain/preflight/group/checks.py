@@ -13,7 +13,6 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.backend import BackendCollectives, Collectives
 from elastictrain.preflight.group.bandwidth import Point
-from elastictrain.preflight.group.baseline import BusBaseline, fold_bus
 from elastictrain.preflight.group.blame import agreed
 from elastictrain.preflight.group.chosen import Chosen, log_path, parse_log
 from elastictrain.preflight.group.collectives import Collective
@@ -22,7 +21,6 @@ from elastictrain.preflight.group.entries import Attendance
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
     judge_pairs,
-    judge_parity,
     judge_present,
     judge_rates,
     judge_results,
@@ -33,12 +31,11 @@ from elastictrain.preflight.group.matrix import matmul_tflops
 from elastictrain.preflight.group.members import Known, neighbours
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import Reach, measure_pairs
-from elastictrain.preflight.group.parity import measure_parity
 from elastictrain.preflight.group.sweep import Sweep
 from elastictrain.preflight.group.together import Together
 from elastictrain.preflight.verdict import Verdict
 
-CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "parity", "nccl_transport")
+CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")
 """Their names, as in `preflight.checks`."""
 
 
@@ -66,17 +63,11 @@ class Findings:
     and without `leave(group)`, which would wait for it."""
 
     points: tuple[Point, ...] = ()
-    device: str = "cpu"
-    num_hosts: int = 1
-
-    def baseline(self, before: BusBaseline | None) -> BusBaseline:
-        """With this preflight's figures; to be stored if nothing failed."""
-        return fold_bus(before, self.points, device=self.device, num_hosts=self.num_hosts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be checked. The same on all ranks, except for `known`, `baseline` and `environment`."""
+    """What is to be checked. The same on all ranks, except for `known` and `environment`."""
 
     full: bool
     off: frozenset[str] = frozenset()
@@ -84,9 +75,6 @@ class Request:
 
     options: GroupOptions = field(default_factory=GroupOptions)
     known: Known = field(default_factory=Known)
-    baseline: BusBaseline | None = None
-    """Only that of rank 0 counts."""
-
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """As it was when NCCL started."""
 
@@ -131,10 +119,8 @@ class GroupChecks:
             if self._together.culprits:
                 break
         self._together.close()
-        members = self._together.members
-        num_hosts = len({one.host for one in members})
         verdicts = agreed([*self._verdicts, *self._together.culprits])
-        return Findings(verdicts, not self._together.culprits, self._points, members[0].device, num_hosts)
+        return Findings(verdicts, not self._together.culprits, self._points)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """What applies here, in order."""
@@ -149,8 +135,6 @@ class GroupChecks:
         yield "matmul", self._matmul
         if full and nccl:
             yield "p2p", self._p2p
-        if several and full:
-            yield "parity", self._parity
 
     def _present(self) -> None:
         attendance = self._together.introduce(self._request.known, limit_s=self._options.present_s)
@@ -199,26 +183,17 @@ class GroupChecks:
         free_bytes = min(member.free_bytes for member in self._together.members)
 
         def act(at: Callable[[str], None]) -> object:
-            points = sweep.run(full=self._request.full, free_bytes=free_bytes, at=at)
-            # What is judged is that of rank 0: a rank with another baseline must not come to another verdict.
-            return {
-                "points": [asdict(point) for point in points],
-                "before": self._request.baseline and self._request.baseline.figures,
-            }
+            return [asdict(point) for point in sweep.run(full=self._request.full, free_bytes=free_bytes, at=at)]
 
         attendance = self._together.run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._options.bandwidth_s)
         if attendance is None:
             return
-        row = _figures(attendance)[0]
-        self._points = tuple(
-            Point(Collective(one["collective"]), one["num_bytes"], one["seconds"], one["world_size"]) for one in row["points"]
-        )
+        self._points = tuple(Point(**row) for row in _rows(attendance)[0])
         self._verdicts += judge_bandwidth(
             self._points,
             self._together.members,
             nccl=self._group.backend == "nccl",
             options=self._options,
-            baseline=BusBaseline(row["before"]) if row["before"] else None,
             seconds=attendance.seconds,
         )
 
@@ -249,22 +224,6 @@ class GroupChecks:
         if attendance is not None:
             reached = {rank: [Reach(**row) for row in rows] for rank, rows in _rows(attendance).items()}
             self._verdicts += judge_pairs(reached, self._together.members, options=self._options, seconds=attendance.seconds)
-
-    def _parity(self) -> None:
-        def act(at: Callable[[str], None]) -> object:
-            return measure_parity(
-                rank=self._identity.rank,
-                world_size=self._identity.world_size,
-                device=self._group.device,
-                seed=self._options.seed,
-                at=at,
-            )
-
-        attendance = self._together.run("parity", "parity", act, limit_s=self._options.parity_s)
-        if attendance is not None:
-            self._verdicts += judge_parity(
-                _figures(attendance), self._together.members, options=self._options, seconds=attendance.seconds
-            )
 
     def _rates(self, part: str) -> Attendance | None:
         budget_s = self._options.matmul_budget_s

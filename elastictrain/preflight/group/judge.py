@@ -5,7 +5,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.preflight.group.bandwidth import Point, size_text
-from elastictrain.preflight.group.baseline import BusBaseline
 from elastictrain.preflight.group.blame import scope_of
 from elastictrain.preflight.group.collectives import Collective
 from elastictrain.preflight.group.correct import Fault
@@ -46,46 +45,27 @@ def judge_results(
 
 
 def judge_bandwidth(
-    points: Sequence[Point],
-    members: Sequence[Member],
-    *,
-    nccl: bool,
-    options: GroupOptions,
-    baseline: BusBaseline | None,
-    seconds: float,
+    points: Sequence[Point], members: Sequence[Member], *, nccl: bool, options: GroupOptions, seconds: float
 ) -> list[Verdict]:
-    """Check `bus_bandwidth`: each collective by its largest message; all-reduce against what the links can do, too."""
+    """Check `bus_bandwidth`: the largest all-reduce against what the links can do."""
     num_hosts = len({member.host for member in members})
-    device = members[0].device
-    largest = {point.collective: point for point in sorted(points, key=lambda point: point.num_bytes)}
+    point = max(points, key=lambda point: point.num_bytes)
     # gloo goes through the memory and the processors of a host; there is no figure for what these can do.
     limit = group_limit([one.links for one in members], num_hosts=num_hosts, num_ranks=len(members)) if nccl else None
-    ratio = options.baseline_ratio if nccl else options.baseline_ratio_gloo
-    verdicts = []
-    for collective, point in largest.items():
-        before = baseline.typical_gbs(point, device=device, num_hosts=num_hosts) if baseline else None
-        best = limit if collective is Collective.ALL_REDUCE else None
-        expected, status, remedy = before, Status.PASS, ""
-        if best is not None and _is_slow(point, options.expected_ratio * best.bus_gbs, options):
-            expected, status = best.bus_gbs, Status.WARN
-            remedy = f"{best.link} can do {best.bus_gbs:.4g} GB/s: {_look(num_hosts, nccl=nccl)}; start with NCCL_DEBUG=INFO"
-        elif before is not None and _is_slow(point, ratio * before, options):
-            status = Status.WARN
-            remedy = f"it was {before:.4g} before: look for other jobs on the same links, and {_look(num_hosts, nccl=nccl)}"
-        elif best is not None:
-            expected = best.bus_gbs
-        verdict = _verdict(
+    slow = limit is not None and _is_slow(point, options.expected_ratio * limit.bus_gbs, options)
+    remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO" if limit else ""
+    return [
+        _verdict(
             "bus_bandwidth",
             "all",
-            status,
+            Status.WARN if slow else Status.PASS,
             measured=_rounded(point.bus_gbs),
-            expected=None if expected is None else _rounded(expected),
-            unit=f"GB/s {collective} {size_text(point.num_bytes)}",
-            remedy=remedy,
+            expected=_rounded(limit.bus_gbs) if limit else None,
+            unit=f"GB/s all_reduce {size_text(point.num_bytes)}",
+            remedy=remedy if slow else "",
             seconds=seconds,
         )
-        verdicts.append(verdict)
-    return verdicts
+    ]
 
 
 def _is_slow(point: Point, least_gbs: float, options: GroupOptions) -> bool:
@@ -183,30 +163,6 @@ def judge_pairs(
     ]
 
 
-def judge_parity(
-    differences: Mapping[int, Mapping[str, float]], members: Sequence[Member], *, options: GroupOptions, seconds: float
-) -> list[Verdict]:
-    """Check `parity`, for each wrapping."""
-    verdicts = []
-    for wrapping in ("DDP", "FSDP"):
-        worst = {rank: found[wrapping] for rank, found in differences.items()}
-        wrong = {rank: error for rank, error in worst.items() if not error <= options.parity_tolerance}
-        subject = "all" if len(wrong) in (0, len(worst)) else ", ".join(members[rank].name for rank in sorted(wrong)[:8])
-        remedy = "" if not wrong else f"start with the other of parallel=ddp and parallel=fsdp if that is right; {_TESTS}"
-        verdict = _verdict(
-            "parity",
-            subject,
-            Status.FAIL if wrong else Status.PASS,
-            measured=float(f"{max(worst.values()):.2g}"),
-            expected=options.parity_tolerance,
-            unit=f"relative difference, {wrapping}",
-            remedy=remedy,
-            seconds=seconds,
-        )
-        verdicts += _blaming(wrong, [verdict], members)
-    return verdicts
-
-
 def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[Member]) -> list[Verdict]:
     """The same, about the host if there is one to blame."""
     scope = scope_of(culprits, members)
@@ -230,11 +186,9 @@ def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
 
 
-def _look(num_hosts: int, *, nccl: bool) -> str:
+def _look(num_hosts: int) -> str:
     if num_hosts > 1:
         return "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
-    if not nccl:
-        return "for other work on this host (`top`)"
     return "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
 
 

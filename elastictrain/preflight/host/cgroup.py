@@ -23,7 +23,6 @@ class Throttling:
 
     periods: int
     throttled_periods: int
-    throttled_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +145,7 @@ def _throttling(surroundings: Surroundings, group: _Group) -> Throttling | None:
     for folder in group.folders:
         numbers = _numbers(surroundings.read(f"{folder}/cpu.stat") or "")
         if {"nr_periods", "nr_throttled"} <= numbers.keys():
-            seconds = numbers.get("throttled_usec", 0) / 1e6 if group.version == 2 else numbers.get("throttled_time", 0) / 1e9
-            found.append(Throttling(numbers["nr_periods"], numbers["nr_throttled"], seconds))
+            found.append(Throttling(numbers["nr_periods"], numbers["nr_throttled"]))
     return max(found, key=lambda one: one.throttled_periods, default=None)
 
 

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from elastictrain.preflight.check import Check
-from elastictrain.preflight.host.cpu import is_worth_keeping, judge_cpu, judge_load, read_cpu
+from elastictrain.preflight.host.cpu import judge_cpu, judge_load, read_cpu
 from elastictrain.preflight.host.disk import folders_of, judge_disks, read_disks
 from elastictrain.preflight.host.limits import judge_memlock, judge_open_files, judge_processes, read_limits
 from elastictrain.preflight.host.lookups import Resolver, SystemResolver
@@ -15,7 +14,6 @@ from elastictrain.preflight.host.ports import WantedPort, judge_ports, read_port
 from elastictrain.preflight.host.shared_memory import judge_shared_memory, read_shared_memory
 from elastictrain.preflight.host.storage_trip import LIMIT_S as TRIP_LIMIT_S
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
-from elastictrain.preflight.host.throttled import keep_throttling, load_throttling
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict
 
@@ -57,13 +55,9 @@ def host_checks(
     options: HostOptions,
     *,
     resolver: Resolver | None = None,
-    last_throttling: Path | None = None,
 ) -> list[Check]:
     """Every check that a host can do on its own, without torch and without other hosts. On a healthy host all of them, side by
-    side, take well under a second, and only `storage` takes longer where a client of an object store must be loaded.
-
-    `last_throttling`: a file on this host that keeps from one preflight to the next how often it was throttled.
-    """
+    side, take well under a second, and only `storage` takes longer where a client of an object store must be loaded."""
     host = surroundings.host
     asked = resolver or SystemResolver()
 
@@ -87,11 +81,7 @@ def host_checks(
 
     def cpu() -> Verdict:
         facts = read_cpu(surroundings, needed=options.cpus)
-        before = load_throttling(last_throttling, surroundings) if last_throttling is not None else None
-        now = facts.throttling
-        if last_throttling is not None and now is not None and is_worth_keeping(now, before=before):
-            keep_throttling(last_throttling, now, surroundings)
-        return judge_cpu(facts, host=host, before=before)
+        return judge_cpu(facts, host=host)
 
     one = _single
     return [

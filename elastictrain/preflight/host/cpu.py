@@ -59,11 +59,11 @@ def count_cpus(text: str) -> int | None:
     return total
 
 
-def judge_cpu(facts: CpuFacts, *, host: str, before: Throttling | None) -> Verdict:
-    """`before` is what was counted at an earlier preflight: what happened until then does not count again."""
+def judge_cpu(facts: CpuFacts, *, host: str) -> Verdict:
+    """A quota that throttles, or leaves less than is needed."""
     say = Finding("cpu", host)
     raising = f"raise the container's CPUs on {host}: `docker run --cpus=N`, `resources.limits.cpu`, `srun --cpus-per-task=N`"
-    share = throttled_share(facts.throttling, before=before)
+    share = throttled_share(facts.throttling)
     if share is not None and share > THROTTLED_SHARE:
         remedy = f"{raising}; or use fewer: OMP_NUM_THREADS=1, fewer data.workers"
         measured, most = f"throttled in {share:.0%} of its periods", f"at most {THROTTLED_SHARE:.0%}"
@@ -92,22 +92,9 @@ def judge_load(facts: CpuFacts, *, host: str) -> Verdict:
     return say.warned(facts.load, expected=most, unit="processes that want to run", remedy=remedy)
 
 
-def throttled_share(now: Throttling | None, *, before: Throttling | None) -> float | None:
-    """Share of the periods since `before` in which the group was throttled; None where too few say anything."""
-    if now is None:
-        return None
-    # Counters that went back are those of another group.
-    if before is None or before.periods > now.periods or before.throttled_periods > now.throttled_periods:
-        before = Throttling(0, 0, 0.0)
-    periods = now.periods - before.periods
-    return (now.throttled_periods - before.throttled_periods) / periods if periods >= LEAST_PERIODS else None
-
-
-def is_worth_keeping(now: Throttling, *, before: Throttling | None) -> bool:
-    """Whether the next preflight should count from now on: where starts follow each other fast, each alone says nothing."""
-    if before is None or before.periods > now.periods or before.throttled_periods > now.throttled_periods:
-        return True
-    return now.periods - before.periods >= LEAST_PERIODS
+def throttled_share(now: Throttling | None) -> float | None:
+    """Share of its periods in which the group was throttled; None where too few say anything."""
+    return now.throttled_periods / now.periods if now is not None and now.periods >= LEAST_PERIODS else None
 
 
 def _load(text: str) -> float | None:

@@ -67,16 +67,15 @@ def best_of(figures: Iterable[tuple[Link, float]]) -> dict[Link, float]:
     return found
 
 
-def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = True, expected: float | None = None) -> Blame:
+def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = True) -> Blame:
     """Who looks guilty by these figures.
 
     `directed`: whether the two directions of a link differ, so that a host may be to blame for one of them. Two hosts cannot
-    outvote each other: their links are held against `expected`, or without it against the better direction, and no host is
-    named.
+    outvote each other: their links are held against the better direction, and no host is named.
     """
     leaving, coming = _scores(values, end=0), _scores(values, end=1)
     if len(leaving.keys() | coming.keys()) < 3:
-        typical = expected if expected is not None else max(values.values(), default=None)
+        typical = max(values.values(), default=None)
         return Blame((), _links(values, typical, too_bad, out=(), into=()), typical)
     if not directed:
         leaving = coming = {
@@ -96,13 +95,12 @@ def blame_twice(
     excused: Mapping[Link, float],
     too_bad: TooBad,
     directed: bool = True,
-    expected: float | None = None,
 ) -> Blame:
     """Who is to blame after suspects were measured a second time: the better of both figures counts.
 
     `excused`: of the second time, with all that speaks for the link. What is not bad by these, or has none, stays unconfirmed.
     """
-    found = blame(best_of([*first.items(), *second.items()]), too_bad=too_bad, directed=directed, expected=expected)
+    found = blame(best_of([*first.items(), *second.items()]), too_bad=too_bad, directed=directed)
     again = [_scores(excused, end=end) for end in (0, 1)]
 
     def is_bad(figure: float | None) -> bool:

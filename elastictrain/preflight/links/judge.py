@@ -1,21 +1,19 @@
-"""All verdicts about links and hosts, and what the next baseline is. Pure."""
+"""All verdicts about links and hosts. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastictrain.preflight.links.baseline import Baseline, fold
 from elastictrain.preflight.links.judge_contacts import (
     judge_clocks,
     judge_latency,
     judge_mtu,
     judge_reach,
-    typical_latency_s,
 )
-from elastictrain.preflight.links.judge_flows import judge_bandwidth, typical_gbps
+from elastictrain.preflight.links.judge_flows import judge_bandwidth
 from elastictrain.preflight.links.judge_roster import Silence, judge_roster
 from elastictrain.preflight.links.measured import Contact, Flow, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +28,7 @@ class Evidence:
     full: bool = False
 
 
-def judge(
-    evidence: Evidence, *, options: LinkOptions, baseline: Baseline | None = None, names: Mapping[int, str] | None = None
-) -> list[Verdict]:
+def judge(evidence: Evidence, *, options: LinkOptions, names: Mapping[int, str] | None = None) -> list[Verdict]:
     """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and, if it is full, `bandwidth`: a pass each, or what is wrong.
 
     Nothing that was asked of a host that fell silent is held against anybody else.
@@ -45,7 +41,7 @@ def judge(
     if len(roster.hosts) < 2:
         return verdicts
     verdicts += judge_mtu(contacts, roster=roster)
-    verdicts += judge_latency(contacts, roster=roster, options=options, baseline=baseline)
+    verdicts += judge_latency(contacts, roster=roster, options=options)
     verdicts += judge_clocks(contacts, roster=roster, options=options)
     if evidence.full:
         verdicts += judge_bandwidth(
@@ -53,17 +49,5 @@ def judge(
             [flow for flow in evidence.flows_again if not silent & set(flow.link)],
             roster=roster,
             options=options,
-            baseline=baseline,
         )
     return verdicts
-
-
-def next_baseline(evidence: Evidence, verdicts: Sequence[Verdict], *, before: Baseline | None) -> Baseline | None:
-    """With this preflight, if latency and bandwidth have nothing to complain of; else as it was."""
-    if any(verdict.status in (Status.FAIL, Status.WARN) for verdict in verdicts if verdict.check in ("latency", "bandwidth")):
-        return before
-    latency_s = typical_latency_s(evidence.contacts)
-    one_way, both_ways = (typical_gbps(evidence.flows, both=both) for both in (False, True))
-    if latency_s is None and one_way is None:
-        return before
-    return fold(before, one_way_gbps=one_way, both_ways_gbps=both_ways, latency_s=latency_s)

@@ -1,11 +1,9 @@
 """Verdicts about reach, MTU, latency and clocks, from what hosts found of each other. Pure."""
 
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.clocks import offsets_from_group
 from elastictrain.preflight.links.culprit import Blame, Way, blame, find_broken
 from elastictrain.preflight.links.measured import Contact, Link, Roster
@@ -69,24 +67,22 @@ class Speaker:
         return self.say(_ALL, measured=measured, remedy=remedy, status=Status.SKIP)
 
 
-def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions, baseline: Baseline | None = None) -> Blame:
+def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> Blame:
     """Who is to blame for latency; figures are negative seconds."""
 
     def too_late(figure: float, typical: float) -> bool:
         return figure < options.late_factor * typical and figure < typical - options.late_floor_s
 
-    expected = None if baseline is None else baseline.typical_latency_s()
     return blame(
         {link: -contact.latency_s for link, contact in contacts.items() if contact.latency_s is not None},
         too_bad=too_late,
         directed=False,
-        expected=None if expected is None else -expected,
     )
 
 
-def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOptions, baseline: Baseline | None) -> list[Link]:
+def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> list[Link]:
     """What is to be tried a second time before anybody is blamed."""
-    late = late_blame(contacts, options=options, baseline=baseline)
+    late = late_blame(contacts, options=options)
     late_hosts, late_links = {culprit.host for culprit in late.hosts}, {bad.link for bad in late.links}
     return sorted(
         link
@@ -216,12 +212,10 @@ def _unanswered(speaker: Speaker, tried: Mapping[Link, Contact]) -> Iterator[Ver
         )
 
 
-def judge_latency(
-    contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions, baseline: Baseline | None
-) -> list[Verdict]:
+def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
     """Check `latency`: round trips against the median of all hosts' best ones."""
     speaker = Speaker("latency", roster)
-    found = late_blame(contacts, options=options, baseline=baseline)
+    found = late_blame(contacts, options=options)
     if found.typical is None:
         return [speaker.skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
     typical = _milliseconds(found.typical)
@@ -248,12 +242,6 @@ def judge_latency(
             )
         )
     return verdicts or [speaker.passed(typical, unit="ms")]
-
-
-def typical_latency_s(contacts: Mapping[Link, Contact]) -> float | None:
-    """Median round trip of all links."""
-    found = [contact.latency_s for contact in contacts.values() if contact.latency_s is not None]
-    return statistics.median(found) if found else None
 
 
 def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.culprit import BadLink, Blame, Culprit, Way, best_of, blame, blame_twice
 from elastictrain.preflight.links.judge_contacts import Speaker
 from elastictrain.preflight.links.measured import Flow, Link, Roster
@@ -22,14 +21,10 @@ class FlowBlame:
     both_ways: Blame
 
 
-def flow_blame(
-    first: Iterable[Flow], second: Iterable[Flow] | None, *, options: LinkOptions, baseline: Baseline | None
-) -> FlowBlame:
+def flow_blame(first: Iterable[Flow], second: Iterable[Flow] | None, *, options: LinkOptions) -> FlowBlame:
     """`second`: what was measured of suspects again; None before that."""
     second = None if second is None else tuple(second)
     first = tuple(first)
-    known = baseline or Baseline()
-    expected = {False: known.typical_one_way_gbps(), True: known.typical_both_ways_gbps()}
     found = {}
     for both in (False, True):
         once = _values(first, both=both)
@@ -39,19 +34,17 @@ def flow_blame(
             return figure < options.slow_ratio * typical
 
         if again is None:
-            found[both] = blame(once, too_bad=too_slow, expected=expected[both])
+            found[both] = blame(once, too_bad=too_slow)
         else:
             excused = best_of((flow.link, flow.excused_gbps()) for flow in second or () if flow.both is both)
-            found[both] = blame_twice(once, again, excused=excused, too_bad=too_slow, expected=expected[both])
+            found[both] = blame_twice(once, again, excused=excused, too_bad=too_slow)
     return FlowBlame(found[False], found[True])
 
 
-def suspect_rounds(
-    flows: Iterable[Flow], *, num_hosts: int, options: LinkOptions, baseline: Baseline | None
-) -> tuple[Round, ...]:
+def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, options: LinkOptions) -> tuple[Round, ...]:
     """Rounds in which all that looks guilty is measured again; none if nothing does."""
     flows = tuple(flows)
-    found = flow_blame(flows, None, options=options, baseline=baseline)
+    found = flow_blame(flows, None, options=options)
     hosts = {culprit.host for one in (found.one_way, found.both_ways) for culprit in one.hosts}
     links = {bad.link for one in (found.one_way, found.both_ways) for bad in one.links}
     measured = {flow.link for flow in flows}
@@ -69,12 +62,11 @@ def judge_bandwidth(
     *,
     roster: Roster,
     options: LinkOptions,
-    baseline: Baseline | None,
 ) -> list[Verdict]:
     """Check `bandwidth`: hosts by their best link against the median of all hosts', and links between good hosts."""
     first, second = tuple(first), tuple(second)
     speaker = Speaker("bandwidth", roster)
-    found = flow_blame(first, second, options=options, baseline=baseline)
+    found = flow_blame(first, second, options=options)
     if found.one_way.typical is None:
         return [speaker.skipped("no link was measured", remedy="see what the other link checks say, and repeat")]
     verdicts = list(_verdicts(speaker, found.one_way, both=False))
@@ -89,7 +81,6 @@ def judge_bandwidth(
         ),
     )
     verdicts += _verdicts(speaker, both_ways, both=True)
-    verdicts += _against_baseline(speaker, first, options=options, baseline=baseline)
     typical = typical_gbps(first, both=False)
     return verdicts or [speaker.passed(_rounded(typical or 0.0), unit="Gbit/s")]
 
@@ -135,26 +126,6 @@ def _doubt(found: Culprit | BadLink) -> str:
 def _is_hopeless(value: float, typical: float | None) -> bool:
     """A link between two good hosts that has less than a tenth of what others have drags the whole group down."""
     return typical is not None and value < 0.1 * typical
-
-
-def _against_baseline(
-    speaker: Speaker, flows: Iterable[Flow], *, options: LinkOptions, baseline: Baseline | None
-) -> Iterator[Verdict]:
-    """Whether all are slower than they used to be; of two hosts that is said of their links."""
-    usual = None if baseline is None else baseline.typical_one_way_gbps()
-    typical = typical_gbps(flows, both=False)
-    if usual is None or typical is None or len(speaker.roster.hosts) < 3 or typical >= options.slow_ratio * usual:
-        return
-    interfaces = sorted({host.interface for host in speaker.roster.hosts})
-    yield speaker.say(
-        "all",
-        measured=_rounded(typical),
-        expected=_rounded(usual),
-        unit="Gbit/s",
-        remedy=f"all links are slower than in earlier preflights: look at the interface that the plan chose ("
-        f"{', '.join(interfaces)}; `NCCL_SOCKET_IFNAME`) and at the load of the network; if it stays so, remove the baseline",
-        status=Status.WARN,
-    )
 
 
 def _values(flows: Iterable[Flow], *, both: bool) -> dict[Link, float]:

@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.board import Board
-from elastictrain.preflight.links.judge import Evidence, judge, next_baseline
+from elastictrain.preflight.links.judge import Evidence, judge
 from elastictrain.preflight.links.judge_contacts import suspicious_contacts
 from elastictrain.preflight.links.judge_flows import suspect_rounds
 from elastictrain.preflight.links.judge_roster import Silence
@@ -58,7 +57,6 @@ class Conclusion:
     """What the first host found. `num_rounds`: of disjoint pairs, those of suspects included."""
 
     verdicts: tuple[Verdict, ...]
-    baseline: Baseline | None
     num_rounds: int
 
 
@@ -73,7 +71,6 @@ class Leader:
         board: Board,
         options: LinkOptions,
         full: bool,
-        baseline: Baseline | None,
         names: Mapping[int, str],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,7 +79,6 @@ class Leader:
         self._board = board
         self._options = options
         self._full = full
-        self._baseline = baseline
         self._names = names
         self._clock = clock
         self._orders = 0
@@ -96,13 +92,13 @@ class Leader:
         links = contacts(num, all_pairs=self._full and few, num_distances=None if self._full else 2)
         found = self._order(MakeContact(links))
         met = merged(found.contacts)
-        if again := self._alive_links(suspicious_contacts(self._heard(met), options=self._options, baseline=self._baseline)):
+        if again := self._alive_links(suspicious_contacts(self._heard(met), options=self._options)):
             met = merged([*met.values(), *self._order(MakeContact(again)).contacts])
         first, second = Findings(), Findings()
         if self._full:
             first = self._measure(self._first_rounds(met), met)
             met = merged([*met.values(), *first.contacts])
-            rounds = suspect_rounds(first.flows, num_hosts=num, options=self._options, baseline=self._baseline)
+            rounds = suspect_rounds(first.flows, num_hosts=num, options=self._options)
             second = self._measure(rounds, met)
             met = merged([*met.values(), *second.contacts])
         evidence = Evidence(
@@ -113,10 +109,9 @@ class Leader:
             silences=tuple(self._silences),
             full=self._full,
         )
-        verdicts = judge(evidence, options=self._options, baseline=self._baseline, names=self._names)
+        verdicts = judge(evidence, options=self._options, names=self._names)
         self._board.put_order(self._orders, Adopt(tuple(verdicts)))
-        baseline = next_baseline(evidence, verdicts, before=self._baseline)
-        return Conclusion(verdicts=tuple(verdicts), baseline=baseline, num_rounds=self._num_rounds)
+        return Conclusion(verdicts=tuple(verdicts), num_rounds=self._num_rounds)
 
     def _first_rounds(self, met: Mapping[Link, Contact]) -> tuple[Round, ...]:
         """Among those who are still heard, without pairs of which a direction is known not to carry large frames or any."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.board import Board
 from elastictrain.preflight.links.judge_roster import claimed_twice, leaderless, unheard
 from elastictrain.preflight.links.leader import Leader, gather_roster
@@ -34,14 +33,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
-    """What all hosts go by. `roster` is None if there was none. `baseline` and `num_rounds` are known to the first host.
+    """What all hosts go by. `roster` is None if there was none. `num_rounds` is known to the first host.
 
     `seconds`: from the roster to the verdicts, without waiting for hosts to come.
     """
 
     verdicts: tuple[Verdict, ...]
     roster: Roster | None = None
-    baseline: Baseline | None = None
     num_rounds: int = 0
     seconds: float = 0.0
 
@@ -58,7 +56,6 @@ class LinkSession:
     prefix: str = "links"
     full: bool = False
     options: LinkOptions = field(default_factory=LinkOptions)
-    baseline: Baseline | None = None
     names: Mapping[int, str] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -100,7 +97,6 @@ class LinkSession:
         return LinkReport(
             verdicts=report.verdicts,
             roster=roster,
-            baseline=report.baseline,
             num_rounds=report.num_rounds,
             seconds=round(self.clock() - complete, 4),
         )
@@ -119,12 +115,11 @@ class LinkSession:
             board=board,
             options=self.options,
             full=self.full,
-            baseline=self.baseline,
             names=self.names,
             clock=self.clock,
         )
         found = leader.lead()
-        return LinkReport(verdicts=found.verdicts, baseline=found.baseline, num_rounds=found.num_rounds)
+        return LinkReport(verdicts=found.verdicts, num_rounds=found.num_rounds)
 
     def _follow(self, actor: Actor, roster: Roster, board: Board) -> LinkReport:
         # For the next order the first host may take as long as everybody may take for this one, and judge a little.

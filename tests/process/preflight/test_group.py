@@ -72,7 +72,7 @@ def test_healthy_ranks_pass_everything(well: Answers) -> None:
     assert [bad for bad in well.bad("quick") if bad[0] != "matmul"] == []
     assert [bad for bad in well.bad("full") if bad[0] != "matmul"] == []
     checks = {verdict["check"] for verdict in well.verdicts("full")}
-    assert checks == {"present", "collectives", "bus_bandwidth", "matmul", "parity"}
+    assert checks == {"present", "collectives", "bus_bandwidth", "matmul"}
     assert {verdict["unit"] for verdict in well.verdicts("quick") if verdict["check"] == "collectives"} == {
         "all_reduce",
         "all_gather",
@@ -91,13 +91,7 @@ def test_cost(well: Answers) -> None:
 
 
 def test_what_is_off_is_not_run(well: Answers) -> None:
-    assert {verdict["check"] for verdict in well.verdicts("less")} == {"parity"}
-
-
-def test_less_than_the_baseline_of_rank_0_is_a_warning_on_all(well: Answers) -> None:
-    found = [verdict for verdict in well.verdicts("slower") if verdict["check"] == "bus_bandwidth"]
-    assert [verdict["status"] for verdict in found] == ["warn"]
-    assert found[0]["measured"] < found[0]["expected"] / 100
+    assert {verdict["check"] for verdict in well.verdicts("less")} == {"matmul"}
 
 
 def test_wrong_values_name_the_rank(well: Answers) -> None:
@@ -125,8 +119,6 @@ def test_pieces(well: Answers) -> None:
     for rank, answer in enumerate(answers):
         assert {one["source"] for one in answer["reached"]} == {0, 1, 2} - {rank}
         assert all(one["gbs"] > 0 for one in answer["reached"])
-        assert answer["parity"]["DDP"] > 0.01
-        assert answer["parity"]["FSDP"] > 0.01
 
 
 def test_a_rank_that_never_comes_is_named(well: Answers) -> None:

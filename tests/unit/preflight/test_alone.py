@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.config.preflight import PreflightChecks
-from elastictrain.preflight.alone import OwnChecks, check_host, counters_path, throttling_path
+from elastictrain.preflight.alone import OwnChecks, check_host, counters_path
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
@@ -16,7 +16,6 @@ def test_where_counters_are_kept() -> None:
     ending = f"h1-{os.getuid()}.json"
     host = Surroundings(host="h1", environment={"HOME": "/home/x"})
     assert counters_path(host) == Path("/home/x/.local/state/elastictrain") / f"counters-{ending}"
-    assert throttling_path(host) == Path("/home/x/.local/state/elastictrain") / f"throttling-{ending}"
     host = Surroundings(host="h1", environment={"HOME": "/home/x", "XDG_STATE_HOME": "/state"})
     assert counters_path(host) == Path("/state/elastictrain") / f"counters-{ending}"
 
@@ -47,13 +46,3 @@ def test_locked_memory_matters_where_infiniband_will_be_used(tmp_path: Path) -> 
     assert str(check(made, "memlock")[1]).startswith("unlimited")
     made.environment["NCCL_IB_DISABLE"] = "1"
     assert check(made, "memlock") == (Status.PASS, None)
-
-
-def test_the_second_preflight_counts_from_the_first(tmp_path: Path) -> None:
-    made = MadeHost(tmp_path / "root", environment={"XDG_STATE_HOME": str(tmp_path / "state")})
-    made.write("/proc/sys/kernel/random/boot_id", "b-1")
-    made.write("/proc/self/cgroup", "0::/\n")
-    made.write("/sys/fs/cgroup/cpu.stat", "nr_periods 1000\nnr_throttled 500\n")
-    assert check(made, "cpu")[0] is Status.WARN
-    made.write("/sys/fs/cgroup/cpu.stat", "nr_periods 2000\nnr_throttled 501\n")
-    assert check(made, "cpu")[0] is Status.PASS

@@ -30,7 +30,7 @@ def test_parts_of_a_check_that_blame_several_hosts() -> None:
     second = verdict("fail", check="collectives", subject="rank 3 on h2")
     slow, other = (
         verdict("warn", check="matmul", subject="rank 0 on h1"),
-        verdict("fail", check="parity", subject="rank 2 on h2"),
+        verdict("fail", check="matmul", subject="rank 2 on h2"),
     )
     found = agreed([first, slow, second, other])
     assert [one.scope for one in found] == [Scope.GROUP, Scope.HOST, Scope.GROUP, Scope.HOST]

@@ -13,7 +13,6 @@ from torch import Tensor
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import CHECKS, Devices, Findings, GroupChecks, Request
-from elastictrain.preflight.group.collectives import Collective
 from elastictrain.preflight.group.matrix import matmul_tflops
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.group.options import MB, GroupOptions
@@ -71,7 +70,7 @@ def test_a_world_of_one() -> None:
     assert findings.usable
     assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul"}
     assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
-    assert findings.baseline(None).figures == {}
+    assert findings.points == ()
 
 
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
@@ -109,21 +108,17 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
     assert last.measured == "no answer from broadcast at known bfloat16, small within 1 s"
 
 
-def test_a_sweep_measures_all_collectives_at_growing_sizes() -> None:
+def test_a_sweep_measures_growing_sizes() -> None:
     sweep = Sweep(Other(), rank=0, world_size=2, device=CPU, options=GroupOptions())
-    points = sweep.run(full=True, free_bytes=1 << 30, at=lambda _: None)
-    assert {point.collective for point in points} == set(Collective)
-    assert [point.num_bytes for point in points if point.collective is Collective.ALL_REDUCE] == [MB, 4 * MB, 16 * MB]
-    quick = sweep.run(full=False, free_bytes=1 << 30, at=lambda _: None)
-    assert [(point.collective, point.num_bytes) for point in quick] == [(Collective.ALL_REDUCE, MB)]
+    assert [point.num_bytes for point in sweep.run(full=True, free_bytes=1 << 30, at=lambda _: None)] == [MB, 16 * MB]
+    assert [point.num_bytes for point in sweep.run(full=False, free_bytes=1 << 30, at=lambda _: None)] == [MB]
 
 
 def test_a_sweep_over_a_slow_link_ends_early() -> None:
     clock = iter(range(10_000))
     options = GroupOptions(sweep_budget_s=20.0)
     slow = Sweep(Other(), rank=0, world_size=2, device=CPU, options=options, clock=lambda: float(next(clock)))
-    points = slow.run(full=True, free_bytes=1 << 30, at=lambda _: None)
-    assert [point.num_bytes for point in points if point.collective is Collective.BROADCAST] == [MB]
+    assert [point.num_bytes for point in slow.run(full=True, free_bytes=1 << 30, at=lambda _: None)] == [MB]
 
 
 def test_large_messages_are_few_where_memory_is() -> None:

@@ -3,13 +3,11 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.preflight.group.bandwidth import Point
-from elastictrain.preflight.group.baseline import fold_bus
 from elastictrain.preflight.group.collectives import Collective
 from elastictrain.preflight.group.correct import Fault
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
     judge_pairs,
-    judge_parity,
     judge_present,
     judge_rates,
     judge_results,
@@ -69,23 +67,9 @@ def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
     assert (found.subject, found.status, found.scope) == ("all", Status.FAIL, Scope.GROUP)
 
 
-def bandwidth(
-    seconds: float, *, device: str = H200, before_s: float | None = None, nccl: bool = True, num_bytes: int = GB
-) -> Verdict:
-    point = Point(Collective.ALL_REDUCE, num_bytes, seconds, 2)
-    small = Point(Collective.ALL_REDUCE, 1 << 20, 1.0, 2)
-    baseline = None
-    if before_s is not None:
-        before = Point(Collective.ALL_REDUCE, num_bytes, before_s, 2)
-        baseline = fold_bus(None, [before], device=device, num_hosts=1)
-    [verdict] = judge_bandwidth(
-        [small, point],
-        members("h1", "h1", device=device),
-        nccl=nccl,
-        options=OPTIONS,
-        baseline=baseline,
-        seconds=1.0,
-    )
+def bandwidth(seconds: float, *, device: str = H200, nccl: bool = True, num_bytes: int = GB) -> Verdict:
+    points = [Point(1 << 20, 1.0, 2), Point(num_bytes, seconds, 2)]
+    [verdict] = judge_bandwidth(points, members("h1", "h1", device=device), nccl=nccl, options=OPTIONS, seconds=1.0)
     return verdict
 
 
@@ -97,39 +81,17 @@ def test_bus_bandwidth_against_the_link() -> None:
     assert "18 NVLinks of H200" in bad.remedy
 
 
-def test_bus_bandwidth_against_the_baseline() -> None:
-    assert bandwidth(0.0033, before_s=0.00325).status is Status.PASS
-    worse = bandwidth(0.0035, before_s=0.00325)
-    assert (worse.status, worse.expected) == (Status.WARN, 330.4)
-    assert "330.4" in worse.remedy
-
-
 def test_what_every_collective_takes_is_not_held_against_a_small_message() -> None:
     """Figures of 64 MB between two healthy H200, of which 253.8 GB/s are less than 0.7 of what the links can do."""
     usual_s, slower_s = 0.0002486, 0.0002644
     assert bandwidth(slower_s, num_bytes=64 << 20).status is Status.PASS
-    assert bandwidth(slower_s, num_bytes=64 << 20, before_s=usual_s).status is Status.PASS
     # Half of the links.
     assert bandwidth(2 * usual_s, num_bytes=64 << 20).status is Status.WARN
-    assert bandwidth(2 * usual_s, num_bytes=64 << 20, device="something new", before_s=usual_s).status is Status.WARN
 
 
-def test_an_unknown_link_is_judged_by_the_baseline_alone() -> None:
-    unknown = bandwidth(9.0, device="something new")
-    assert (unknown.status, unknown.expected) == (Status.PASS, None)
-    assert bandwidth(9.0, device="something new", before_s=8.0).status is Status.WARN
-
-
-def test_gloo_is_judged_leniently() -> None:
-    assert bandwidth(1.9, device="cpu", before_s=1.0, nccl=False).status is Status.PASS
-    assert bandwidth(2.1, device="cpu", before_s=1.0, nccl=False).status is Status.WARN
-
-
-def test_only_all_reduce_is_held_against_the_link() -> None:
-    points = [Point(collective, GB, 1.0, 2) for collective in Collective]
-    verdicts = judge_bandwidth(points, members("h1", "h1", device=H200), nccl=True, options=OPTIONS, baseline=None, seconds=1.0)
-    assert [verdict.unit.split()[1] for verdict in verdicts if verdict.status is Status.WARN] == ["all_reduce"]
-    assert len(verdicts) == 6
+def test_an_unknown_link_and_gloo_are_only_measured() -> None:
+    for found in (bandwidth(9.0, device="something new"), bandwidth(9.0, nccl=False)):
+        assert (found.status, found.measured, found.expected) == (Status.PASS, 0.1193, None)
 
 
 def test_stragglers() -> None:
@@ -192,14 +154,3 @@ def test_hosts_are_judged_apart_and_single_gpus_skipped() -> None:
     assert subjects(found, Status.PASS) == ["h1", "h2"]
     alone = judge_pairs({0: [], 1: []}, members("h1", "h2", device=H200), options=OPTIONS, seconds=0.1)
     assert subjects(alone, Status.SKIP) == ["all"]
-
-
-def test_parity() -> None:
-    right = {rank: {"DDP": 1e-15, "FSDP": 3e-16} for rank in range(3)}
-    assert subjects(judge_parity(right, THREE, options=OPTIONS, seconds=0.1), Status.PASS) == ["all", "all"]
-    broken = {**right, 2: {"DDP": 1e-15, "FSDP": float("inf")}}
-    found = judge_parity(broken, THREE, options=OPTIONS, seconds=0.1)
-    assert [(one.subject, one.status) for one in found] == [("all", Status.PASS), ("rank 2 on h3", Status.FAIL)]
-    assert [one.scope for one in found] == [Scope.GROUP, Scope.HOST]
-    everywhere = {rank: {"DDP": 0.5, "FSDP": float("nan")} for rank in range(3)}
-    assert subjects(judge_parity(everywhere, THREE, options=OPTIONS, seconds=0.1), Status.FAIL) == ["all", "all"]

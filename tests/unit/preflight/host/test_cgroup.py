@@ -29,7 +29,7 @@ def test_version_2_tightest_level_counts(make_host: HostMaker) -> None:
     )
     assert read_allowance(host) == Allowance(
         cpus=2.5,
-        throttling=Throttling(400, 100, 2.5),
+        throttling=Throttling(400, 100),
         memory=MemoryGroup(8 * GIB, 4 * GIB),
         processes=ProcessGroup(200, 50),
     )
@@ -80,7 +80,7 @@ def test_version_1_with_controllers_together_and_a_container_below_the_mount(mak
             "sys/fs/cgroup/memory/child/memory.usage_in_bytes": "5\n",
         }
     )
-    assert read_allowance(host) == Allowance(cpus=1.5, throttling=Throttling(10, 4, 3.0), memory=MemoryGroup(4 * GIB, 2 * GIB))
+    assert read_allowance(host) == Allowance(cpus=1.5, throttling=Throttling(10, 4), memory=MemoryGroup(4 * GIB, 2 * GIB))
 
 
 def test_hybrid_takes_each_controller_from_where_it_is(make_host: HostMaker) -> None:

@@ -60,7 +60,7 @@ def test_every_check_answers(files: dict[str, str]) -> None:
         limits, cpu = read_limits(host), read_cpu(host, needed=None)
         verdicts = [
             judge_memory(read_memory(host), host="h1"),
-            judge_cpu(cpu, host="h1", before=None),
+            judge_cpu(cpu, host="h1"),
             judge_load(cpu, host="h1"),
             judge_memlock(limits, host="h1", rdma=True),
             judge_open_files(limits, host="h1"),

@@ -1,6 +1,6 @@
 from dataclasses import replace
 
-from elastictrain.preflight.links.judge import Evidence, judge, next_baseline
+from elastictrain.preflight.links.judge import Evidence, judge
 from elastictrain.preflight.links.judge_roster import Silence
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Status, failures
@@ -41,12 +41,3 @@ def test_hosts_of_one_name_keep_theirs_whether_they_came_or_not() -> None:
     evidence = replace(HEALTHY, roster=replace(twins, hosts=hosts), silences=(Silence(0, "contacts were made", 5.0),))
     bad = failures(judge(evidence, options=OPTIONS, names={0: "x (node rank 0)", 3: "x (node rank 3)"}))
     assert [verdict.subject for verdict in bad] == ["x (node rank 3)", "x (node rank 0)"]
-
-
-def test_only_healthy_links_become_the_baseline() -> None:
-    baseline = next_baseline(HEALTHY, judge(HEALTHY, options=OPTIONS), before=None)
-    assert baseline is not None
-    assert (baseline.one_way_gbps, baseline.both_ways_gbps, baseline.latency_s) == ((10.0,), (10.0,), (2e-4,))
-    slow = tuple(flows(all_links(3), lambda link: 0.1 if 2 in link else 10.0))
-    ill = replace(HEALTHY, flows=slow, flows_again=slow)
-    assert next_baseline(ill, judge(ill, options=OPTIONS), before=baseline) is baseline

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.preflight.links.baseline import Baseline
 from elastictrain.preflight.links.judge_flows import judge_bandwidth, suspect_rounds
 from elastictrain.preflight.links.measured import Flow, Link
 from elastictrain.preflight.links.options import LinkOptions
@@ -13,11 +12,9 @@ OPTIONS = LinkOptions()
 SENT, RECEIVED = {(2, 0), (2, 1)}, {(0, 2), (1, 2)}
 
 
-def judge(
-    num_hosts: int, slow: set[Link], *, gbps: float = 0.1, again: bool = True, baseline: Baseline | None = None
-) -> list[Verdict]:
+def judge(num_hosts: int, slow: set[Link], *, gbps: float = 0.1, again: bool = True) -> list[Verdict]:
     first = flows(all_links(num_hosts), lambda link: gbps if link in slow else 10.0)
-    return judge_bandwidth(first, first if again else [], roster=roster(num_hosts), options=OPTIONS, baseline=baseline)
+    return judge_bandwidth(first, first if again else [], roster=roster(num_hosts), options=OPTIONS)
 
 
 def subjects(verdicts: list[Verdict]) -> list[tuple[Status, Scope, str, str]]:
@@ -41,7 +38,7 @@ def test_a_slow_host(slow: set[Link], unit: str, first_look: str) -> None:
 
 def test_all_well_and_nothing_known() -> None:
     assert subjects(judge(3, set())) == [(Status.PASS, Scope.GROUP, "all", "Gbit/s")]
-    (nothing,) = judge_bandwidth([], [], roster=roster(3), options=OPTIONS, baseline=None)
+    (nothing,) = judge_bandwidth([], [], roster=roster(3), options=OPTIONS)
     assert nothing.status is Status.SKIP
 
 
@@ -63,7 +60,7 @@ def test_nobody_fails_for_want_of_a_processor() -> None:
         for gbps, waited, status in ((2.0, 0.8, Status.WARN), (0.1, 0.8, Status.FAIL), (0.1, 0.0, Status.FAIL)):
             first = flows(all_links(3), lambda link, slow=slow, gbps=gbps: gbps if link in slow else 10.0)
             again = [replace(flow, waited=waited) for flow in first]
-            (verdict,) = judge_bandwidth(first, again, roster=roster(3), options=OPTIONS, baseline=None)
+            (verdict,) = judge_bandwidth(first, again, roster=roster(3), options=OPTIONS)
             assert verdict.status is status
 
 
@@ -73,33 +70,22 @@ def test_slow_only_while_bytes_go_both_ways() -> None:
         for a, b in all_links(3)
         for both in (False, True)
     ]
-    verdicts = judge_bandwidth(first, first, roster=roster(3), options=OPTIONS, baseline=None)
+    verdicts = judge_bandwidth(first, first, roster=roster(3), options=OPTIONS)
     assert subjects(verdicts) == [(Status.FAIL, Scope.HOST, "h3", "Gbit/s while sending and receiving")]
 
 
 def test_two_hosts() -> None:
     slow = set(all_links(2))
     assert subjects(judge(2, slow)) == [(Status.PASS, Scope.GROUP, "all", "Gbit/s")]
-    baseline = Baseline(one_way_gbps=(10.0,), both_ways_gbps=(10.0,))
-    assert [row[:3] for row in subjects(judge(2, slow, baseline=baseline))] == [
-        (Status.FAIL, Scope.LINK, "h1 -> h2"),
-        (Status.FAIL, Scope.LINK, "h2 -> h1"),
-    ]
     assert [row[:3] for row in subjects(judge(2, {(0, 1)}))] == [(Status.FAIL, Scope.LINK, "h1 -> h2")]
-
-
-def test_all_are_slower_than_they_used_to_be() -> None:
-    verdicts = judge(3, set(), baseline=Baseline(one_way_gbps=(50.0,)))
-    assert subjects(verdicts) == [(Status.WARN, Scope.GROUP, "all", "Gbit/s")]
-    assert (verdicts[0].measured, verdicts[0].expected) == (10.0, 50.0)
 
 
 def test_suspects_are_measured_again_with_good_hosts() -> None:
     healthy = flows(all_links(4), lambda link: 10.0)
-    assert suspect_rounds(healthy, num_hosts=4, options=OPTIONS, baseline=None) == ()
+    assert suspect_rounds(healthy, num_hosts=4, options=OPTIONS) == ()
     slow = flows(all_links(4), lambda link: 0.1 if 3 in link else 10.0)
-    rounds = suspect_rounds(slow, num_hosts=4, options=OPTIONS, baseline=None)
+    rounds = suspect_rounds(slow, num_hosts=4, options=OPTIONS)
     assert [len(pairs) for pairs in rounds] == [1, 1]
     assert {suspect for ((_, suspect),) in rounds} == {3}
     link = flows(all_links(4), lambda link: 0.1 if link == (0, 2) else 10.0)
-    assert suspect_rounds(link, num_hosts=4, options=OPTIONS, baseline=None) == (((0, 2),), ((0, 2),))
+    assert suspect_rounds(link, num_hosts=4, options=OPTIONS) == (((0, 2),), ((0, 2),))

@@ -34,7 +34,6 @@ def test_a_quick_check_of_three_hosts() -> None:
     assert all(report.verdicts == reports[0].verdicts for report in reports)
     assert max(report.seconds for report in reports) < 1.5
     assert reports[0].num_rounds == 0
-    assert reports[0].baseline is not None
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 5])
