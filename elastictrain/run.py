@@ -9,8 +9,7 @@ from functools import partial
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, ElasticTrainError
-from elastictrain.fault.reasons import Reason, leave_reason
-from elastictrain.fault.speaker import elect_reporter
+from elastictrain.fault.reasons import Reason, elect_reporter, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import Phase
@@ -38,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ElasticTrainError as error:
         return complain(error, identity)
     from elastictrain.distributed.device import start_device
-    from elastictrain.fault.previous_workers import wait_for_previous_workers
+    from elastictrain.fault.exits import wait_for_previous_workers
 
     start_device(config.parallel.backend, local_rank=identity.local_rank, wait=partial(wait_for_previous_workers, identity))
     from elastictrain.train.worker import Worker

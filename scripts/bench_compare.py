@@ -31,11 +31,10 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import bring_up
 from elastictrain.train.build import build
-from elastictrain.train.host_copy import HostCopy
 from elastictrain.train.loop import Loop, LoopParts, StepReport
 from elastictrain.train.observing import Silent
 from elastictrain.train.parameters import local
-from elastictrain.train.state_digest import StateDigest
+from elastictrain.train.replica_comparison import HostCopy, StateDigest
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))

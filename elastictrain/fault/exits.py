@@ -1,14 +1,66 @@
-"""What the kernel tells of processes that end, before anybody can be told that they are gone.
+"""How processes end: what the kernel tells of those that do, workers whose agent is gone, and a limit on this one's own end.
 
 A worker that was killed may take seconds to give back its device and its memory. Nothing of its program runs any more, and its
 exit code is known; who waits for it only learns both when all that is over.
 """
 
+import ctypes
+import faulthandler
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from elastictrain.identity import Identity
+
+PREVIOUS_EXIT_TIMEOUT_S = 30.0
+"""How long they may hold up this start: the kernel lets go of some only when a device has answered."""
+
+
+def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = lambda: None) -> list[int]:
+    """Until nothing of the generation before holds anything on this host; returns what still does after half a minute.
+
+    What `poll` raises ends the wait.
+    """
+
+    def pause(seconds: float) -> None:
+        poll()
+        time.sleep(seconds)
+
+    processes = decode(identity.launcher.predecessors) if identity.launcher is not None else ()
+    return wait_until_gone(processes, limit_s=PREVIOUS_EXIT_TIMEOUT_S, sleep=pause)
+
+
+_PR_SET_PDEATHSIG = 1
+
+
+def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) -> bool:
+    """Ask the kernel for a signal when the parent dies; False if the parent is gone already.
+
+    Source: prctl(2). The request is not retroactive, so the parent is checked after it. Linux only; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return True
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0)
+    return os.getppid() == expected_parent
+
+
+_LOCK_FREE_MARGIN_S = 1.0
+
+
+def limit_the_end(grace_s: float, *, exit_code: int) -> None:
+    """This process ends with `exit_code` after `grace_s`, unless it has ended before."""
+    limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
+    limit.daemon = True
+    limit.start()
+    # A call into a device's library may hang with the interpreter's lock held, and the timer with it. This limit needs no
+    # lock; its exit code is 1.
+    faulthandler.dump_traceback_later(grace_s + _LOCK_FREE_MARGIN_S, exit=True)
+
 
 _PROC = Path("/proc")
 _PF_EXITING = 0x4

@@ -41,21 +41,19 @@ from elastictrain.errors import (
     StorageError,
 )
 from elastictrain.fault.stop import StopListener
-from elastictrain.launch.address import OwnAddress
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.final_save import ask_to_flush
 from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
 from elastictrain.launch.host_check import why_unfit
-from elastictrain.launch.host_lock import HostLock, lock_run
 from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.locks import HostLock, acquire_task_lock, lock_run, wait_for_launcher
 from elastictrain.launch.membership.records import HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.notices import watch_notices
-from elastictrain.launch.probing import count_gpus, default_interface, own_names
+from elastictrain.launch.probing import OwnAddress, count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.saver import ask_to_flush
-from elastictrain.launch.slurm_task_lock import acquire_task_lock, wait_for_launcher
 from elastictrain.launch.supervisor import Supervisor, SupervisorParts
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.lease.chain import Chain

@@ -15,7 +15,7 @@ from typing import NoReturn
 import psutil
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_TRANSPORT, EXIT_UNFIT
-from elastictrain.fault.parent import follow_parent
+from elastictrain.fault.exits import follow_parent
 from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
 from elastictrain.identity import FOLDER, LAUNCHER

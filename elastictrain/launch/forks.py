@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 from elastictrain.errors import EXIT_BUG, EXIT_OK
-from elastictrain.fault.exits import Process, early_exit_code, identify
-from elastictrain.fault.parent import follow_parent
+from elastictrain.fault.exits import Process, early_exit_code, follow_parent, identify
 from elastictrain.torch_private import COMPILER, intercept_workers
 
 _AHEAD = (

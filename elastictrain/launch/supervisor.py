@@ -10,24 +10,20 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_UNFIT, RunHeldError
-from elastictrain.fault.previous_workers import PREVIOUS_EXIT_TIMEOUT_S
+from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step
-from elastictrain.fault.stop import StopRequest
-from elastictrain.fault.stop_file import StopNote, write_stop_note
-from elastictrain.launch.arguments import HostContext, plan_torchrun
-from elastictrain.launch.attempt import Attempt, read_remains
-from elastictrain.launch.ending import judge_end
-from elastictrain.launch.exit_message import exit_message, waiting_message
+from elastictrain.fault.stop import StopNote, StopRequest, write_stop_note
+from elastictrain.launch.attempt import Attempt, judge_end, read_remains
+from elastictrain.launch.final_save import FinalSave, SaverProcess, await_final_save, exit_message, waiting_message
 from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
 from elastictrain.launch.membership.messages import headline, listed
+from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
-from elastictrain.launch.orders import ANSWER_NAME, read_answer
+from elastictrain.launch.orders import ANSWER_NAME, HostContext, plan_torchrun, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
-from elastictrain.launch.saver import FinalSave, SaverProcess, await_final_save
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.failures import reason_of

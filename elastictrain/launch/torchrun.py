@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from elastictrain.fault.exits import Process, identify, is_there, runs, wait_until_gone
+from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S, Process, identify, is_there, runs, wait_until_gone
 from elastictrain.fault.exits import encode as encode_processes
-from elastictrain.fault.previous_workers import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.identity import PREDECESSORS
 from elastictrain.launch.orders import Orders, encode, read_answer
 

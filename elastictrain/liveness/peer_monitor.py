@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.distributed.bounded import within
-from elastictrain.liveness.diagnosis import HangDiagnosis, diagnose
+from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose, from_heartbeat
 from elastictrain.liveness.flight_record import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import ProgressMark
-from elastictrain.liveness.rank_status import RankStatus, from_heartbeat
 from elastictrain.liveness.watchdog import LostPeer, bound_s
 
 logger = logging.getLogger(__name__)

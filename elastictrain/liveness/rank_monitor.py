@@ -18,10 +18,9 @@ from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.liveness.kill_decision import PULSE_S, KillDecision, Seen, judge
 from elastictrain.liveness.leftovers import remove_folder
 from elastictrain.liveness.monitor_client import HostFacts
-from elastictrain.liveness.proc import look_at
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.progress_file import ProgressFileReader
-from elastictrain.liveness.stacks import take_stacks
+from elastictrain.liveness.stacks import look_at, take_stacks
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from elastictrain.config.fault import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
-from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
-from elastictrain.liveness.step_history import learned_bound_s
+from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark, learned_bound_s
 
 
 @dataclass(frozen=True, slots=True)

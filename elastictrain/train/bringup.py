@@ -29,13 +29,13 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction, agre
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.errors import ConfigError, HostUnfitError, Problem, StopRequestedError, StorageError
 from elastictrain.events import AppendLog, Journal
-from elastictrain.fault.previous_workers import wait_for_previous_workers
+from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
+from elastictrain.liveness.diagnosis import to_heartbeat
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
-from elastictrain.liveness.rank_status import to_heartbeat
 from elastictrain.liveness.watchdog import bound_s
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import open_store

@@ -32,13 +32,12 @@ from elastictrain.train.leaving import left_s
 from elastictrain.train.loop import LoopParts
 from elastictrain.train.memory import make_saving
 from elastictrain.train.observing import make_observer
-from elastictrain.train.optimizer import forget_steps, make_optimizer
+from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.runfolder import store_config
 from elastictrain.train.saving import SavingParts
-from elastictrain.train.schedule import describe_short_warmup
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks, ShowsSample, Task

@@ -10,12 +10,11 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
 from elastictrain.identity import Identity
-from elastictrain.liveness.diagnosis import HangDiagnosis, diagnose, paragraph
+from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose, paragraph
 from elastictrain.liveness.flight_record import Entered, last_entered
 from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
-from elastictrain.liveness.rank_status import RankStatus
 from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
 from elastictrain.torch_private import follow_compilations

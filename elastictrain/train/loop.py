@@ -18,9 +18,9 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import Reached
+from elastictrain.train.optimizer import learning_rate
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Saving
-from elastictrain.train.schedule import learning_rate
 from elastictrain.train.skipping import check_skips, count_step
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, PendingStep, Stepper

@@ -1,17 +1,159 @@
 """Compares the state of replicas, so that nothing is saved of a state that they do not share."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from elastictrain.distributed.mesh import MeshShape
 from elastictrain.errors import ReplicasDivergedError
 from elastictrain.events import Event, ReplicasDiverged
-from elastictrain.train.divergence import describe_divergence, find_divergence
-from elastictrain.train.host_copy import HostCopy
+from elastictrain.train.parameters import local
 from elastictrain.train.state import TrainState
-from elastictrain.train.state_digest import StateDigest
+
+
+class HostCopy:
+    """Begins to copy a small tensor; whoever needs it later waits for it, and for nothing that the device does after it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._content = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._content.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+        else:
+            self._content = tensor
+
+    def wait(self) -> Tensor:
+        """The tensor on the host."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._content
+
+
+_WORD_BYTES = 8
+_ROW_WORDS = 4096
+_ROW_BYTES = _WORD_BYTES * _ROW_WORDS
+# 2^64 divided by the golden ratio, as a signed number: neighbours get weights that have little in common.
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+class StateDigest:
+    """Digests the same tensors again and again: deterministic, and different after the flip of any single bit.
+
+    Words of eight bytes are added up in rows, and the sums of rows are added up with odd weights, all modulo 2^64. A flipped
+    bit changes its word by a power of two, and an odd weight takes no power of two to zero. Each byte is read once; the memory
+    that this takes is a few thousandths of the tensors' own.
+    """
+
+    def __init__(self) -> None:
+        self._weights: Tensor | None = None
+
+    @torch.no_grad()
+    def __call__(self, tensors: Iterable[Tensor]) -> Tensor:
+        """The digest [] int64 of this rank's part of `tensors`, on their device; nothing waits for it."""
+        sums: list[Tensor] = []
+        rests: list[Tensor] = []
+        for tensor in tensors:
+            content = _bytes_of(local(tensor).detach())
+            in_rows = content.numel() - content.numel() % _ROW_BYTES
+            if in_rows:
+                sums.append(_row_sums(content[:in_rows]))
+            if in_rows < content.numel():
+                rests.append(content[in_rows:])
+        if rests:
+            # Small tensors are many: one concatenation, instead of a kernel for each.
+            filled = sum(rest.numel() for rest in rests)
+            rests.append(torch.zeros(-filled % _ROW_BYTES, dtype=torch.uint8, device=rests[0].device))
+            sums.append(_row_sums(torch.cat(rests)))
+        if not sums:
+            return torch.zeros((), dtype=torch.int64)
+        rows = torch.cat(sums)
+        return (rows * self._weights_of(rows)).sum()
+
+    def _weights_of(self, rows: Tensor) -> Tensor:
+        if self._weights is None or self._weights.shape != rows.shape or self._weights.device != rows.device:
+            self._weights = (torch.arange(1, 1 + rows.numel(), device=rows.device) * _SPREAD) | 1
+        return self._weights
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+        # Words can be read at multiples of their size only.
+        flat = flat.clone()
+    return flat.view(torch.uint8)
+
+
+def _row_sums(content: Tensor) -> Tensor:
+    return content.view(torch.int64).view(-1, _ROW_WORDS).sum(dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Replicas do not hold the same state."""
+
+    wrong: tuple[int, ...] = ()
+    """Ranks that differ from the majority of their replicas."""
+
+    disputed: tuple[int, ...] = ()
+    """Ranks whose replicas have no majority, so that any of them may be the wrong one."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks under suspicion."""
+        return tuple(sorted((*self.wrong, *self.disputed)))
+
+
+def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None:
+    """Compare the digests of all ranks, in rank order; None if all replicas are alike.
+
+    The ranks of one copy of the model follow each other, `shards` of them, so every `shards`-th rank holds the same part.
+    """
+    wrong: list[int] = []
+    disputed: list[int] = []
+    for first in range(shards):
+        ranks = range(first, len(digests), shards)
+        (digest, count), *others = Counter(digests[rank] for rank in ranks).most_common()
+        if not others:
+            continue
+        if 2 * count > len(ranks):
+            wrong += [rank for rank in ranks if digests[rank] != digest]
+        else:
+            disputed += ranks
+    return Divergence(tuple(sorted(wrong)), tuple(sorted(disputed))) if wrong or disputed else None
+
+
+def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[str]) -> str:
+    """The sentence for a person; `hosts` names the host of each rank."""
+    causes = []
+    if divergence.wrong:
+        verb = "differs" if len(divergence.wrong) == 1 else "differ"
+        causes.append(
+            f"{_listed(divergence.wrong, hosts)} {verb} from the majority of the replicas: "
+            f"replace {_hosts(divergence.wrong, hosts)}"
+        )
+    if divergence.disputed:
+        causes.append(
+            f"{_listed(divergence.disputed, hosts)} differ from each other, and no majority tells which one is wrong: test the "
+            f"memory and devices of {_hosts(divergence.disputed, hosts)}, and replace the host that fails"
+        )
+    return (
+        f"after step {step} replicas hold different parameters or optimizer state. {'; '.join(causes)}. "
+        "Nothing was saved of this step: the next start resumes from the checkpoint before it"
+    )
+
+
+def _listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
+
+
+def _hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    return " and ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 class ReplicaComparison:

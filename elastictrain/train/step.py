@@ -12,9 +12,9 @@ from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.train.host_copy import HostCopy
 from elastictrain.train.optimizer import set_learning_rate
 from elastictrain.train.parameters import local
+from elastictrain.train.replica_comparison import HostCopy
 from elastictrain.train.seeding import derive_seed, seed_everything
 from elastictrain.train.task import Task
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from torchruns import environment
 
-BEGIN = "import ctypes, time; from elastictrain.fault.limit import limit_the_end; limit_the_end(0.5, exit_code=71); "
+BEGIN = "import ctypes, time; from elastictrain.fault.exits import limit_the_end; limit_the_end(0.5, exit_code=71); "
 
 
 @pytest.mark.parametrize(

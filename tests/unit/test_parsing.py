@@ -34,7 +34,7 @@ OWN = {
     "liveness/__main__.py": "the worker that started this process",
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
-    "launch/host_lock.py": "the lock that this user holds",
+    "launch/locks.py": "the lock that this user holds",
     "launch/heartbeat/datagram.py": "datagrams of bounded size that are signed with the token",
     "preflight/group/entries.py": "ranks of the same group",
     "preflight/host/alike.py": "hosts of the same group",

@@ -5,8 +5,7 @@ import hmac
 import json
 from dataclasses import asdict, dataclass, replace
 
-from elastictrain.launch.membership.codec import decode
-from elastictrain.launch.membership.records import HostRecord
+from elastictrain.launch.membership.records import HostRecord, decode
 
 _SIGNATURE_BYTES = 16
 _LARGEST_BYTES = 512

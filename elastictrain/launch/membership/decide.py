@@ -7,11 +7,10 @@ ended may propose the next: storage takes the first proposal of each number and 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decisions import Decision, Finish, Join, Leave, LeaveOut, Wait
 from elastictrain.launch.membership.growth import worth_growing
 from elastictrain.launch.membership.hearing import unheard_members
-from elastictrain.launch.membership.lost import missing_member
+from elastictrain.launch.membership.observation import ClusterState, missing_member
 from elastictrain.launch.membership.proposal import find_previous, nothing_to_save, propose_generation
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
 

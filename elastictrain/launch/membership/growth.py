@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.hearing import hearing, unheard_by
-from elastictrain.launch.membership.lost import is_alive
+from elastictrain.launch.membership.observation import ClusterState, is_alive
 from elastictrain.launch.membership.records import Generation, HostRecord, HostState
 
 _TYPICAL_COST_S = 30.0

@@ -7,7 +7,7 @@ if both say so.
 from collections.abc import Mapping, Sequence
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.cluster_state import ClusterState
+from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import Generation, HostRecord
 
 _MOST_EXACT = 12

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_STOPPED
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
 from elastictrain.launch.membership.hearing import largest_group, pairs_without_sound, settles_s
-from elastictrain.launch.membership.lost import abandoned_since_s, is_alive, is_unknown, quiet_s
-from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.observation import (
+    ClusterState,
+    HostObservation,
+    abandoned_since_s,
+    is_alive,
+    is_unknown,
+    quiet_s,
+)
 from elastictrain.launch.membership.policy import BEGIN, GenerationResult, NextGeneration, is_network_suspected, judge
 from elastictrain.launch.membership.records import (
     End,

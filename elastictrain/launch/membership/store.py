@@ -8,8 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
-from elastictrain.launch.membership.codec import decode, encode
-from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState
+from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode, encode
 from elastictrain.lease.chain import GENERATIONS, HOSTS, newest_record, point_at
 from elastictrain.lease.records import parse_claim
 from elastictrain.storage.bounded_read import read_record

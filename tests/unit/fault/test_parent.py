@@ -2,7 +2,7 @@ import ctypes
 import os
 import signal
 
-from elastictrain.fault.parent import follow_parent
+from elastictrain.fault.exits import follow_parent
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
 

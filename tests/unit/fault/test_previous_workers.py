@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import StopRequestedError
-from elastictrain.fault import previous_workers
-from elastictrain.fault.exits import encode, identify
-from elastictrain.fault.previous_workers import wait_for_previous_workers
+from elastictrain.fault import exits as previous_workers
+from elastictrain.fault.exits import encode, identify, wait_for_previous_workers
 from elastictrain.identity import Identity, Launcher
 
 ALONE = Identity(0, 1, 0, 1, "here", launched=True)

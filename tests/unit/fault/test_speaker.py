@@ -1,4 +1,4 @@
-from elastictrain.fault.speaker import elect_reporter
+from elastictrain.fault.reasons import elect_reporter
 
 
 class Clock:

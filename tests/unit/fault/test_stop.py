@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopRequest, after_signal, is_news
-from elastictrain.fault.stop_file import StopNote, write_stop_note
+from elastictrain.fault.stop import STOP_SIGNALS, StopListener, StopNote, StopRequest, after_signal, is_news, write_stop_note
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.launch.address import OwnAddress, next_address
+from elastictrain.launch.probing import OwnAddress, next_address
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastictrain.identity import Launcher, read_identity
-from elastictrain.launch.arguments import HostContext, plan_torchrun
 from elastictrain.launch.membership.records import Generation, GenerationMember
+from elastictrain.launch.orders import HostContext, plan_torchrun
 from tests.unit.launch.membership.made import generation
 
 A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)

@@ -16,7 +16,7 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.fault.reasons import Reason
-from elastictrain.launch.ending import Remains, judge_end
+from elastictrain.launch.attempt import Remains, judge_end
 from elastictrain.launch.membership.records import End, EndKind
 from elastictrain.launch.records import NO_RANK
 

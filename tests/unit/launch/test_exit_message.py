@@ -1,8 +1,7 @@
 import pytest
 
-from elastictrain.launch.exit_message import exit_message, waiting_message
+from elastictrain.launch.final_save import FinalSave, exit_message, waiting_message
 from elastictrain.launch.membership.decisions import Wait
-from elastictrain.launch.saver import FinalSave
 
 
 @pytest.mark.parametrize(

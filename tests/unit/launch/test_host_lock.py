@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import HostUnfitError, UsageError
-from elastictrain.launch.host_lock import lock_run
+from elastictrain.launch.locks import lock_run
 
 
 def test_a_second_launcher_of_a_run_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from elastictrain.errors import RunHeldError, StopRequestedError, TransientStora
 from elastictrain.fault.stop import StopListener, StopRequest
 from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import ClusterPlace
-from elastictrain.launch.host_lock import lock_run
+from elastictrain.launch.locks import lock_run
 from elastictrain.launch.membership.records import HostState
 from elastictrain.launch.supervisor import SupervisorParts
 

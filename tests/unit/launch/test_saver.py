@@ -12,7 +12,7 @@ from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, encode
 from elastictrain.checkpoint.memory.place import make_private, run_folder
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
-from elastictrain.launch.saver import ask_to_flush
+from elastictrain.launch.final_save import ask_to_flush
 from elastictrain.net.pending import PendingLimits
 from tests.unit.checkpoint.keeper.kept import Worker, checkpoints, keeping, until
 from tests.unit.checkpoint.memory.madeslots import facts_of, put

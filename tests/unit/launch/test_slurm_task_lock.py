@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import HostUnfitError
-from elastictrain.launch.slurm_task_lock import acquire_task_lock, wait_for_launcher
+from elastictrain.launch.locks import acquire_task_lock, wait_for_launcher
 
 QUIET: list[str] = []
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -18,8 +18,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Locks of its own, short turns, and the handlers as they were."""
-    monkeypatch.setattr("elastictrain.launch.lock_file.tempfile.gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr("elastictrain.launch.slurm_task_lock._TURN_S", 0.005)
+    monkeypatch.setattr("elastictrain.launch.locks.tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("elastictrain.launch.locks._TURN_S", 0.005)
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
@@ -96,7 +96,7 @@ def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_p
 
 
 def test_another_launcher_is_waited_for_and_that_is_said(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.launch.slurm_task_lock._QUIET_S", 0.02)
+    monkeypatch.setattr("elastictrain.launch.locks._QUIET_S", 0.02)
     first, said = acquire_task_lock(job, say=QUIET.append), list[str]()
     taken: list[int] = []
     second = threading.Thread(target=lambda: taken.append(acquire_task_lock(job, say=said.append)))

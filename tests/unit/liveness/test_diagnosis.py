@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.liveness.diagnosis import LEFT_TO_THE_GUILTY_S, diagnose, paragraph, progress_order
+from elastictrain.liveness.diagnosis import LEFT_TO_THE_GUILTY_S, RankStatus, diagnose, paragraph, progress_order
 from elastictrain.liveness.progress import Phase, ProgressMark
-from elastictrain.liveness.rank_status import RankStatus
 
 IN_ORDER = (
     (Phase.START, 0, 0),

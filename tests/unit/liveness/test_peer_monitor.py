@@ -4,11 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from elastictrain.config.fault import FaultGroup
+from elastictrain.liveness.diagnosis import to_heartbeat
 from elastictrain.liveness.flight_record import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import Phase, ProgressMark
-from elastictrain.liveness.rank_status import to_heartbeat
 
 OPTIONS = FaultGroup(heartbeat_s=1.0)
 HOSTS = ("a", "b", "c")

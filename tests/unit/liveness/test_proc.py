@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from elastictrain.liveness.proc import describe_process, look_at
+from elastictrain.liveness.stacks import describe_process, look_at
 from tests.unit.fault.fake_proc import EXITING, make_process
 
 

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from elastictrain.liveness.diagnosis import from_heartbeat, to_heartbeat
 from elastictrain.liveness.progress import Phase, ProgressMark
-from elastictrain.liveness.rank_status import from_heartbeat, to_heartbeat
 
 MARK = ProgressMark(Phase.FORWARD, 7, 1, 100.0, True)
 

@@ -7,8 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastictrain.config.fault import FaultGroup
-from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.liveness.step_history import ENOUGH_STEPS, WINDOW_STEPS, StepHistory, learned_bound_s
+from elastictrain.liveness.progress import ENOUGH_STEPS, WINDOW_STEPS, Phase, ProgressTracker, StepHistory, learned_bound_s
 from elastictrain.liveness.watchdog import bound_s, judge, limit_s
 
 OPTIONS = FaultGroup()

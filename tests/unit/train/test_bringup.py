@@ -136,7 +136,7 @@ def after_this_process() -> Identity:
 def test_who_does_not_let_go_of_what_this_start_needs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastictrain.fault.previous_workers.PREVIOUS_EXIT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("elastictrain.fault.exits.PREVIOUS_EXIT_TIMEOUT_S", 0.3)
     life = Life(of(tmp_path / "run"), identity=after_this_process())
     started = life.begin()
     assert started.timings.seconds["predecessors"] >= 0.3

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.train.divergence import Divergence, describe_divergence, find_divergence
+from elastictrain.train.replica_comparison import Divergence, describe_divergence, find_divergence
 
 
 @pytest.mark.parametrize(

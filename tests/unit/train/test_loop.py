@@ -35,10 +35,9 @@ from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop, LoopParts, StepReport
-from elastictrain.train.optimizer import make_optimizer
+from elastictrain.train.optimizer import learning_rate, make_optimizer
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SavingParts, SynchronousSaving
-from elastictrain.train.schedule import learning_rate
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Flags, StepFacts
 from tests.unit.train.parts import FakeComparison

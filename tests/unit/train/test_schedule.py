@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.config.optim import OptimGroup
-from elastictrain.train.schedule import describe_short_warmup, learning_rate
+from elastictrain.train.optimizer import describe_short_warmup, learning_rate
 
 Schedule = Literal["constant", "linear", "cosine"]
 schedules = st.sampled_from(["constant", "linear", "cosine"])

@@ -1,4 +1,4 @@
-from elastictrain.launch.heartbeat.silence import Heard, hear, listen_to, look
+from elastictrain.launch.heartbeat.mesh import Heard, hear, listen_to, look
 
 LOST_S = 4.0
 

@@ -4,10 +4,9 @@ from math import inf
 from string import ascii_lowercase
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Decision
-from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import (
     End,
     EndKind,

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.launch.membership.codec import decode, encode
 from elastictrain.launch.membership.records import (
     End,
     EndKind,
@@ -15,6 +14,8 @@ from elastictrain.launch.membership.records import (
     GenerationOutcome,
     HostRecord,
     HostState,
+    decode,
+    encode,
 )
 
 ENTRY = HostRecord("a-1", "a", "10.0.0.1", 4000, 5000, 8, -1, HostState.READY, "", 3, 2)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.hearing import largest_group, pairs_without_sound, unheard_members
+from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import HostRecord
 from tests.unit.launch.membership.made import cluster, generation, observed, record
 

@@ -3,11 +3,9 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
-from elastictrain.launch.membership.lost import takeover_s
-from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.observation import ClusterState, HostObservation, takeover_s
 from elastictrain.launch.membership.records import (
     End,
     EndKind,

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
-from elastictrain.launch.membership.codec import encode
-from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState
+from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState, encode
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.records import Claim

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.cluster_state import ClusterState
 from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
-from elastictrain.launch.membership.observation import HostObservation, observe, observe_datagrams
+from elastictrain.launch.membership.observation import ClusterState, HostObservation, observe, observe_datagrams
 from elastictrain.launch.membership.records import End, EndKind, Generation, HostRecord, HostState
 from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
 

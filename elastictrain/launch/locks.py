@@ -1,0 +1,133 @@
+"""Locks of a host: one launcher of a run, whose second one would take the same devices, and one launcher of a Slurm job."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from elastictrain.checkpoint.memory.place import run_name
+from elastictrain.errors import EXIT_OK, HostUnfitError, UsageError
+from elastictrain.storage.failures import reason_of
+from elastictrain.storage.private import NameTakenError, open_private_file
+
+_LAUNCHER_COMES_S = 120.0
+_TURN_S = 0.2
+_QUIET_S = 2.0
+
+
+def acquire_task_lock(job: str, *, say: Callable[[str], None]) -> int:
+    """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
+    descriptor = open_lock(f"{job}.lock")
+    quiet_until = time.monotonic() + _QUIET_S
+    while time.monotonic() < quiet_until:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Tasks that wait for this one look now and then.
+            time.sleep(_TURN_S / 4)
+        else:
+            return descriptor
+    say("waiting for another launcher of this job to end on this host")
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
+    """Until the launcher of a job on this host has come and gone; returns an exit code."""
+    # What ends the job is meant for the launcher: a task that ended before it could end all others.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    descriptor = open_lock(f"{job}.lock")
+    deadline, came = time.monotonic() + comes_s, False
+    while came or time.monotonic() < deadline:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            came = True
+        else:
+            if came:
+                break
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        time.sleep(_TURN_S)
+    os.close(descriptor)
+    return EXIT_OK
+
+
+def open_lock(name: str, *, folder: str | None = None) -> int:
+    """The descriptor of this user's lock file `name`, not locked yet. Raises: HostUnfitError if it cannot be opened."""
+    path = f"{folder or tempfile.gettempdir()}/elastictrain-{os.getuid()}-{name}"
+    try:
+        return open_private_file(path)
+    except NameTakenError as error:
+        raise HostUnfitError(f"{reason_of(error)}; or set TMPDIR to a folder of your own") from error
+    except OSError as error:
+        raise HostUnfitError(f"{path} must be a file that this user can lock, but: {reason_of(error)}") from error
+
+
+_DIGITS = 16
+_MOST_BYTES = 4096
+
+
+class HostLock:
+    """Held as long as this process lives."""
+
+    def __init__(self, descriptor: int, before: str, *, digest: str, folder: str | None) -> None:
+        self._descriptor = descriptor
+        self._digest = digest
+        self._folder = folder
+        self.before = before
+        """The launcher that held it before, which is gone; empty if nobody did."""
+
+    def close(self) -> None:
+        """Let go."""
+        os.close(self._descriptor)
+
+    def make_folder(self) -> Path:
+        """A new folder for temporary files of this launcher; those that killed launchers of the run left here are removed.
+
+        Raises: OSError.
+        """
+        parent, prefix = Path(self._folder or tempfile.gettempdir()), f"elastictrain-launch-{self._digest}-"
+        for left in parent.glob(f"{prefix}*"):
+            with suppress(OSError):
+                if left.lstat().st_uid == os.getuid():
+                    shutil.rmtree(left)
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+    def sign(self, host: str) -> None:
+        """Tell the next one who this was."""
+        data = json.dumps({"pid": os.getpid(), "host": host}).encode()
+        os.pwrite(self._descriptor, data, 0)
+        os.ftruncate(self._descriptor, len(data))
+
+
+def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
+    """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be found out."""
+    # Hosts may share the folder for temporary files.
+    digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
+    descriptor = open_lock(f"launch-{digest}", folder=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read(descriptor).get("pid", "unknown")
+        os.close(descriptor)
+        raise UsageError(
+            f"another launcher of {run_dir} lives on this host (process {holder}); end it first, or give another run.dir"
+        ) from None
+    return HostLock(descriptor, str(_read(descriptor).get("host", "")), digest=digest, folder=folder)
+
+
+def _read(descriptor: int) -> dict[str, object]:
+    try:
+        facts = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
+    except ValueError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
