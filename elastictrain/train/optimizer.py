@@ -1,4 +1,4 @@
-"""The learning rate of a step, and AdamW over the model's parameters, with its state made up front so that a checkpoint can be read straight into it."""
+"""The learning rate of a step, and AdamW, whose state is made up front so that a checkpoint can be read straight into it."""
 
 import math
 from collections.abc import Iterable, Iterator
