@@ -358,7 +358,7 @@ def main() -> None:
         if identity.speaks:
             report(bench, result, options)
         bench.built.close(finished=True)
-        bench.started.met.board.close()
+        bench.started.met.heartbeats.close()
         bench.started.met.journal.close()
         # The groups are not taken down: one whose save failed may never answer.
         dist.barrier(group=bench.group)
