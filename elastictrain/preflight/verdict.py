@@ -61,6 +61,60 @@ class Verdict:
             raise ValueError(f"check {self.check!r} says {self.status} of {self.subject} without a remedy")
 
 
+@dataclass(frozen=True, slots=True)
+class Reporter:
+    """Makes the verdicts of one check. `subject`, `scope` and `seconds` are those of verdicts that name no others."""
+
+    check: str
+    subject: str = "all"
+    scope: Scope = Scope.HOST
+    seconds: float = 0.0
+
+    def passed(self, measured: Figure = None, *, expected: Figure = None, unit: str = "") -> Verdict:
+        """All is well."""
+        return self(self.subject, Status.PASS, measured, expected, unit=unit)
+
+    def skipped(self, measured: Figure, *, remedy: str) -> Verdict:
+        """The check does not apply, or nothing is known."""
+        return self(self.subject, Status.SKIP, measured, None, remedy)
+
+    def warned(self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "") -> Verdict:
+        """The subject can take part, but worse than it could."""
+        return self(self.subject, Status.WARN, measured, expected, remedy, unit=unit)
+
+    def failed(
+        self, measured: Figure, *, remedy: str, expected: Figure = None, unit: str = "", may_pass: bool = False
+    ) -> Verdict:
+        """The subject cannot take part. `may_pass`: as in `Verdict`."""
+        return self(self.subject, Status.FAIL, measured, expected, remedy, unit=unit, may_pass=may_pass)
+
+    def __call__(
+        self,
+        subject: str,
+        status: Status,
+        measured: Figure = None,
+        expected: Figure = None,
+        remedy: str = "",
+        *,
+        unit: str = "",
+        scope: Scope | None = None,
+        may_pass: bool = False,
+    ) -> Verdict:
+        """A verdict about another subject. An `expected` that is empty is left out."""
+        return Verdict(
+            check=self.check,
+            scope=scope or self.scope,
+            subject=subject,
+            status=status,
+            measured=measured,
+            expected=None if expected == "" else expected,
+            unit=unit,
+            seconds=self.seconds,
+            remedy=remedy,
+            may_pass=may_pass,
+        )
+
+
 def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Failures, then warnings, then what was skipped, then what passed; otherwise in the order of their coming."""
     return sorted(verdicts, key=lambda verdict: _ORDER[verdict.status])

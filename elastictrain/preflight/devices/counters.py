@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.devices.words import integer
 from elastictrain.preflight.kept import keep, load_kept
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
-_verdict = Saying("counters")
+_verdict = Reporter("counters")
 
 FORMAT = 1
 

@@ -4,11 +4,10 @@ import re
 from dataclasses import dataclass
 
 from elastictrain.preflight.devices.gpu import GpuReport, subject
-from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
-_verdict = Saying("fabric_manager")
+_verdict = Reporter("fabric_manager")
 
 LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"

@@ -1,7 +1,9 @@
 """Verdicts on what GPUs say about their memory and their clocks. Pure."""
 
 from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor, subject, where
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
+
+_ecc, _row_remap, _throttle = Reporter("ecc"), Reporter("row_remap"), Reporter("throttle")
 
 
 def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
@@ -9,18 +11,16 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
     found = []
     for gpu in report.gpus:
         if gpu.worn_out:
-            found.append(_verdict(
-                "ecc", gpu, host, Status.FAIL, "too many uncorrected SRAM errors", "below the vendor's limit",
+            found.append(_ecc(subject(gpu, host), Status.FAIL, "too many uncorrected SRAM errors", "below the vendor's limit",
                 f"replace the host, or have GPU {where(gpu)} replaced: its count of uncorrected SRAM errors calls for it",
             ))  # fmt: skip
         elif gpu.uncorrected:
-            found.append(_verdict("ecc", gpu, host, Status.FAIL, gpu.uncorrected, 0, _reset(gpu, report.vendor), unit="errors"))
+            found.append(_ecc(subject(gpu, host), Status.FAIL, gpu.uncorrected, 0, _reset(gpu, report.vendor), unit="errors"))
     switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
     if len(switched) == 2:
         off = [gpu for gpu in report.gpus if gpu.ecc_on is False]
         found += [
-            _verdict(
-                "ecc", gpu, host, Status.WARN, "off", "on, as on the other GPUs",
+            _ecc(subject(gpu, host), Status.WARN, "off", "on, as on the other GPUs",
                 f"as root, with the GPU idle: nvidia-smi -i {where(gpu)} -e 1; then reboot the host",
             )
             for gpu in off
@@ -29,15 +29,18 @@ def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
         return found
     counting = sum(gpu.uncorrected is not None for gpu in report.gpus)
     if counting:
-        return [_passed("ecc", host, f"no uncorrected errors on {counting} GPUs")]
+        return [_ecc(host, Status.PASS, f"no uncorrected errors on {counting} GPUs")]
     if all(gpu.ecc_on is None for gpu in report.gpus):
         return [
-            _skipped(
-                "ecc", host, "no error counts", f"none: these GPUs, or what {report.tool} may see here, count no memory errors"
+            _ecc(
+                host,
+                Status.SKIP,
+                "no error counts",
+                remedy=f"none: these GPUs, or what {report.tool} may see here, count no memory errors",
             )
         ]
     remedy = "to have memory errors found, as root: nvidia-smi -e 1, then reboot"
-    return [_skipped("ecc", host, "ECC is off" if switched == {False} else "no error counts", remedy)]
+    return [_ecc(host, Status.SKIP, "ECC is off" if switched == {False} else "no error counts", remedy=remedy)]
 
 
 def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
@@ -45,23 +48,25 @@ def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
     found = []
     for gpu in report.gpus:
         if gpu.remap_failed:
-            found.append(_verdict(
-                "row_remap", gpu, host, Status.FAIL, "remapping failed", "no failure",
+            found.append(_row_remap(subject(gpu, host), Status.FAIL, "remapping failed", "no failure",
                 f"replace the host, or have GPU {where(gpu)} replaced: it has no spare memory left",
             ))  # fmt: skip
         elif gpu.remap_pending:
             found.append(
-                _verdict("row_remap", gpu, host, Status.WARN, "remapping pending", "none pending", _reset(gpu, report.vendor))
+                _row_remap(subject(gpu, host), Status.WARN, "remapping pending", "none pending", _reset(gpu, report.vendor))
             )
     if found or not report.gpus:
         return found
     if all(gpu.remap_pending is None and gpu.remap_failed is None for gpu in report.gpus):
         return [
-            _skipped(
-                "row_remap", host, "not reported", "none: these GPUs do not remap memory, or not under this driver or mode"
+            _row_remap(
+                host,
+                Status.SKIP,
+                "not reported",
+                remedy="none: these GPUs do not remap memory, or not under this driver or mode",
             )
         ]
-    return [_passed("row_remap", host, "none pending")]
+    return [_row_remap(host, Status.PASS, "none pending")]
 
 
 def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
@@ -80,38 +85,19 @@ def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
         else:
             remedy = f"check fans, airflow and inlet temperature: nvidia-smi -q -i {where(gpu)} -d TEMPERATURE,PERFORMANCE"
         measured = ", ".join(gpu.slowed) + heat
-        found.append(_verdict("throttle", gpu, host, Status.WARN, measured, "clocks not held down", remedy))
+        found.append(_throttle(subject(gpu, host), Status.WARN, measured, "clocks not held down", remedy))
     if found or not report.gpus:
         return found
     if all(gpu.slowed is None for gpu in report.gpus):
-        return [_skipped("throttle", host, "not reported", f"none: {report.tool} does not say here why clocks are held down")]
+        return [
+            _throttle(
+                host, Status.SKIP, "not reported", remedy=f"none: {report.tool} does not say here why clocks are held down"
+            )
+        ]
     hottest = max((gpu.temperature_c for gpu in report.gpus if gpu.temperature_c is not None), default=None)
-    return [_passed("throttle", host, "none" if hottest is None else f"none, at most {hottest:g} C")]
+    return [_throttle(host, Status.PASS, "none" if hottest is None else f"none, at most {hottest:g} C")]
 
 
 def _reset(gpu: Gpu, vendor: Vendor) -> str:
     command = f"nvidia-smi --gpu-reset -i {where(gpu)}" if vendor is Vendor.NVIDIA else f"amd-smi reset -G -g {gpu.index}"
     return f"as root, with no process on any GPU: {command} (or reboot the host); if it comes back, replace the host"
-
-
-def _verdict(
-    check: str, gpu: Gpu, host: str, status: Status, measured: float | str, expected: float | str, remedy: str, unit: str = ""
-) -> Verdict:
-    return Verdict(
-        check=check,
-        scope=Scope.HOST,
-        subject=subject(gpu, host),
-        status=status,
-        measured=measured,
-        expected=expected,
-        unit=unit,
-        remedy=remedy,
-    )
-
-
-def _passed(check: str, host: str, measured: str) -> Verdict:
-    return Verdict(check=check, scope=Scope.HOST, subject=host, status=Status.PASS, measured=measured)
-
-
-def _skipped(check: str, host: str, measured: str, remedy: str) -> Verdict:
-    return Verdict(check=check, scope=Scope.HOST, subject=host, status=Status.SKIP, measured=measured, remedy=remedy)

@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elastictrain.preflight.devices.saying import Saying
 from elastictrain.preflight.devices.words import decimal
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
-_verdict = Saying("nvlink")
+_verdict = Reporter("nvlink")
 
 LIMIT_S = 20.0
 SLOW_LINK = 0.9

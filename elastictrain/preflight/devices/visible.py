@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, counted_names, subject, where
 from elastictrain.preflight.devices.pci import AMD, NVIDIA, PciFacts
-from elastictrain.preflight.devices.saying import Saying
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
-_verdict = Saying("gpus")
+_verdict = Reporter("gpus")
 
 SELECTORS = {
     Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES",),

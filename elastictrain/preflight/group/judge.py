@@ -12,14 +12,14 @@ from elastictrain.preflight.group.expected import group_limit
 from elastictrain.preflight.group.members import Member
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import Reach
-from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
+from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 
 _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"
 
 
 def judge_present(members: Sequence[Member], *, seconds: float) -> Verdict:
     """All are there: whoever is not has been judged already."""
-    return _verdict("present", "all", Status.PASS, measured=len(members), expected=len(members), unit="ranks", seconds=seconds)
+    return _reporter("present", seconds)("all", Status.PASS, measured=len(members), expected=len(members), unit="ranks")
 
 
 def judge_results(
@@ -29,7 +29,7 @@ def judge_results(
     those that got something wrong; where all did, the group."""
     found = {rank: list(some) for rank, some in faults.items() if some}
     if not found:
-        return [_verdict("collectives", "all", Status.PASS, measured="right", unit=collective, seconds=seconds)]
+        return [_reporter("collectives", seconds)("all", Status.PASS, measured="right", unit=collective)]
     sources = {fault.source for some in found.values() for fault in some}
     source = next(iter(sources)) if len(sources) == 1 else None
     culprits = {source} if source is not None and len(found) > 1 else set(found)
@@ -55,15 +55,13 @@ def judge_bandwidth(
     slow = limit is not None and _is_slow(point, options.expected_ratio * limit.bus_gbs, options)
     remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO" if limit else ""
     return [
-        _verdict(
-            "bus_bandwidth",
+        _reporter("bus_bandwidth", seconds)(
             "all",
             Status.WARN if slow else Status.PASS,
             measured=_rounded(point.bus_gbs),
             expected=_rounded(limit.bus_gbs) if limit else None,
             unit=f"GB/s all_reduce {size_text(point.num_bytes)}",
             remedy=remedy if slow else "",
-            seconds=seconds,
         )
     ]
 
@@ -96,17 +94,15 @@ def judge_rates(
     devices = {member.device for member in members}
     slow = stragglers(rates, ratio=options.straggler_share(cuda=devices != {"cpu"}))
     if again is None or not slow:
-        return [_verdict("matmul", "all", Status.PASS, measured=typical, unit="TFLOP/s", seconds=seconds)]
+        return [_reporter("matmul", seconds)("all", Status.PASS, measured=typical, unit="TFLOP/s")]
     verdicts = [
-        _verdict(
-            "matmul",
+        _reporter("matmul", seconds)(
             members[rank].name,
             Status.WARN if devices == {"cpu"} or len(devices) > 1 else Status.FAIL,
             measured=_rounded(rates[rank]),
             expected=typical,
             unit="TFLOP/s",
             remedy=_slow_remedy(members[rank]),
-            seconds=seconds,
         )
         for rank in sorted(slow)
     ]
@@ -139,26 +135,22 @@ def judge_pairs(
                 continue
             expected = _rounded(typical)
             bad.append(
-                _verdict(
-                    "p2p",
+                _reporter("p2p", seconds)(
                     subject,
                     Status.WARN,
                     measured=figure,
                     expected=expected,
                     unit="GB/s",
                     remedy=remedy,
-                    seconds=seconds,
                 )
             )
-        verdicts += bad or [_verdict("p2p", host, Status.PASS, measured=_rounded(typical), unit="GB/s a pair", seconds=seconds)]
+        verdicts += bad or [_reporter("p2p", seconds)(host, Status.PASS, measured=_rounded(typical), unit="GB/s a pair")]
     return verdicts or [
-        _verdict(
-            "p2p",
+        _reporter("p2p", seconds)(
             "all",
             Status.SKIP,
             measured="one GPU on each host",
             remedy="nothing to do: there are no pairs",
-            seconds=seconds,
         )
     ]
 
@@ -170,15 +162,13 @@ def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Se
 
 
 def _wrong(collective: Collective, subject: str, measured: str, remedy: str, seconds: float) -> Verdict:
-    return _verdict(
-        "collectives",
+    return _reporter("collectives", seconds)(
         subject,
         Status.FAIL,
         measured=measured,
         expected="the known result",
         unit=collective,
         remedy=remedy,
-        seconds=seconds,
     )
 
 
@@ -201,25 +191,5 @@ def _slow_remedy(member: Member) -> str:
     )
 
 
-def _verdict(
-    check: str,
-    subject: str,
-    status: Status,
-    *,
-    measured: Figure = None,
-    expected: Figure = None,
-    unit: str = "",
-    remedy: str = "",
-    seconds: float = 0.0,
-) -> Verdict:
-    return Verdict(
-        check=check,
-        scope=Scope.GROUP,
-        subject=subject,
-        status=status,
-        measured=measured,
-        expected=expected,
-        unit=unit,
-        remedy=remedy,
-        seconds=seconds,
-    )
+def _reporter(check: str, seconds: float) -> Reporter:
+    return Reporter(check, scope=Scope.GROUP, seconds=seconds)

@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from elastictrain.preflight.host.speaking import Finding
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 DECISIVE = ("torch", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """Packages that must be the same everywhere: ranks speak their protocols with each other."""
@@ -147,17 +146,17 @@ def compare(hosts: Mapping[str, Likeness | None]) -> list[Verdict]:
     known = {host: likeness for host, likeness in hosts.items() if likeness is not None}
     found: list[Verdict] = []
     for host, likeness in hosts.items():
-        say = Finding("alike", host)
+        report = Reporter("alike", host)
         if likeness is None:
             remedy = f"install the same release of elastictrain on {host} as on the others"
-            found.append(say.failed("unknown", expected="a description of its code", remedy=remedy))
+            found.append(report.failed("unknown", expected="a description of its code", remedy=remedy))
             continue
         differences = [
-            *_code(host, likeness, known, say),
-            *_config(host, likeness, known, say),
-            *_versions(host, known, say),
+            *_code(host, likeness, known, report),
+            *_config(host, likeness, known, report),
+            *_versions(host, known, report),
         ]
-        found += differences or [say.passed("alike", expected="alike")]
+        found += differences or [report.passed("alike", expected="alike")]
     return found
 
 
@@ -168,7 +167,7 @@ def model(values: Mapping[str, str]) -> str:
     return max(values, key=lambda host: counts[values[host]])
 
 
-def _code(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+def _code(host: str, own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     right_host = model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
     right = known[right_host]
     parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
@@ -186,14 +185,14 @@ def _code(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding)
         copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
         pulling = f", or `git -C {Path(target).parent} pull`" if package in own.checkouts else ""
         remedies.append(copying + pulling)
-    yield say.failed(
+    yield report.failed(
         f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}",
         expected=f"as on {right_host}",
         remedy=f"on {host}: {'; '.join(remedies)}",
     )
 
 
-def _config(host: str, own: Likeness, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+def _config(host: str, own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     said = {one: likeness.config for one, likeness in known.items() if likeness.config}
     if not own.config or not said:
         return
@@ -203,18 +202,18 @@ def _config(host: str, own: Likeness, known: Mapping[str, Likeness], say: Findin
             f"start {host} with the same command line and config folder as {right_host}; "
             "compare what `python -m elastictrain.run ... --cfg job` prints on both"
         )
-        yield say.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
+        yield report.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
 
 
-def _versions(host: str, known: Mapping[str, Likeness], say: Finding) -> Iterator[Verdict]:
+def _versions(host: str, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     for package in sorted({name for likeness in known.values() for name in likeness.versions}):
         values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
         right_host = model(values)
         mine, right = values[host], values[right_host]
         if mine == right:
             continue
-        saying = say.failed if _decisive(package, mine, right) else say.warned
-        yield saying(
+        report_as = report.failed if _decisive(package, mine, right) else report.warned
+        yield report_as(
             f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=_install(package, right, host)
         )
 

@@ -4,9 +4,8 @@ import os
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.cgroup import Throttling, read_allowance
-from elastictrain.preflight.host.speaking import Finding
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 THROTTLED_SHARE = 0.1
 """A group that had to wait in more than this share of its periods is short of CPUs; a burst now and then is harmless."""
@@ -61,35 +60,35 @@ def count_cpus(text: str) -> int | None:
 
 def judge_cpu(facts: CpuFacts, *, host: str) -> Verdict:
     """A quota that throttles, or leaves less than is needed."""
-    say = Finding("cpu", host)
+    report = Reporter("cpu", host)
     raising = f"raise the container's CPUs on {host}: `docker run --cpus=N`, `resources.limits.cpu`, `srun --cpus-per-task=N`"
     share = throttled_share(facts.throttling)
     if share is not None and share > THROTTLED_SHARE:
         remedy = f"{raising}; or use fewer: OMP_NUM_THREADS=1, fewer data.workers"
         measured, most = f"throttled in {share:.0%} of its periods", f"at most {THROTTLED_SHARE:.0%}"
-        return say.warned(measured, expected=most, remedy=remedy)
+        return report.warned(measured, expected=most, remedy=remedy)
     usable = min(facts.quota or facts.visible, facts.visible)
     wanted = facts.needed or facts.visible
     if usable < wanted:
         why = f"a quota of {facts.quota:g}" if facts.quota and facts.quota < facts.visible else f"{facts.visible} visible"
         remedy = f"{raising}; or use fewer: OMP_NUM_THREADS={max(1, int(usable))}, fewer ranks, fewer data.workers"
-        return say.warned(round(usable, 2), expected=wanted, unit=f"CPUs ({why})", remedy=remedy)
-    return say.passed(round(usable, 2), expected=wanted, unit="CPUs")
+        return report.warned(round(usable, 2), expected=wanted, unit=f"CPUs ({why})", remedy=remedy)
+    return report.passed(round(usable, 2), expected=wanted, unit="CPUs")
 
 
 def judge_load(facts: CpuFacts, *, host: str) -> Verdict:
     """What others do on this host; its load is that of the whole host, also as seen from a container."""
-    say = Finding("load", host)
+    report = Reporter("load", host)
     if facts.load is None or not facts.online:
-        return say.skipped("unknown", remedy=f"look with `uptime` on {host}")
+        return report.skipped("unknown", remedy=f"look with `uptime` on {host}")
     most = BUSY_LOAD * facts.online
     if facts.load <= most:
-        return say.passed(facts.load, expected=most, unit="processes that want to run")
+        return report.passed(facts.load, expected=most, unit="processes that want to run")
     remedy = (
         f"on {host} end what competes: `ps -eo pcpu,pid,user,comm --sort=-pcpu | head`; what waits for a disk or a network "
         "folder counts, too: `ps -eo state,pid,comm | grep ^D`"
     )
-    return say.warned(facts.load, expected=most, unit="processes that want to run", remedy=remedy)
+    return report.warned(facts.load, expected=most, unit="processes that want to run", remedy=remedy)
 
 
 def throttled_share(now: Throttling | None) -> float | None:

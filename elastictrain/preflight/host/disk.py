@@ -5,11 +5,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from elastictrain.preflight.host.gibibytes import GIB, MIB, in_gib
 from elastictrain.preflight.host.mounts import read_mounts
 from elastictrain.preflight.host.space import Space, read_space
-from elastictrain.preflight.host.speaking import GIB, MIB, Finding, in_gib
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 LEAST_BYTES = 64 * MIB
 """Below it not even events, logs and compiled kernels fit for long: the run would die of it in minutes."""
@@ -72,22 +72,26 @@ def read_disks(surroundings: Surroundings, folders: Sequence[Folder]) -> list[Di
 
 def judge_disks(facts: Sequence[DiskFacts], *, host: str) -> list[Verdict]:
     """One verdict for each folder: of what is scarcest there."""
-    return [_judge(one.folder, one.space, Finding("disk", host)) for one in facts]
+    return [_judge(one.folder, one.space, Reporter("disk", host)) for one in facts]
 
 
-def _judge(folder: Folder, space: Space | None, say: Finding) -> Verdict:
+def _judge(folder: Folder, space: Space | None, report: Reporter) -> Verdict:
     if space is None:
-        return say.warned(f"nothing known of {folder.path}", remedy=f"look at it on {say.host}: `stat -f {folder.path}`")
+        return report.warned(
+            f"nothing known of {folder.path}", remedy=f"look at it on {report.subject}: `stat -f {folder.path}`"
+        )
     place = f"free for {folder.use} in {space.path}"
-    bytes_remedy = f"on {say.host}: `du -xhd1 {space.path} | sort -h` shows what is large; {folder.relief}"
-    inodes_remedy = f"on {say.host}: `du --inodes -xd1 {space.path} | sort -n` shows where many files are; {folder.relief}"
+    bytes_remedy = f"on {report.subject}: `du -xhd1 {space.path} | sort -h` shows what is large; {folder.relief}"
+    inodes_remedy = (
+        f"on {report.subject}: `du --inodes -xd1 {space.path} | sort -n` shows where many files are; {folder.relief}"
+    )
     free, inodes = in_gib(space.free_bytes), space.free_inodes
     if space.free_bytes < LEAST_BYTES:
-        return say.failed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
+        return report.failed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
     if inodes is not None and inodes < LEAST_INODES:
-        return say.failed(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
+        return report.failed(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
     if space.free_bytes < LOW_BYTES:
-        return say.warned(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
+        return report.warned(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}", remedy=bytes_remedy)
     if inodes is not None and inodes < LOW_INODES:
-        return say.warned(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
-    return say.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")
+        return report.warned(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
+    return report.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")

@@ -4,9 +4,9 @@ import resource
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.cgroup import ProcessGroup, read_allowance
-from elastictrain.preflight.host.speaking import Finding, in_gib
+from elastictrain.preflight.host.gibibytes import in_gib
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 FEW_OPEN_FILES = 4096
 """A rank has sockets to all others, a file per shard and worker, and pipes; NCCL opens several sockets per peer."""
@@ -67,13 +67,13 @@ def parse_capabilities(text: str) -> int | None:
 
 def judge_memlock(facts: LimitFacts, *, host: str, rdma: bool) -> Verdict:
     """Only InfiniBand, RoCE and EFA count memory against this limit; drivers of GPUs lock pages on their own account."""
-    say, soft = Finding("memlock", host), facts.memlock.soft
+    report, soft = Reporter("memlock", host), facts.memlock.soft
     measured = "unlimited" if soft is None else in_gib(soft)
     unit = "" if soft is None else "GiB"
     if not rdma or soft is None:
-        return say.passed(measured, expected="unlimited" if rdma else None, unit=unit)
+        return report.passed(measured, expected="unlimited" if rdma else None, unit=unit)
     if _has(facts, _IPC_LOCK):
-        return say.passed(measured, expected="unlimited, or CAP_IPC_LOCK, as here", unit=unit)
+        return report.passed(measured, expected="unlimited, or CAP_IPC_LOCK, as here", unit=unit)
     own = (
         "`ulimit -l unlimited` before the start"
         if facts.memlock.hard is None
@@ -82,14 +82,14 @@ def judge_memlock(facts: LimitFacts, *, host: str, rdma: bool) -> Verdict:
             "`docker run --ulimit memlock=-1`, or `LimitMEMLOCK=infinity` in the systemd unit"
         )
     )
-    return say.warned(measured, expected="unlimited", unit=unit, remedy=own)
+    return report.warned(measured, expected="unlimited", unit=unit, remedy=own)
 
 
 def judge_open_files(facts: LimitFacts, *, host: str) -> Verdict:
     """Of files and sockets that one process may have open."""
-    say, limit = Finding("open_files", host), facts.open_files
+    report, limit = Reporter("open_files", host), facts.open_files
     if limit.soft is None or limit.soft >= FEW_OPEN_FILES:
-        return say.passed(limit.soft or "unlimited", expected=FEW_OPEN_FILES)
+        return report.passed(limit.soft or "unlimited", expected=FEW_OPEN_FILES)
     if limit.hard is None or limit.hard >= FEW_OPEN_FILES:
         remedy = f"`ulimit -n {min(limit.hard or 65536, 65536)}` before the start on {host}"
     else:
@@ -97,23 +97,23 @@ def judge_open_files(facts: LimitFacts, *, host: str) -> Verdict:
             f"on {host}: `* - nofile 65536` in /etc/security/limits.d/elastictrain.conf and a new login, "
             "`docker run --ulimit nofile=65536`, or `LimitNOFILE=65536` in the systemd unit"
         )
-    saying = say.failed if limit.soft < LEAST_OPEN_FILES else say.warned
-    return saying(limit.soft, expected=FEW_OPEN_FILES, remedy=remedy)
+    report_as = report.failed if limit.soft < LEAST_OPEN_FILES else report.warned
+    return report_as(limit.soft, expected=FEW_OPEN_FILES, remedy=remedy)
 
 
 def judge_processes(facts: LimitFacts, *, host: str) -> Verdict:
     """Of processes and threads: the user's limit, which root does not have, and what is left in the control group."""
-    say = Finding("processes", host)
+    report = Reporter("processes", host)
     if facts.group is not None and (left := facts.group.limit - facts.group.used) < FEW_PROCESSES:
         remedy = (
             f"raise the limit of the container on {host} ({facts.group.limit}, {facts.group.used} in use): "
             "`docker run --pids-limit=-1`, `podPidsLimit` of the kubelet, or `TasksMax=infinity` in the systemd unit"
         )
-        saying = say.failed if left < LEAST_PROCESSES else say.warned
-        return saying(max(0, left), expected=FEW_PROCESSES, unit="more in the control group", remedy=remedy)
+        report_as = report.failed if left < LEAST_PROCESSES else report.warned
+        return report_as(max(0, left), expected=FEW_PROCESSES, unit="more in the control group", remedy=remedy)
     soft, hard = facts.processes.soft, facts.processes.hard
     if soft is None or soft >= FEW_PROCESSES or _has(facts, _SYS_ADMIN) or _has(facts, _SYS_RESOURCE):
-        return say.passed("unlimited" if soft is None else soft, expected=FEW_PROCESSES)
+        return report.passed("unlimited" if soft is None else soft, expected=FEW_PROCESSES)
     if hard is None or hard >= FEW_PROCESSES:
         remedy = f"`ulimit -u {min(hard or 65536, 65536)}` before the start on {host}"
     else:
@@ -121,8 +121,8 @@ def judge_processes(facts: LimitFacts, *, host: str) -> Verdict:
             f"on {host}: `* - nproc 65536` in /etc/security/limits.d/elastictrain.conf and a new login, or "
             "`LimitNPROC=65536` in the systemd unit"
         )
-    saying = say.failed if soft < LEAST_PROCESSES else say.warned
-    return saying(soft, expected=FEW_PROCESSES, remedy=remedy)
+    report_as = report.failed if soft < LEAST_PROCESSES else report.warned
+    return report_as(soft, expected=FEW_PROCESSES, remedy=remedy)
 
 
 def _has(facts: LimitFacts, capability: int) -> bool:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.cgroup import MemoryGroup, read_allowance
-from elastictrain.preflight.host.speaking import GIB, MIB, Finding, in_gib
+from elastictrain.preflight.host.gibibytes import GIB, MIB, in_gib
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 LEAST_BYTES = 512 * MIB
 """`import torch` alone takes about 224 MiB per process, and a rank has company."""
@@ -53,11 +53,11 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 def judge_memory(facts: MemoryFacts, *, host: str) -> Verdict:
     """The less of what the host has and what its container may take counts."""
-    say = Finding("memory", host)
+    report = Reporter("memory", host)
     inside = facts.group.free_bytes if facts.group is not None else None
     free = min((one for one in (facts.available, inside) if one is not None), default=None)
     if free is None:
-        return say.skipped("unknown", remedy=f"look at /proc/meminfo on {host}")
+        return report.skipped("unknown", remedy=f"look at /proc/meminfo on {host}")
     if facts.group is not None and free != facts.available:
         limit = f"{in_gib(facts.group.limit_bytes):g} GiB"
         unit = f"GiB available of the container's {limit}"
@@ -69,13 +69,13 @@ def judge_memory(facts: MemoryFacts, *, host: str) -> Verdict:
         unit = "GiB available"
         remedy = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
     if free < LEAST_BYTES:
-        return say.failed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
+        return report.failed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
     if free < LOW_BYTES:
-        return say.warned(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
+        return report.warned(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit, remedy=remedy)
     if _swaps(facts):
         measured = f"{in_gib(facts.swapped or 0):g} GiB in swap"
-        return say.warned(measured, expected="none", remedy=f"{remedy}; then `swapoff -a && swapon -a`")
-    return say.passed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit)
+        return report.warned(measured, expected="none", remedy=f"{remedy}; then `swapoff -a && swapon -a`")
+    return report.passed(in_gib(free), expected=in_gib(LOW_BYTES), unit=unit)
 
 
 def _swaps(facts: MemoryFacts) -> bool:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.lookups import LookUp, Resolver, address_towards, look_up
-from elastictrain.preflight.host.speaking import Finding
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 SLOW_S = 1.0
 """A healthy look-up takes milliseconds; a name server that does not answer costs whole seconds, 5 by default.
@@ -80,7 +79,7 @@ def read_lookups(surroundings: Surroundings, *, resolver: Resolver, address: str
 
 def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
     """Loopback is right for a host that is alone, and only for that."""
-    say = Finding("name", facts.name)
+    report = Reporter("name", facts.name)
     expected = "an address that other hosts reach" if several_hosts else "an address"
     address = facts.address or "ADDRESS"
     where = "" if facts.address else " (ADDRESS: the one that `ip -brief address` shows and other hosts reach)"
@@ -88,36 +87,36 @@ def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
     if facts.own.answers is None:
         measured = f"no answer in {facts.own.seconds:.1f} s" if facts.own.stalled else facts.own.error
         if several_hosts:
-            return say.warned(measured, expected=expected, remedy=adding)
-        return say.skipped(measured, remedy=f"only needed with several hosts; then {adding}")
+            return report.warned(measured, expected=expected, remedy=adding)
+        return report.skipped(measured, remedy=f"only needed with several hosts; then {adding}")
     measured = ", ".join(facts.own.answers)
     loopback = [answer for answer in facts.own.answers if is_loopback(answer)]
     if not several_hosts or not loopback:
-        return say.passed(measured, expected=expected)
+        return report.passed(measured, expected=expected)
     line = _wrong_line(facts)
     remedy = adding if line is None else _changing(line, facts.name, address) + where
     # The first answer is the one that programs take.
     if is_loopback(facts.own.answers[0]):
-        return say.failed(measured, expected=expected, remedy=remedy)
-    return say.warned(measured, expected=expected, remedy=remedy)
+        return report.failed(measured, expected=expected, remedy=remedy)
+    return report.warned(measured, expected=expected, remedy=remedy)
 
 
 def judge_lookups(facts: LookupFacts, *, host: str) -> Verdict:
     """Whether any answer takes longer than `SLOW_S`; which answer does not matter here."""
-    say = Finding("lookup", host)
+    report = Reporter("lookup", host)
     slow_forward = [one for one in facts.forward if one.seconds > SLOW_S]
     slow_reverse = [one for one in facts.reverse if one.seconds > SLOW_S]
     slowest = max((*facts.forward, *facts.reverse), key=lambda one: one.seconds, default=None)
     if slowest is None:
-        return say.skipped("nothing was asked", remedy="look at /etc/resolv.conf")
+        return report.skipped("nothing was asked", remedy="look at /etc/resolv.conf")
     if not slow_forward and not slow_reverse:
-        return say.passed(round(slowest.seconds, 3), expected=SLOW_S, unit="s")
+        return report.passed(round(slowest.seconds, 3), expected=SLOW_S, unit="s")
     servers = f"; the name server ({', '.join(facts.servers)} in /etc/resolv.conf) must answer" if facts.servers else ""
     lines = [f"`ADDRESS {one.question}`" for one in slow_forward]
     lines += [f"`{one.question} {'localhost' if is_loopback(one.question) else host}`" for one in slow_reverse]
     remedy = f'export RES_OPTIONS="timeout:1 attempts:1", and add {" and ".join(lines)} to /etc/hosts on {host}{servers}'
     measured = f"{slowest.question}: {'no answer in ' if slowest.stalled else ''}{slowest.seconds:.1f} s"
-    return say.warned(measured, expected=f"under {SLOW_S:g} s", remedy=remedy)
+    return report.warned(measured, expected=f"under {SLOW_S:g} s", remedy=remedy)
 
 
 def is_loopback(address: str) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.speaking import Finding
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 _LISTENING = "0A"
 
@@ -92,29 +91,29 @@ def listeners(surroundings: Surroundings, table: str, port: int) -> Iterator[int
 
 def judge_ports(facts: Sequence[PortFacts], *, host: str) -> list[Verdict]:
     """One verdict for each port."""
-    return [_judge(one, Finding("ports", host)) for one in facts]
+    return [_judge(one, Reporter("ports", host)) for one in facts]
 
 
-def _judge(facts: PortFacts, say: Finding) -> Verdict:
+def _judge(facts: PortFacts, report: Reporter) -> Verdict:
     wanted, expected = facts.wanted, f"port {facts.wanted.port} free"
     if facts.problem is None:
-        return say.passed("free", expected=expected)
+        return report.passed("free", expected=expected)
     if facts.problem == errno.EADDRINUSE:
         if facts.holder is None:
             remedy = (
                 f"find who listens with `ss -ltnp sport = :{wanted.port}` as root, or choose another port: {wanted.setting}"
             )
-            return say.failed(f"port {wanted.port} ({wanted.use}) taken", expected=expected, remedy=remedy)
+            return report.failed(f"port {wanted.port} ({wanted.use}) taken", expected=expected, remedy=remedy)
         holder = f"pid {facts.holder.pid} ({facts.holder.command})"
         if facts.holder.ours:
-            return say.passed(f"held by our own {holder}", expected=expected)
-        remedy = f"on {say.host} end {holder}: `kill {facts.holder.pid}`, or choose another port: {wanted.setting}"
-        return say.failed(f"port {wanted.port} ({wanted.use}) held by {holder}", expected=expected, remedy=remedy)
+            return report.passed(f"held by our own {holder}", expected=expected)
+        remedy = f"on {report.subject} end {holder}: `kill {facts.holder.pid}`, or choose another port: {wanted.setting}"
+        return report.failed(f"port {wanted.port} ({wanted.use}) held by {holder}", expected=expected, remedy=remedy)
     if facts.problem in (errno.EACCES, errno.EPERM):
         remedy = f"choose a port from 1024 up: {wanted.setting}"
-        return say.failed(f"port {wanted.port} ({wanted.use}) not permitted", expected=expected, remedy=remedy)
+        return report.failed(f"port {wanted.port} ({wanted.use}) not permitted", expected=expected, remedy=remedy)
     remedy = f"choose another port: {wanted.setting}"
-    return say.failed(f"port {wanted.port} ({wanted.use}): {os.strerror(facts.problem)}", expected=expected, remedy=remedy)
+    return report.failed(f"port {wanted.port} ({wanted.use}): {os.strerror(facts.problem)}", expected=expected, remedy=remedy)
 
 
 def _open_files(surroundings: Surroundings, pid: int) -> Iterator[str]:

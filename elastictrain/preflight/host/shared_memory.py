@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from elastictrain.preflight.host.gibibytes import MIB, in_gib
 from elastictrain.preflight.host.mounts import read_mounts
 from elastictrain.preflight.host.space import Space, read_space
-from elastictrain.preflight.host.speaking import MIB, Finding, in_gib
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 CONTAINER_BYTES = 64 * MIB
 """What Docker, containerd and Kubernetes give a container unless they are told otherwise. Source: `docker run --shm-size`."""
@@ -33,10 +33,10 @@ def read_shared_memory(surroundings: Surroundings, *, memory_dir: str) -> Shared
 
 def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
     """A run can go on with little of it, but keeps no snapshots in memory then."""
-    say, space, folder = Finding("shared_memory", host), facts.space, facts.folder
+    report, space, folder = Reporter("shared_memory", host), facts.space, facts.folder
     elsewhere = "or set checkpoint.memory_dir to a tmpfs"
     if space is None:
-        return say.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
+        return report.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
     size, unit = _SUGGESTED_BYTES >> 30, f"GiB free in {folder}"
     larger = (
         f"give {folder} on {host} {size} GiB: `docker run --shm-size={size}g`, in Kubernetes an "
@@ -46,10 +46,10 @@ def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
     if space.kind is not None and space.kind not in _MEMORY_KINDS:
         measured = f"{folder} is on {space.kind}"
         remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"
-        return say.warned(measured, expected="a file system in memory", remedy=remedy)
+        return report.warned(measured, expected="a file system in memory", remedy=remedy)
     if space.free_bytes < LEAST_BYTES:
         remedy = f"`ls -la {folder}` shows what fills it on {host}: remove what dead processes left; {larger}"
-        return say.failed(free, expected=expected, unit=unit, remedy=remedy)
+        return report.failed(free, expected=expected, unit=unit, remedy=remedy)
     if space.total_bytes <= CONTAINER_BYTES:
-        return say.warned(free, expected=size, unit=unit, remedy=larger)
-    return say.passed(free, expected=expected, unit=unit)
+        return report.warned(free, expected=size, unit=unit, remedy=larger)
+    return report.passed(free, expected=expected, unit=unit)

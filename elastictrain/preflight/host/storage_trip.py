@@ -16,9 +16,8 @@ from pathlib import Path
 
 from elastictrain.preflight.host.disk import local_path
 from elastictrain.preflight.host.mounts import Mount, mount_of, read_mounts
-from elastictrain.preflight.host.speaking import Finding
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 LIMIT_S = 8.0
 """A round trip takes milliseconds on a disk and about a second on an object store, most of it for loading its client."""
@@ -127,26 +126,26 @@ def parse_words(text: str, *, url: str, mount: Mount | None, stalled_s: float | 
 
 def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, str]) -> Verdict:
     """None: there is no run's folder to try."""
-    say = Finding("storage", host)
+    report = Reporter("storage", host)
     if facts is None:
-        return say.skipped("no run.dir", remedy="to try one: run.dir=PATH_OR_URL")
+        return report.skipped("no run.dir", remedy="to try one: run.dir=PATH_OR_URL")
     expected = f"create, read, list and delete in {facts.url}"
     if facts.failure is not None:
         remedy = _remedy(facts, facts.failure, host, environment)
         measured, may_pass = f"{facts.doing or 'trip'}: {facts.failure.message}", facts.failure.fault == _TRANSIENT
-        return say.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
+        return report.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
     if facts.stalled_s is not None:
         measured = f"{facts.doing or 'start'}: no answer in {facts.stalled_s:g} s"
-        return say.failed(measured, expected=expected, remedy=_stall_remedy(facts, host, environment), may_pass=True)
+        return report.failed(measured, expected=expected, remedy=_stall_remedy(facts, host, environment), may_pass=True)
     if facts.crashed or not facts.ended:
         remedy = f"try it by hand on {host}: `python -c 'import elastictrain.storage.opening'`, then `dmesg | tail`"
-        return say.failed(f"{facts.doing or 'start'}: {facts.crashed}", expected=expected, remedy=remedy)
+        return report.failed(f"{facts.doing or 'start'}: {facts.crashed}", expected=expected, remedy=remedy)
     total_ms = round(sum(ms for _, ms in facts.steps), 1)
     if total_ms > SLOW_MS:
         slowest, ms = max(facts.steps, key=lambda step: step[1])
         remedy = f"`{slowest}` alone took {ms:.0f} ms: {_stall_remedy(facts, host, environment)}"
-        return say.warned(total_ms, expected=SLOW_MS, unit="ms", remedy=remedy)
-    return say.passed(total_ms, expected=SLOW_MS, unit="ms")
+        return report.warned(total_ms, expected=SLOW_MS, unit="ms", remedy=remedy)
+    return report.passed(total_ms, expected=SLOW_MS, unit="ms")
 
 
 def _remedy(facts: TripFacts, failure: Failure, host: str, environment: Mapping[str, str]) -> str:

@@ -8,7 +8,7 @@ from elastictrain.preflight.links.clocks import offsets_from_group
 from elastictrain.preflight.links.culprit import Blame, Way, blame, find_broken
 from elastictrain.preflight.links.measured import Contact, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
+from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 
 _ALL = "all"
 
@@ -47,16 +47,7 @@ class Speaker:
             scope, name = Scope.LINK, self.link(subject)
         else:
             name = subject
-        return Verdict(
-            check=self.check,
-            scope=scope,
-            subject=name,
-            status=status,
-            measured=measured,
-            expected=expected,
-            unit=unit,
-            remedy=remedy,
-        )
+        return Reporter(self.check)(name, status, measured, expected, remedy, unit=unit, scope=scope)
 
     def passed(self, measured: Figure, *, expected: Figure = None, unit: str = "") -> Verdict:
         """All is well, in the whole group."""

@@ -17,9 +17,9 @@ from elastictrain.preflight.transport.rdma import (
     roce_v2_gids,
     switched_off,
 )
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
-CHECK = "infiniband"
+_verdict = Reporter("infiniband")
 _ROCE_AND_INFINIBAND = (Rdma.INFINIBAND, Rdma.ROCE)
 
 
@@ -41,12 +41,16 @@ def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset
         instead = "sockets" if agreed is Rdma.NONE else agreed.value
         remedy = f"ibstat; env | grep NCCL  # on {', '.join(lacking)}, or run without them: until then all hosts use {instead}"
         return [
-            _one(name, Status.WARN, f"no usable {best.value} port", remedy, expected=f"{best.value}, as on the others")
+            _verdict(
+                name, Status.WARN, f"no usable {best.value} port", remedy=remedy, expected=f"{best.value}, as on the others"
+            )
             for name in lacking
         ]
     most = max(map(len, hcas.values()), default=0)
     return [
-        _one(name, Status.WARN, len(ports), f"ibstat  # on {name}: ports that are not Active", expected=most, unit="ports")
+        _verdict(
+            name, Status.WARN, len(ports), remedy=f"ibstat  # on {name}: ports that are not Active", expected=most, unit="ports"
+        )
         for name, ports in hcas.items()
         if len(ports) < most
     ]
@@ -58,11 +62,13 @@ def _device(facts: Facts, device: Device) -> Iterator[Verdict]:
     active = [port for port in device.ports if port.state == ACTIVE]
     if active and device.can_be_opened is False:
         remedy = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 ...  # NCCL uses sockets without"
-        yield _host(facts, Status.WARN, f"{device.name} is ACTIVE, but its device in /dev/infiniband is missing", remedy)
+        yield _verdict(
+            facts.host, Status.WARN, f"{device.name} is ACTIVE, but its device in /dev/infiniband is missing", remedy=remedy
+        )
         return
     if not device.ports:
         remedy = f"ls /sys/class/infiniband/{device.name}/ports"
-        yield _host(facts, Status.WARN, f"ports of {device.name} cannot be read", remedy)
+        yield _verdict(facts.host, Status.WARN, f"ports of {device.name} cannot be read", remedy=remedy)
     for port in device.ports:
         yield from _port(facts, device, port)
 
@@ -71,7 +77,7 @@ def _port(facts: Facts, device: Device, port: Port) -> Iterator[Verdict]:
     name = f"{device.name}:{port.number}"
     files = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
     if port.state is None:
-        yield _host(facts, Status.WARN, f"state of {name} cannot be read", f"cat {files}/state")
+        yield _verdict(facts.host, Status.WARN, f"state of {name} cannot be read", remedy=f"cat {files}/state")
     elif port.state != ACTIVE and port.physical_state is not None and port.physical_state not in NO_LINK:
         if port.link_layer is LinkLayer.INFINIBAND:
             remedy = f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
@@ -79,7 +85,7 @@ def _port(facts: Facts, device: Device, port: Port) -> Iterator[Verdict]:
             netdev = next(iter(device.netdevs), "NETDEV")
             remedy = f"ip link set {netdev} up; ethtool {netdev}"
         measured = f"{name} is {port.state}, its link {port.physical_state}"
-        yield _host(facts, Status.WARN, measured, remedy, expected=ACTIVE)
+        yield _verdict(facts.host, Status.WARN, measured, remedy=remedy, expected=ACTIVE)
     elif port.state == ACTIVE and device.driver != "efa":
         yield from _active(facts, device, port)
 
@@ -88,16 +94,18 @@ def _active(facts: Facts, device: Device, port: Port) -> Iterator[Verdict]:
     name = f"{device.name}:{port.number}"
     files = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
     if port.link_layer is None:
-        yield _host(facts, Status.WARN, f"link layer of {name} cannot be read", f"cat {files}/link_layer")
+        yield _verdict(facts.host, Status.WARN, f"link layer of {name} cannot be read", remedy=f"cat {files}/link_layer")
     elif port.link_layer is LinkLayer.ETHERNET and not port.gids_are_known:
-        yield _host(facts, Status.WARN, f"GIDs of {name} cannot be read", f"ls {files}/gids")
+        yield _verdict(facts.host, Status.WARN, f"GIDs of {name} cannot be read", remedy=f"ls {files}/gids")
     elif port.link_layer is LinkLayer.ETHERNET and not roce_v2_gids(port):
         netdev = next((gid.netdev for gid in port.gids if gid.netdev), next(iter(device.netdevs), "NETDEV"))
         if any(gid.ipv4 for gid in port.gids):
             remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
         else:
             remedy = f"ip address add ADDRESS/PREFIX dev {netdev}  # the GID follows; or {HCA}=^={device.name} to do without"
-        yield _host(facts, Status.WARN, f"{name} has no GID for RoCE v2 over IPv4", remedy, expected="RoCE v2 over IPv4")
+        yield _verdict(
+            facts.host, Status.WARN, f"{name} has no GID for RoCE v2 over IPv4", remedy=remedy, expected="RoCE v2 over IPv4"
+        )
 
 
 def _hca_pin(facts: Facts) -> Iterator[Verdict]:
@@ -115,7 +123,7 @@ def _hca_pin(facts: Facts) -> Iterator[Verdict]:
         measured = f"{said}: no port of these is ACTIVE and can be used"
     else:
         return
-    yield _host(facts, Status.FAIL, measured, setting.undo(HCA) + right, expected=", ".join(good) or None)
+    yield _verdict(facts.host, Status.FAIL, measured, remedy=setting.undo(HCA) + right, expected=", ".join(good) or None)
 
 
 def _gid_pin(facts: Facts) -> Iterator[Verdict]:
@@ -142,7 +150,7 @@ def _gid_on(facts: Facts, endpoint: Endpoint, index: int) -> Iterator[Verdict]:
     remedy = f"{setting.undo(GID_INDEX)}  # or set {GID_INDEX}={right[0].index}"
     measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {endpoint.name} that GID {what}"
     # No queue pair can be made with an empty one.
-    yield _host(facts, Status.WARN if gid else Status.FAIL, measured, remedy, expected=expected)
+    yield _verdict(facts.host, Status.WARN if gid else Status.FAIL, measured, remedy=remedy, expected=expected)
 
 
 def _switches(facts: Facts) -> Iterator[Verdict]:
@@ -151,42 +159,25 @@ def _switches(facts: Facts) -> Iterator[Verdict]:
     if off is not None and usable:
         name = off.partition("=")[0]
         measured = f"{off}, but ports are ACTIVE: {', '.join(usable)}"
-        yield _host(facts, Status.WARN, measured, facts.settings[name].undo(name), expected="InfiniBand or RoCE")
+        yield _verdict(facts.host, Status.WARN, measured, remedy=facts.settings[name].undo(name), expected="InfiniBand or RoCE")
     net = facts.settings.get(NET)
     here = kinds_here(facts.devices, settings=facts.settings)
     if net is not None and net.value.lower() == "ib" and not here & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
         measured = f"{NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
-        yield _host(facts, Status.FAIL, measured, net.undo(NET))
+        yield _verdict(facts.host, Status.FAIL, measured, remedy=net.undo(NET))
 
 
 def _calm(facts: Facts) -> Verdict:
     here = kinds_here(facts.devices, settings=facts.settings)
     if here & {*_ROCE_AND_INFINIBAND}:
         names = [one.name for one in endpoints(facts.devices, facts.settings) if kind_of(one.device, one.port) in here]
-        return _host(facts, Status.PASS, ", ".join(names), "")
+        return _verdict(facts.host, Status.PASS, ", ".join(names))
     if Rdma.EFA in here:
         remedy = "NCCL_DEBUG=INFO  # its log names NET/OFI; where it says NET/Socket, install aws-ofi-nccl"
-        return _host(facts, Status.SKIP, "EFA, which NCCL uses through a plugin", remedy)
+        return _verdict(facts.host, Status.SKIP, "EFA, which NCCL uses through a plugin", remedy=remedy)
     if facts.devices:
         remedy = "ibstat  # a cable, if one should be in; else nothing is to be done: sockets are used"
-        return _host(facts, Status.SKIP, "devices, but no port with a link", remedy)
-    return _host(facts, Status.SKIP, "no device", "ls /sys/class/infiniband  # nothing is to be done: sockets are used")
-
-
-def _host(facts: Facts, status: Status, measured: str, remedy: str, *, expected: str | None = None) -> Verdict:
-    return _one(facts.host, status, measured, remedy, expected=expected)
-
-
-def _one(
-    host: str, status: Status, measured: str | int, remedy: str, *, expected: str | int | None = None, unit: str = ""
-) -> Verdict:
-    return Verdict(
-        check=CHECK,
-        scope=Scope.HOST,
-        subject=host,
-        status=status,
-        measured=measured,
-        expected=expected,
-        unit=unit,
-        remedy=remedy,
+        return _verdict(facts.host, Status.SKIP, "devices, but no port with a link", remedy=remedy)
+    return _verdict(
+        facts.host, Status.SKIP, "no device", remedy="ls /sys/class/infiniband  # nothing is to be done: sockets are used"
     )

@@ -13,10 +13,11 @@ from elastictrain.preflight.transport.facts import Facts
 from elastictrain.preflight.transport.interfaces import Interface, is_loopback
 from elastictrain.preflight.transport.patterns import NcclPattern
 from elastictrain.preflight.transport.route import Route
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
-CHECK = "interface"
 RENDEZVOUS = "the rendezvous"
+
+_verdict = Reporter("interface")
 
 
 def judge_interface(facts: Facts) -> list[Verdict]:
@@ -27,9 +28,9 @@ def judge_interface(facts: Facts) -> list[Verdict]:
     choice = choose_interface(facts)
     if choice.interface is None:
         remedy = f"ip -brief address  # set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the interface that reaches the other hosts"
-        return [_verdict(facts, Status.SKIP, measured="no interface is known to reach another host", remedy=remedy)]
+        return [_verdict(facts.host, Status.SKIP, measured="no interface is known to reach another host", remedy=remedy)]
     measured = f"{choice.interface.name} ({', '.join(choice.interface.addresses[:1])})"
-    return [_verdict(facts, Status.PASS, measured=measured, expected=choice.interface.name)]
+    return [_verdict(facts.host, Status.PASS, measured=measured, expected=choice.interface.name)]
 
 
 def _routes(facts: Facts) -> Iterator[Verdict]:
@@ -42,19 +43,25 @@ def _routes(facts: Facts) -> Iterator[Verdict]:
         link = f"{facts.host} -> {name}"
         interface = facts.interface(route.interface)
         if route.local is None:
-            yield _link(link, Status.FAIL, f"no way to {route.target}: {route.error}", _lost_remedy(route))
+            yield _verdict(
+                link, Status.FAIL, f"no way to {route.target}: {route.error}", remedy=_lost_remedy(route), scope=Scope.LINK
+            )
         elif interface is None and not is_loopback(route.local):
             remedy = f"ip route get {route.remote}  # and set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the device that it names"
-            yield _link(link, Status.WARN, f"{route.local} belongs to no interface that is seen here", remedy)
+            yield _verdict(
+                link, Status.WARN, f"{route.local} belongs to no interface that is seen here", remedy=remedy, scope=Scope.LINK
+            )
         elif interface is None or interface.leads_nowhere:
-            yield _link(link, Status.FAIL, _nowhere(interface, route), _nowhere_remedy(name, interface, route))
+            yield _verdict(
+                link, Status.FAIL, _nowhere(interface, route), remedy=_nowhere_remedy(name, interface, route), scope=Scope.LINK
+            )
     used = sorted({route.interface for route in facts.peers.values() if route.interface and not _is_bad(facts, route)})
     if len(used) > 1:
         choice = choose_interface(facts)
         name = choice.interface.name if choice.interface else used[0]
         remedy = f"give all hosts an address in one network; or set {NCCL_INTERFACE}==NAME to the one that reaches every host"
         measured = f"peers are reached through {' and '.join(used)}"
-        yield _verdict(facts, Status.WARN, measured=measured, expected=f"one, {name}", remedy=remedy)
+        yield _verdict(facts.host, Status.WARN, measured=measured, expected=f"one, {name}", remedy=remedy)
 
 
 def _addresses(facts: Facts) -> Iterator[Verdict]:
@@ -71,7 +78,7 @@ def _addresses(facts: Facts) -> Iterator[Verdict]:
             remedy = (
                 f"ip address delete {first}/PREFIX dev {interface.name}  # and add it again: it is then behind {route.local}"
             )
-            yield _verdict(facts, Status.WARN, measured=measured, expected=route.local, remedy=remedy)
+            yield _verdict(facts.host, Status.WARN, measured=measured, expected=route.local, remedy=remedy)
             return
 
 
@@ -88,11 +95,11 @@ def _nccl_pin(facts: Facts) -> Iterator[Verdict]:
         names = (
             f"there is no {', '.join(missing)}" if missing else "no interface that is running and has an address is among them"
         )
-        yield _verdict(facts, Status.FAIL, measured=f"{said}: {names}", expected=_expected(kernel), remedy=remedy)
+        yield _verdict(facts.host, Status.FAIL, measured=f"{said}: {names}", expected=_expected(kernel), remedy=remedy)
         return
     if missing:
         measured = f"{said}: there is no {', '.join(missing)}"
-        yield _verdict(facts, Status.FAIL, measured=measured, expected=_expected(kernel), remedy=remedy)
+        yield _verdict(facts.host, Status.FAIL, measured=measured, expected=_expected(kernel), remedy=remedy)
     yield from _pinned(facts, said, pinned, kernel, remedy)
 
 
@@ -108,7 +115,7 @@ def _gloo_pin(facts: Facts) -> Iterator[Verdict]:
     silent = [name for name, one in pinned.items() if one is not None and not one.addresses]
     if missing or silent:
         what = f"there is no {', '.join(missing)}" if missing else f"{', '.join(silent)} has no address"
-        yield _verdict(facts, Status.FAIL, measured=f"{said}: {what}", expected=_expected(kernel), remedy=remedy)
+        yield _verdict(facts.host, Status.FAIL, measured=f"{said}: {what}", expected=_expected(kernel), remedy=remedy)
         return
     yield from _pinned(facts, said, [one for one in pinned.values() if one is not None], kernel, remedy)
 
@@ -122,10 +129,12 @@ def _pinned(facts: Facts, said: str, pinned: list[Interface], kernel: Interface 
     if nowhere or down:
         words = [f"{one.name} is a {one.kind}, behind which no other host is" for one in nowhere]
         words += [f"{one.name} is down" for one in down if one not in nowhere]
-        yield _verdict(facts, Status.FAIL, measured=f"{said}: {'; '.join(words)}", expected=_expected(kernel), remedy=remedy)
+        yield _verdict(
+            facts.host, Status.FAIL, measured=f"{said}: {'; '.join(words)}", expected=_expected(kernel), remedy=remedy
+        )
     elif kernel is not None and pinned[0].name != kernel.name:
         measured = f"{said}: {pinned[0].name} comes first, but the kernel reaches the others through {kernel.name}"
-        yield _verdict(facts, Status.WARN, measured=measured, expected=kernel.name, remedy=remedy)
+        yield _verdict(facts.host, Status.WARN, measured=measured, expected=kernel.name, remedy=remedy)
 
 
 def _is_bad(facts: Facts, route: Route) -> bool:
@@ -168,19 +177,3 @@ def _pin_remedy(facts: Facts, name: str, right: str | None) -> str:
 
 def _expected(kernel: Interface | None) -> str | None:
     return kernel.name if kernel else None
-
-
-def _link(subject: str, status: Status, measured: str, remedy: str) -> Verdict:
-    return Verdict(check=CHECK, scope=Scope.LINK, subject=subject, status=status, measured=measured, remedy=remedy)
-
-
-def _verdict(facts: Facts, status: Status, *, measured: str, expected: str | None = None, remedy: str = "") -> Verdict:
-    return Verdict(
-        check=CHECK,
-        scope=Scope.HOST,
-        subject=facts.host,
-        status=status,
-        measured=measured,
-        expected=expected,
-        remedy=remedy,
-    )
