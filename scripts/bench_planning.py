@@ -41,11 +41,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest
 from elastictrain.checkpoint.dcp_metadata import metadata_of
-from elastictrain.checkpoint.keeper.meeting import RankPart, decode_parts, encode_parts, missing_ranks
 from elastictrain.checkpoint.layout import Item, split_item
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
+from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
 from elastictrain.checkpoint.snapshot.boxes import own_items
 from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
 from elastictrain.checkpoint.writer import WrittenItem

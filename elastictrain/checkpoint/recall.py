@@ -175,7 +175,7 @@ class Recall:
             try:
                 digests = load_digests(path, held.facts)
                 if digests is None:
-                    # Its keeper was killed, or has not come to this one yet.
+                    # Its saver was killed, or has not come to this one yet.
                     digests = compute_chunk_digests(slot, layout, threads=READ_THREADS)
             finally:
                 slot.close()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from elastictrain.checkpoint.keeper.messages import Lines, MalformedError, encode
-from elastictrain.checkpoint.keeper.process import knock
 from elastictrain.checkpoint.memory.place import run_folder
+from elastictrain.checkpoint.saver.messages import Lines, MalformedError, encode
+from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE

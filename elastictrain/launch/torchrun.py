@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Its forks print as workers do, whose output is not held back.
 _AGENT = (sys.executable, "-u", "-m", "elastictrain.launch.agent")
 
-_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.keeper", "elastictrain.liveness"))
+_OUTLIVE_WORKERS = frozenset(("elastictrain.checkpoint.saver", "elastictrain.liveness"))
 """Modules of processes that workers start, and that end by themselves with nothing left behind."""
 
 _SET_FOR_TORCHRUN = {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.memory.place import run_folder
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share
@@ -86,7 +86,7 @@ def build(
     *,
     tracker: ProgressTracker,
     stop_request: StopRequested,
-    link: KeeperLink | None,
+    link: SaverLink | None,
 ) -> Built:
     """Model, state, loader and loop; the state is restored. `link` leads to this host's keeper. Collective: yes."""
     setting = _Setting(config, identity, started, tracker, stop_request)

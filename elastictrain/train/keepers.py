@@ -10,14 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from elastictrain.checkpoint.exchange import from_first, gather_json
-from elastictrain.checkpoint.keeper.facts import RunFacts
-from elastictrain.checkpoint.keeper.link import KeeperLink
-from elastictrain.checkpoint.keeper.messages import Message
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
 from elastictrain.checkpoint.peers.placement import wards_of
 from elastictrain.checkpoint.peers.roster import roster_from_json
 from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.saver.messages import Message, RunFacts
 from elastictrain.checkpoint.signing import proof_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.errors import CheckpointError
@@ -39,7 +38,7 @@ class Memory:
 
     folder: str
     run: str
-    link: KeeperLink | None
+    link: SaverLink | None
     recall: Recall
     others: OtherHosts | None
     """The way to other hosts' memory, where there are others."""
@@ -51,7 +50,7 @@ class Memory:
     """The ranks of other hosts whose replicas this host keeps."""
 
 
-def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> KeeperLink | None:
+def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> SaverLink | None:
     """Begin to reach this host's keeper; None if this host keeps nothing in memory. `agent` is the process that would start
     this worker again. Raises: ConfigError if host memory cannot be used as configured."""
     options = config.checkpoint
@@ -75,7 +74,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
         key_env=options.key_env,
     )
     ranks: list[JsonValue] = list(identity.host_ranks)
-    link = KeeperLink(
+    link = SaverLink(
         folder,
         facts,
         {
@@ -96,7 +95,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
     return link
 
 
-def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: KeeperLink | None) -> Memory | None:
+def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: SaverLink | None) -> Memory | None:
     """Make the keepers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
     if config.checkpoint.buffers == 0:
         return None
@@ -139,7 +138,7 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
     return Memory(recall.folder, recall.run, link, recall, others, trouble, kept)
 
 
-def _meet(link: KeeperLink, roster: Message) -> str:
+def _meet(link: SaverLink, roster: Message) -> str:
     """Why the keeper did not take note of the others; empty if it did."""
     try:
         link.meet(roster)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastictrain.checkpoint.keeper.lifetime import KEPT_S
+from elastictrain.checkpoint.saver.final_save import KEPT_S
 from elastictrain.fault.stop import StopRequest
 
 Tier = Literal["storage", "peer", "memory", "nothing"]

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.keeper.link import KeeperLink
-from elastictrain.checkpoint.keeper.outstanding import Saved
 from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.saver.pending_saves import Saved
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
 from elastictrain.train.leaving import Verdict, Word, judge, least
 from elastictrain.train.saving import SavingParts, tell_failure
@@ -20,7 +20,7 @@ SHARE = 0.9
 class SaveWait:
     """What this rank knows of saves that are on their way to storage."""
 
-    def __init__(self, parts: SavingParts, link: KeeperLink, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, parts: SavingParts, link: SaverLink, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._parts = parts
         self._link = link
         self._clock = clock

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.failed_saves import FailedSaves
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
@@ -37,7 +37,7 @@ class SnapshotSaving:
         self,
         parts: SavingParts,
         snapshots: Snapshots,
-        link: KeeperLink,
+        link: SaverLink,
         *,
         slots: Sequence[int],
         steps: Sequence[int | None],

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
@@ -63,7 +63,7 @@ class Worker:
         self._ending = threading.Lock()
         self._met: Met | None = None
         self._built: Built | None = None
-        self._link: KeeperLink | None = None
+        self._link: SaverLink | None = None
         self._backend = ""
 
     def run(self) -> int:

@@ -306,7 +306,7 @@ def main() -> None:
                 except AssertionError as error:
                     say(what=section, error=str(error)[:2000])
     subprocess.run(
-        "ls -la /dev/shm/elastictrain-*/* 2>/dev/null | head; ps aux | grep -c checkpoint.keeper", shell=True, check=False
+        "ls -la /dev/shm/elastictrain-*/* 2>/dev/null | head; ps aux | grep -c checkpoint.saver", shell=True, check=False
     )
 
 

@@ -327,7 +327,7 @@ def test_who_came_after_the_last_look_is_found_through_who_had_started_it(hosts:
 
 
 def test_keeper_and_watcher_outlive_a_killed_torchrun(hosts: list[Host], tmp_path: Path) -> None:
-    hosts.append(host := Host(["-c", SLEEPS, "elastictrain.checkpoint.keeper"], ["-c", SLEEPS, "elastictrain.liveness"]))
+    hosts.append(host := Host(["-c", SLEEPS, "elastictrain.checkpoint.saver"], ["-c", SLEEPS, "elastictrain.liveness"]))
     keeper, watcher = host.see(2)
     host.kill_agent()
     assert host.end() == -signal.SIGKILL
@@ -337,10 +337,10 @@ def test_keeper_and_watcher_outlive_a_killed_torchrun(hosts: list[Host], tmp_pat
 
 def test_who_was_about_to_become_a_keeper_when_it_was_seen_lives_on(hosts: list[Host]) -> None:
     becomes = "import os, sys, time; time.sleep(2); "
-    becomes += f"os.execv(sys.executable, [sys.executable, '-c', {SLEEPS!r}, 'elastictrain.checkpoint.keeper'])"
+    becomes += f"os.execv(sys.executable, [sys.executable, '-c', {SLEEPS!r}, 'elastictrain.checkpoint.saver'])"
     hosts.append(host := Host(["-c", becomes]))
     (keeper,) = host.see(1)
-    wait_until(lambda: "elastictrain.checkpoint.keeper" in keeper.cmdline(), timeout_s=20, what="the keeper")
+    wait_until(lambda: "elastictrain.checkpoint.saver" in keeper.cmdline(), timeout_s=20, what="the keeper")
     host.kill_agent()
     assert host.end() == -signal.SIGKILL
     assert lives(keeper)

@@ -74,7 +74,7 @@ def keepers(below: Path) -> list[psutil.Process]:
             line = process.cmdline()
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
-        if "elastictrain.checkpoint.keeper" in line and line[-1].startswith(f"{below}/"):
+        if "elastictrain.checkpoint.saver" in line and line[-1].startswith(f"{below}/"):
             found.append(process)
     return found
 

@@ -15,7 +15,7 @@ class SlotView:
     """Whether that snapshot is complete on every rank."""
 
     busy: bool
-    """Whether it cannot be written now, because some rank or keeper is still at work on it."""
+    """Whether it cannot be written now, because some rank or saver is still at work on it."""
 
 
 def choose_slot(slots: Sequence[SlotView]) -> int | None:

@@ -61,7 +61,7 @@ def make_private(folder: str) -> None:
             try:
                 make_private_folder(path)
             except FileNotFoundError:
-                # The keeper of this user's last run has just removed the parent, or there never was one.
+                # The saver of this user's last run has just removed the parent, or there never was one.
                 if path == folder:
                     make_private_folder(parent)
                 make_private_folder(path)

@@ -12,7 +12,7 @@ _LONGEST = 255
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One keeper. Two of the same `host` are on the same machine, and are lost together."""
+    """One saver. Two of the same `host` are on the same machine, and are lost together."""
 
     host: str
     address: str

@@ -128,7 +128,7 @@ class PeerServer:
         except WireError as error:
             logger.debug("a connection from %s ended: %s", address, error)
         except Exception:
-            # The edge of the thread: nothing that comes over the network may end the keeper.
+            # The edge of the thread: nothing that comes over the network may end the saver.
             logger.exception("a connection from %s is closed", address)
         finally:
             channel.close()

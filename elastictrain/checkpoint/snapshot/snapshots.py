@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copied, Copier
 from elastictrain.errors import CheckpointError
@@ -66,7 +66,7 @@ class Snapshots:
         self,
         arena: Arena,
         copier: Copier,
-        link: KeeperLink,
+        link: SaverLink,
         *,
         origin: Origin,
         steps: list[int | None],
@@ -264,7 +264,7 @@ class Snapshots:
                 state=state,
             )
         )
-        # The keeper locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
+        # The saver locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
         taking.slot.unlock()
         self._link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
         with self._changed:
@@ -287,5 +287,5 @@ class Snapshots:
             missed = self._taking.pop(taking.place, None) is taking
             self._changed.notify_all()
         if missed and taking.reason and not taking.awaited:
-            # The keeper finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
+            # The saver finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
             self._link.announce(self._index(taking.place), taking.step, durable=True)

@@ -99,7 +99,7 @@ def launched(arguments: Sequence[str], *, world_size: int, folder: Path, **optio
 def kill_everything(run: Run, *others: psutil.Process) -> None:
     """At once, so that nobody has time to say anything; of keepers only those that are named."""
     family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]
-    victims = [one for one in family if "elastictrain.checkpoint.keeper" not in one.cmdline()] + list(others)
+    victims = [one for one in family if "elastictrain.checkpoint.saver" not in one.cmdline()] + list(others)
     for victim in victims:
         victim.suspend()
     for victim in victims:

@@ -227,7 +227,7 @@ def test_files_that_a_keeper_of_the_same_incarnation_may_still_write_are_left_al
     """It hangs, and training saves the same step by itself."""
     bench = Bench()
     left = FOLDER.format(1) + "inc1-r00000-000.safetensors"
-    bench.store.objects[left] = b"of its keeper"
+    bench.store.objects[left] = b"of its saver"
     result = bench.checkpointer("inc1").save(1, tensors=state_of(1), state={"step": 1}, reason="step")
     assert result.checkpoint == "step-000000001-2"
     # Those of an incarnation that is gone are cleared away.

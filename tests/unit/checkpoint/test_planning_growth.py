@@ -6,11 +6,11 @@ import pytest
 
 from elastictrain.checkpoint import commit
 from elastictrain.checkpoint.commit import SaveFacts, build_manifest
-from elastictrain.checkpoint.keeper.meeting import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
+from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
 
 INCARNATION = "i00001-aa"
@@ -27,7 +27,7 @@ def items_of(rank: int, *, shards: int, world_size: int) -> tuple[Item, ...]:
 
 
 def say(*, shards: int, world_size: int) -> list[bytes]:
-    """What the keepers of all hosts say of one save."""
+    """What the savers of all hosts say of one save."""
     told = []
     for first in range(0, world_size, RANKS_PER_HOST):
         parts = []

@@ -67,7 +67,7 @@ def keep(
     index: int = 0,
     digests: bool = True,
 ) -> SnapshotFacts:
-    """One rank's share of the rows in a slot, as if it and its keeper were gone."""
+    """One rank's share of the rows in a slot, as if it and its saver were gone."""
     rows = ROWS // world_size
     layout = RankLayout((Item("model.w", "float32", (ROWS, 64), (rank * rows, 0), (rows, 64)),), shard_bytes=1 << 20)
     facts = SnapshotFacts(

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.keeper.messages import SOCKET_NAME, encode
 from elastictrain.checkpoint.memory.place import make_private, run_folder
+from elastictrain.checkpoint.saver.messages import SOCKET_NAME, encode
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.launch.final_save import ask_to_flush
 from elastictrain.net.pending import PendingLimits
-from tests.unit.checkpoint.keeper.kept import Worker, checkpoints, keeping, until
 from tests.unit.checkpoint.memory.madeslots import facts_of, put
+from tests.unit.checkpoint.saver.running import Worker, checkpoints, keeping, until
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def test_what_is_only_in_memory_is_written_while_the_launcher_lives(config: RunC
 def test_what_storage_refuses_is_waited_for(
     config: RunConfig, memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("elastictrain.checkpoint.keeper.flushing._RETRY_S", 0.02)
+    monkeypatch.setattr("elastictrain.checkpoint.saver.final_save._RETRY_S", 0.02)
     # Strangers are not listened to for long, and this launcher is none.
-    monkeypatch.setattr("elastictrain.checkpoint.keeper.workers.PendingLimits", partial(PendingLimits, handshake_s=0.2))
+    monkeypatch.setattr("elastictrain.checkpoint.saver.connections.PendingLimits", partial(PendingLimits, handshake_s=0.2))
     run = tmp_path / "run"
     (run / "events").mkdir()
     with keeping(memory, run):

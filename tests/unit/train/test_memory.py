@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
 from elastictrain.checkpoint.memory.inventory import SnapshotSet
 from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
@@ -107,7 +107,7 @@ def parts_of(scene: Scene) -> SavingParts:
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
     recall = Recall(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
-    memory = Memory(str(folder), "a-run", cast(KeeperLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
+    memory = Memory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
     return make_saving(
         memory, parts_of(scene), config=config(steps=100), identity=ALONE, started=cast(Started, None), in_storage=in_storage
     )
@@ -143,7 +143,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
     recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     recall.look()
-    memory = Memory(str(tmp_path), RUN, cast(KeeperLink, Scene()), recall, None)
+    memory = Memory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
 
     def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
         return _agree_on_steps(memory, [0, 1, 2], parts_of(Scene()), restored=restored, layout=layout)
@@ -169,7 +169,7 @@ def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPat
     )
     started = SimpleNamespace(group=SimpleNamespace(control=None))
     identity = Identity(0, 2, 0, 1, "here", launched=True)
-    memory = meet_keepers(of_run, identity, cast(Started, started), cast(KeeperLink, scene))
+    memory = meet_keepers(of_run, identity, cast(Started, started), cast(SaverLink, scene))
     assert memory is not None
     return memory
 

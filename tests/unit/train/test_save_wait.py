@@ -3,7 +3,7 @@ from typing import cast
 
 import pytest
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.train import save_wait as module
 from elastictrain.train.leaving import Verdict
 from elastictrain.train.save_wait import SaveWait
@@ -16,7 +16,7 @@ def test_a_host_without_a_keeper_says_so_and_nobody_waits_for_it(broken: str, mo
     monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value])
     parts = SimpleNamespace(rank=1, left_s=lambda: None, group=None, say=lambda text: None)
     link = SimpleNamespace(broken=broken, sending=lambda: (False, False))
-    wait = SaveWait(cast(SavingParts, parts), cast(KeeperLink, link))
+    wait = SaveWait(cast(SavingParts, parts), cast(SaverLink, link))
     (word,) = wait._hear_all(5, deadline_s=0.0, in_a_row=0)
     assert word.error == broken
     if broken:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.keeper.link import KeeperLink
-from elastictrain.checkpoint.keeper.outstanding import Saved, SaveFailure
+from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.saver.pending_saves import Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
@@ -205,7 +205,7 @@ def stage(
     saving = SnapshotSaving(
         parts,
         cast(Snapshots, snapshots),
-        cast(KeeperLink, link),
+        cast(SaverLink, link),
         slots=range(slots),
         steps=steps or [None] * slots,
         snapshot_every_steps=snapshot_every_steps,

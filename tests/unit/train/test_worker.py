@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure
@@ -97,7 +97,7 @@ def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(
 ) -> None:
     assert worker._lost_peer() is None
     worker._backend = backend
-    worker._link = cast(KeeperLink, SimpleNamespace(lost=(0, 5.0)))
+    worker._link = cast(SaverLink, SimpleNamespace(lost=(0, 5.0)))
     assert worker._lost_peer() == LostPeer("rank 0 of this host", 5.0, noticed=noticed)
 
 

@@ -97,7 +97,7 @@ def act(fault: dict[str, Any]) -> None:
     if what == "both":
         victims += processes("elastictrain.run", f"checkpoint.memory_dir={memory}")
     if what in ("keeper", "both"):
-        victims += processes("elastictrain.checkpoint.keeper", f"{memory}/")
+        victims += processes("elastictrain.checkpoint.saver", f"{memory}/")
     for pid in sorted(victims, key=lambda pid: pid == os.getpid()):
         try:
             os.kill(pid, signal.SIGKILL)

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 
 @dataclass
 class Rank:
-    """The slots of one simulated rank: what is whole, what is being copied, what a keeper still reads."""
+    """The slots of one simulated rank: what is whole, what is being copied, what a saver still reads."""
 
     num_slots: int
     chance: random.Random

@@ -35,7 +35,7 @@ def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
 
 
 def test_the_last_run_of_a_user_may_end_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keeper removes the user's folder when it is empty: between our making it, and our making one in it."""
+    """Its saver removes the user's folder when it is empty: between our making it, and our making one in it."""
     really_mkdir, taken_away = os.mkdir, []
 
     def mkdir(path: str, mode: int = 0o777) -> None:

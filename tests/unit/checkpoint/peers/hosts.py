@@ -61,7 +61,7 @@ def put_of(facts: SnapshotFacts, *, layout: RankLayout = LAYOUT) -> tuple[Put, W
 
 
 def fill_slot(folder: Path, name: str, facts: SnapshotFacts, *, layout: RankLayout = LAYOUT, digests: bool = True) -> bytearray:
-    """A whole snapshot in a slot, as a worker and its keeper leave it."""
+    """A whole snapshot in a slot, as a worker and its saver leave it."""
     put, data = put_of(facts, layout=layout)
     slot = Slot.make(str(folder / name), size_bytes=layout.size_bytes)
     try:

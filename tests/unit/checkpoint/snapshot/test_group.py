@@ -1,4 +1,4 @@
-"""Several ranks' slots and one book: copies fail on some of them, and keepers read as long as they like."""
+"""Several ranks' slots and one book: copies fail on some of them, and savers read as long as they like."""
 
 import random
 from dataclasses import dataclass, field
@@ -7,9 +7,9 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.memory.choice import SlotBook
 from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier
 from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots, _Taking
@@ -50,7 +50,7 @@ class FakeArena:
 
 @dataclass
 class Rank:
-    """Real bookkeeping of slots; copies and keepers are made up. It is also its own link."""
+    """Real bookkeeping of slots; copies and savers are made up. It is also its own link."""
 
     count: int
     now: int = 0
@@ -62,7 +62,7 @@ class Rank:
         self.snapshots = Snapshots(
             cast(Arena, FakeArena(self.slots)),
             cast(Copier, None),
-            cast(KeeperLink, self),
+            cast(SaverLink, self),
             origin=cast(Origin, None),
             steps=[None] * self.count,
             flush_records=lambda: None,
@@ -76,7 +76,7 @@ class Rank:
 
     def begin(self, place: int, step: int, *, until: int, fails: bool) -> None:
         assert self.slots[place].locked, "a slot is written that somebody else may have"
-        assert self.now >= self.slots[place].read_until, "a slot is written while its keeper reads it"
+        assert self.now >= self.slots[place].read_until, "a slot is written while its saver reads it"
         assert place not in self.copies, "a slot is written while it is being written"
         self.snapshots._steps[place] = None
         self.snapshots._taking[place] = cast(_Taking, object())
@@ -132,5 +132,5 @@ def test_a_copy_that_fails_on_some_ranks_ends_neither_snapshots_nor_the_last_who
             for rank in ranks:
                 rank.begin(place, step, until=step + chance.randint(1, 6), fails=chance.random() < failing)
             book.started(place, step)
-        # Copies and keepers have long done what they had to do.
+        # Copies and savers have long done what they had to do.
         assert step - began < 40, f"no slot is ever free again: {[rank.snapshots._steps for rank in ranks]}"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.keeper.link import KeeperLink
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot import snapshots as module
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class FakeLink:
-    """A keeper that needs what it is told to need."""
+    """A saver that needs what it is told to need."""
 
     announced: list[tuple[int, int, bool]] = field(default_factory=list)
     needed: set[tuple[int, int]] = field(default_factory=set)
@@ -75,7 +75,7 @@ def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozens
     snapshots = Snapshots(
         arena,
         copier,
-        cast(KeeperLink, link),
+        cast(SaverLink, link),
         origin=Origin("run", "000001-aa", 1, 0, LAYOUT.digest, "c"),
         steps=[None] * slots,
         flush_records=lambda: flushed.append(1),
@@ -153,7 +153,7 @@ def test_a_slot_that_was_called_free_stays_locked_through_the_next_step(tmp_path
             taken.take(place, step)
             taken.finish(step)
         taken.link.needed = {(0, 5)}
-        assert busy(taken) == [True, False], "the keeper still writes the older one, so the newest is given up"
+        assert busy(taken) == [True, False], "the saver still writes the older one, so the newest is given up"
         taken.link.needed = set()
         assert busy(taken) == [False, True]
         # The group acts on what was said first.
@@ -219,13 +219,13 @@ def test_a_slot_that_the_keeper_reads_is_busy(tmp_path: Path) -> None:
         busy(taken)
         taken.take(0, 5)
         taken.finish(5)
-        keeper = Slot.open(f"{tmp_path}/own-r00000-s0")
-        assert keeper.lock(shared=True)
+        saver = Slot.open(f"{tmp_path}/own-r00000-s0")
+        assert saver.lock(shared=True)
         assert busy(taken) == [True, False]
         taken.take(1, 6)
         taken.finish(6)
         assert busy(taken) == [True, False], "the newest, as the other is being read"
-        keeper.close()
+        saver.close()
 
 
 def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,0 @@
-"""The keeper: one small process per host that writes snapshots to storage and outlives the workers. Free of torch."""

@@ -1,0 +1,79 @@
+"""The saver's process: `python -m elastictrain.checkpoint.saver FOLDER`, started by a worker, for nobody else to use."""
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+from elastictrain.checkpoint.saver.messages import LOCK_NAME, load_facts
+from elastictrain.checkpoint.saver.process import clear_folder, sweep
+from elastictrain.checkpoint.saver.service import SaverService
+from elastictrain.checkpoint.signing import load_key
+from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, ElasticTrainError, Problem
+from elastictrain.storage.opening import open_store
+
+logger = logging.getLogger(__name__)
+
+_LOCK_WAIT_S = 30.0
+_NICENESS = 5
+
+
+def main(folder: str) -> int:
+    """Keep until nobody needs it; returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    # It ends by itself when its run is over: a signal meant for the workers, or for the whole job, must not come before that.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    lock = _take_lock(folder)
+    if lock < 0:
+        return EXIT_OK
+    try:
+        facts = load_facts(folder)
+        sweep(os.path.dirname(folder))  # noqa: PTH120
+        try:
+            signing = load_key(facts.key_env)
+        except ValueError as error:
+            raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
+        SaverService(folder, facts, open_store(facts.run_dir), signing=signing).run()
+    except ElasticTrainError as error:
+        logger.error("%s", error)
+        return error.exit_code
+    except Exception:
+        logger.exception("the saver ends because of a bug; what it kept stays for its successor")
+        return EXIT_BUG
+    clear_folder(folder)
+    os.close(lock)
+    return EXIT_OK
+
+
+def _take_lock(folder: str, *, wait_s: float = _LOCK_WAIT_S) -> int:
+    """The descriptor of the lock, or -1 if another saver works here, or the folder is gone."""
+    deadline = time.monotonic() + wait_s
+    path = f"{folder}/{LOCK_NAME}"
+    while time.monotonic() < deadline:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            return -1
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A saver that ended a moment ago has removed the file that we have locked, and its name is free for others.
+            if os.fstat(descriptor).st_ino == os.stat(path).st_ino:  # noqa: PTH116
+                return descriptor
+        except BlockingIOError:
+            pass
+        except FileNotFoundError:
+            os.close(descriptor)
+            return -1
+        os.close(descriptor)
+        time.sleep(0.05)
+    return -1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,358 @@
+"""How the savers of several hosts agree on one save (prepare, acknowledge, commit): through small objects in the run's store,
+without the training group.
+
+the leader      (the saver of the host of rank 0) chooses the folder, names the attempt and writes `begin`
+every saver    writes its ranks' files into that folder, and then `host-RANK-ATTEMPT` with what a manifest must say of them
+the leader      commits when every rank is covered, and removes these objects; also when the attempt has failed
+a saver that cannot write its files writes `failed-RANK-ATTEMPT` if it can, so that the leader need not wait for it
+
+A leader that is killed and started again goes on with the attempt that it finds begun: others may have written, and do not
+write twice. What is said late of an attempt that has failed bears its name, and is not heard in the next one.
+"""
+
+import json
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from elastictrain.bounded_json import DOCUMENT, parse_json
+from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.memory.layout import (
+    RankDigests,
+    RankLayout,
+    digests_from_json,
+    digests_to_json,
+    layout_from_bytes,
+    written_items,
+)
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.writer import WrittenItem
+from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.store import Store
+
+PENDING = f"{ROOT}/pending"
+
+_SAID = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
+
+
+def pending_folder(incarnation: str, step: int) -> str:
+    """Where one save is agreed on."""
+    return f"{PENDING}/{incarnation}-{step:09d}"
+
+
+def begin_key(incarnation: str, step: int) -> str:
+    """Says which folder the files go to."""
+    return f"{pending_folder(incarnation, step)}/begin.json"
+
+
+def host_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
+    """Says what one host has written."""
+    return f"{pending_folder(incarnation, step)}/host-{first_rank:05d}-{attempt}.json"
+
+
+def failed_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
+    """Says that one host could not write."""
+    return f"{pending_folder(incarnation, step)}/failed-{first_rank:05d}-{attempt}.json"
+
+
+def said_by(key: str, *, attempt: str) -> tuple[str, int] | None:
+    """`host` or `failed`, and the host's first rank; None for what is said of something else."""
+    match = _SAID.fullmatch(key.rpartition("/")[2])
+    return (match[1], int(match[2])) if match is not None and match[3] == attempt else None
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAttempt:
+    """What the leader has chosen."""
+
+    folder: str
+    attempt: str
+
+    def to_bytes(self) -> bytes:
+        """The content of `begin`."""
+        return json.dumps({"folder": self.folder, "attempt": self.attempt}).encode()
+
+
+def begun_from_bytes(data: bytes, *, where: str) -> CommitAttempt:
+    """The inverse of `to_bytes`. Raises: InvalidCheckpointError naming `where`."""
+    try:
+        document = parse_json(data, limits=DOCUMENT)
+        return CommitAttempt(str(document["folder"]), str(document["attempt"]))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
+
+
+def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
+    """The steps of an incarnation for which `begin` is there, oldest first."""
+    steps = []
+    for key in keys:
+        folder, _, name = key.removeprefix(f"{PENDING}/").partition("/")
+        number = folder.removeprefix(f"{incarnation}-")
+        if name == "begin.json" and folder != number and number.isdecimal():
+            steps.append(int(number))
+    return sorted(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank's files are: its layout, and the digests of what was written."""
+
+    rank: int
+    layout: RankLayout
+    digests: RankDigests
+
+    def written(self, incarnation: str) -> tuple[WrittenItem, ...]:
+        """As a manifest says it."""
+        return written_items(self.layout, self.digests, incarnation=incarnation, rank=self.rank)
+
+
+def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
+    """The content of `host-RANK`. Equal layouts are written once. Signed for its `key` in the store if there is a secret."""
+    layouts: dict[str, str] = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
+    ranks = [[part.rank, part.layout.digest, digests_to_json(part.digests)] for part in parts]
+    text = json.dumps({"layouts": layouts, "ranks": ranks}, separators=(",", ":")).encode()
+    return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
+
+
+def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey | None = None) -> list[RankPart]:
+    """The inverse. Raises: InvalidCheckpointError naming `where`."""
+    if signing is not None:
+        signature, _, data = data.partition(b"\n")
+        if not signing.is_signed(data, signature.decode("latin-1"), purpose=f"elastictrain {key}"):
+            raise InvalidCheckpointError(f"{where}: must be signed with the key in {signing.name}, but is not")
+    try:
+        document = parse_json(data, limits=DOCUMENT)
+        layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in document["layouts"].items()}
+        return [RankPart(int(rank), layouts[name], digests_from_json(digests)) for rank, name, digests in document["ranks"]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
+
+
+def missing_ranks(parts: Iterable[RankPart], *, world_size: int) -> tuple[int, ...]:
+    """Who is not covered yet."""
+    covered = {part.rank for part in parts}
+    return tuple(rank for rank in range(world_size) if rank not in covered)
+
+
+def late_error(ranks: Sequence[int], *, waited_s: float) -> CheckpointError:
+    """The leader waited in vain."""
+    named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return CheckpointError(f"the hosts of ranks {named} did not say within {waited_s:.0f} s that their files are written")
+
+
+SHORTENED_S = 10.0
+"""How long other hosts are waited for once the group that took the snapshots is gone: some of them may be gone, too."""
+
+
+class Deadline:
+    """Ends `limit_s` after a wait has begun; sooner when nobody trains any more. Any thread may shorten it."""
+
+    def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s = limit_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._shortened_s: float | None = None
+
+    def shorten(self) -> None:
+        """The group that took the snapshots is gone; what is said first counts."""
+        with self._lock:
+            if self._shortened_s is None:
+                self._shortened_s = self._clock()
+
+    def left_s(self, since_s: float, *, alike_s: float = 0.0) -> float:
+        """What is left of a wait that began at `since_s` of the clock; not positive: it is over.
+
+        `alike_s`: how long this host took for what the others are waited for to do.
+        """
+        now_s = self._clock()
+        left_s = since_s + self._limit_s - now_s
+        if self._shortened_s is None:
+            return left_s
+        return min(left_s, max(since_s, self._shortened_s) + SHORTENED_S + alike_s - now_s)
+
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+class CommitProtocol:
+    """One save, as this host takes part in it."""
+
+    def __init__(
+        self,
+        store: Store,
+        incarnation: str,
+        step: int,
+        *,
+        first_rank: int,
+        clock: Callable[[], float] = time.monotonic,
+        signing: SigningKey | None = None,
+    ) -> None:
+        """With a key, what a host says of its files is signed, and nothing else is believed."""
+        self._signing = signing
+        self._store = store
+        self._incarnation = incarnation
+        self._step = step
+        self._first_rank = first_rank
+        self._attempt = ""
+        self._clock = clock
+
+    def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
+        """As the leader: tell where files go; the folder that `choose` returns, unless this save has begun already.
+
+        Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and what `choose` raises.
+        """
+        try:
+            begun = self._begun()
+        except InvalidCheckpointError as error:
+            logger.warning("%s", error)
+            begun = None
+        if begun is None or begun.attempt in over:
+            begun = CommitAttempt(choose(), secrets.token_hex(4))
+            self._store.write(begin_key(self._incarnation, self._step), begun.to_bytes())
+        self._attempt = begun.attempt
+        return begun.folder
+
+    def wait_for_prepared(
+        self, deadline: Deadline, *, over: Container[str] = (), meanwhile: Callable[[], None] = lambda: None
+    ) -> str:
+        """The folder that the leader chose, in an attempt that is not `over` for this host. `meanwhile` is called at each look.
+
+        Raises: CheckpointError if it says nothing; StorageError.
+        """
+
+        def look() -> str | None:
+            meanwhile()
+            return self.find_prepared(over=over)
+
+        folder, waited_s = self._poll(look, deadline)
+        if folder is None:
+            raise CheckpointError(f"the host of rank 0 did not begin to save step {self._step} within {waited_s:.0f} s")
+        return folder
+
+    def find_prepared(self, *, over: Container[str] = ()) -> str | None:
+        """The folder that the leader chose, in an attempt that is not `over` for this host; None if it may still begin.
+
+        Raises: CheckpointError if it will not begin any more; StorageError.
+        """
+
+        def another() -> CommitAttempt | None:
+            begun = self._begun()
+            return begun if begun is not None and begun.attempt not in over else None
+
+        begun = another()
+        if begun is None and self._is_past() and (begun := another()) is None:
+            raise CheckpointError(f"the host of rank 0 is past step {self._step}")
+        if begun is None:
+            return None
+        self._attempt = begun.attempt
+        return begun.folder
+
+    def acknowledge(self, parts: Sequence[RankPart]) -> None:
+        """This host's files are durable. Raises: StorageError."""
+        key = host_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
+        self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
+
+    def report_failure(self, reason: str) -> None:
+        """This host cannot write its files; said if the store lets it."""
+        key = failed_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
+        try:
+            self._store.write(key, json.dumps({"reason": reason}).encode())
+        except StorageError as error:
+            logger.warning("the other hosts could not be told of it: %s", error)
+
+    @property
+    def attempt(self) -> str:
+        """Names the attempt that was begun; empty before that."""
+        return self._attempt
+
+    def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
+        """This host has no part in a step that was begun; never raises. What was said in an attempt that is `over` stands."""
+        try:
+            begun = None if self._attempt else self._begun()
+        except (StorageError, InvalidCheckpointError) as error:
+            logger.warning("the first host waits in vain for step %d: %s", self._step, error)
+            return
+        if begun is not None and begun.attempt not in over:
+            self._attempt = begun.attempt
+        if self._attempt:
+            self.report_failure(reason)
+
+    def wait_for_acknowledgements(
+        self, world_size: int, *, own: Sequence[RankPart], deadline: Deadline, wrote_s: float
+    ) -> list[RankPart]:
+        """As the leader, who took `wrote_s` for its own files: what the other hosts wrote.
+
+        Raises: CheckpointError naming who failed or is missing; StorageError.
+        """
+        others: list[RankPart] = []
+        read: set[str] = set()
+
+        def look() -> bool | None:
+            if not missing_ranks((*own, *others), world_size=world_size):
+                return True
+            for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
+                said = said_by(info.key, attempt=self._attempt)
+                if said is None or info.key in read:
+                    continue
+                what, first_rank = said
+                if what == "failed":
+                    raise CheckpointError(f"the host of rank {first_rank} could not save: {self._told(info.key)}")
+                read.add(info.key)
+                raw, where = read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), f"{self._store.url}/{info.key}"
+                others.extend(decode_parts(raw, where=where, key=info.key, signing=self._signing))
+            return True if not missing_ranks((*own, *others), world_size=world_size) else None
+
+        complete, waited_s = self._poll(look, deadline, alike_s=wrote_s)
+        if complete is None:
+            raise late_error(missing_ranks((*own, *others), world_size=world_size), waited_s=waited_s)
+        return others
+
+    def clear(self) -> None:
+        """As the leader: remove what was said about this save, and what older saves left; never raises."""
+        try:
+            for info in list(self._store.list(PENDING)):
+                folder = info.key.removeprefix(f"{PENDING}/").partition("/")[0]
+                # Incarnations are numbered: names below ours are of the past.
+                if folder <= f"{self._incarnation}-{self._step:09d}":
+                    self._store.delete(info.key)
+        except StorageError as error:
+            logger.warning("what hosts said to each other could not be deleted yet: %s", error)
+
+    def _is_past(self) -> bool:
+        """The first host saves one step after the other: it will not begin one that is older than what it has begun."""
+        begun = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
+        return any(step > self._step for step in begun)
+
+    def _begun(self) -> CommitAttempt | None:
+        key = begin_key(self._incarnation, self._step)
+        try:
+            return begun_from_bytes(read_bounded(self._store, key), where=f"{self._store.url}/{key}")
+        except ObjectNotFoundError:
+            return None
+
+    def _told(self, key: str) -> str:
+        try:
+            return str(parse_json(read_bounded(self._store, key))["reason"])
+        except (StorageError, ValueError, TypeError, KeyError) as error:
+            return f"no reason can be read ({error})"
+
+    def _poll(self, look: Callable[[], T | None], deadline: Deadline, *, alike_s: float = 0.0) -> tuple[T | None, float]:
+        """What was found, if anything, and how long it was waited for."""
+        began_s, pause_s = self._clock(), _FIRST_PAUSE_S
+        while True:
+            found = look()
+            if found is not None or deadline.left_s(began_s, alike_s=alike_s) <= 0:
+                return found, self._clock() - began_s
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)

@@ -1,0 +1,228 @@
+"""The saver's side of the Unix socket: connections of workers, and the processes whose end matters."""
+
+import logging
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elastictrain.checkpoint.saver.messages import SOCKET_NAME, Lines, MalformedError, Message, encode
+from elastictrain.net.pending import PendingConnections, PendingLimits
+
+logger = logging.getLogger(__name__)
+
+_PF_EXITING = 0x4
+
+_PEER = struct.Struct("3i")
+
+
+@dataclass(eq=False, slots=True)
+class WorkerConnection:
+    """One worker."""
+
+    socket: socket.socket
+    pid: int = 0
+    lines: Lines = field(default_factory=Lines)
+    rank: int = -1
+    incarnation: str = ""
+    said_goodbye: bool = False
+    asks_to_flush: bool = False
+    """A launcher, which waits until nothing is left to be written."""
+
+    told_flushed: bool = False
+
+
+class WorkerConnections:
+    """Listens, and calls back from `turn`; everything happens in the thread that calls it."""
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        on_message: Callable[[WorkerConnection, Message], None],
+        on_gone: Callable[[WorkerConnection], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._folder = folder
+        self._on_message = on_message
+        self._on_gone = on_gone
+        self._selector = selectors.DefaultSelector()
+        self._connections: list[WorkerConnection] = []
+        self._pending: PendingConnections[WorkerConnection] = PendingConnections(PendingLimits())
+        self._agents: dict[int, int] = {}
+        self._listener = self._listen()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ, self._woken)
+
+    @property
+    def connections(self) -> list[WorkerConnection]:
+        """Workers that have introduced themselves and are there."""
+        return [one for one in self._connections if one.rank >= 0]
+
+    @property
+    def asking(self) -> list[WorkerConnection]:
+        """Launchers that wait until what is only in memory is written."""
+        return [one for one in self._connections if one.asks_to_flush]
+
+    @property
+    def agents(self) -> int:
+        """Watched processes that are alive."""
+        return len(self._agents)
+
+    def wake(self) -> None:
+        """End the wait of `turn`; from any thread."""
+        with suppress(BlockingIOError, OSError):
+            os.write(self._wake_writer, b"x")
+
+    def watch(self, pid: int) -> None:
+        """Notice the end of a process; one that is gone already is not watched."""
+        if pid in self._agents.values():
+            return
+        # A number that can be no process's overflows.
+        with suppress(OSError, OverflowError):
+            descriptor = os.pidfd_open(pid)
+            self._agents[descriptor] = pid
+            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
+
+    def when_ended(self, pid: int, then: Callable[[], None]) -> None:
+        """Call back once a process is gone; now, if it is gone already, or about to."""
+        descriptor = -1
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+        if descriptor < 0 or is_exiting(pid):
+            if descriptor >= 0:
+                os.close(descriptor)
+            then()
+            return
+
+        def ended() -> None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+            then()
+
+        self._selector.register(descriptor, selectors.EVENT_READ, ended)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait for something to happen, and deal with it."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        # Last: what came while this process was stopped has been read by now.
+        for one in self._pending.take_overdue(now_s=self._clock()):
+            self._drop(one)
+
+    def tell(self, message: Message, *, rank: int | None = None) -> None:
+        """Send to all workers, or to those of one rank."""
+        for one in self.connections:
+            if rank is None or one.rank == rank:
+                self.answer(one, message)
+
+    def answer(self, one: WorkerConnection, message: Message) -> None:
+        """Send to one worker; who does not read loses the connection."""
+        try:
+            one.socket.sendall(encode(message))
+        except OSError as error:
+            logger.warning("rank %d does not listen (%s)", one.rank, error)
+            self._drop(one)
+
+    def stop_listening(self) -> None:
+        """Nobody new is let in; who waits at the door is turned away, and will start another saver."""
+        with suppress(KeyError):
+            self._selector.unregister(self._listener)
+        with suppress(OSError):
+            os.unlink(f"{self._folder}/{SOCKET_NAME}")  # noqa: PTH108
+        self._listener.close()
+
+    def close(self) -> None:
+        """Hang up."""
+        for one in list(self._connections):
+            one.socket.close()
+        self._connections.clear()
+        self._selector.close()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        path = f"{self._folder}/{SOCKET_NAME}"
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108  # of a saver that was killed: the lock says that we are the only one
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # An address has at most 107 characters, however deep the folder lies.
+            listener.bind(f"/proc/self/fd/{folder}/{SOCKET_NAME}")
+        finally:
+            os.close(folder)
+        listener.listen(64)
+        listener.setblocking(False)
+        return listener
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            return
+        # A worker that is stopped must not stop us.
+        connection.settimeout(1.0)
+        pid, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        one = WorkerConnection(connection, pid)
+        self._connections.append(one)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(one))
+        # Processes of this user alone reach the socket; one of them that goes wrong must not keep the workers out.
+        given_up = self._pending.add(one, address=str(pid), now_s=self._clock())
+        if given_up is not None:
+            self._drop(given_up)
+
+    def _read(self, one: WorkerConnection) -> None:
+        try:
+            data = one.socket.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(one)
+            return
+        try:
+            for message in one.lines.feed(data):
+                self._on_message(one, message)
+        except MalformedError as error:
+            logger.warning("a connection is closed: %s", error)
+            # A worker that is refused must not knock again and again.
+            self.answer(one, {"op": "refused", "reason": str(error)})
+            self._drop(one)
+        if one.rank >= 0 or one.asks_to_flush:
+            self._pending.remove(one)
+
+    def _drop(self, one: WorkerConnection) -> None:
+        self._pending.remove(one)
+        if one in self._connections:
+            self._connections.remove(one)
+            with suppress(KeyError, ValueError):
+                self._selector.unregister(one.socket)
+            one.socket.close()
+            if one.rank >= 0:
+                self._on_gone(one)
+
+    def _ended(self, descriptor: int) -> None:
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        del self._agents[descriptor]
+
+    def _woken(self) -> None:
+        with suppress(BlockingIOError):
+            os.read(self._wake_reader, 4096)
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is past the point of return: giving back what it held of a GPU can take it long after that.
+
+    Source: proc(5), the field `flags` of stat, PF_EXITING of linux/sched.h.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+            fields = file.read().rpartition(b")")[2].split()
+        return bool(int(fields[6]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return True

@@ -1,0 +1,109 @@
+"""The saver's own events: its log, one per incarnation, outlives the workers that could record it; slow saves are told once."""
+
+import logging
+import threading
+from contextlib import suppress
+
+from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts
+from elastictrain.checkpoint.saver.pending_snapshots import SaveJob
+from elastictrain.errors import StorageError
+from elastictrain.events import CheckpointSlow, Event, Journal
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+def journal_key(incarnation: str, *, first_rank: int) -> str:
+    """Beside the logs of the ranks."""
+    return f"events/{incarnation}-k{first_rank:05d}.jsonl"
+
+
+class SaverEventLogs:
+    """Opens a log when it is first needed; safe to use from several threads."""
+
+    def __init__(self, store: Store, facts: RunFacts) -> None:
+        self._store = store
+        self._facts = facts
+        self._lock = threading.Lock()
+        self._first_rank: dict[str, int] = {}
+        self._open: dict[str, Journal] = {}
+
+    def move_to(self, host_ranks: HostRanks) -> None:
+        """Events of this incarnation may come from now on."""
+        with self._lock:
+            self._first_rank[host_ranks.incarnation] = min(host_ranks.ranks)
+
+    def record(self, incarnation: str, event: Event) -> None:
+        """Append one event; what cannot be recorded is logged."""
+        with self._lock:
+            first_rank = self._first_rank.get(incarnation)
+            if first_rank is None:
+                logger.warning("not recorded, as no worker of %r was ever here: %s", incarnation, event)
+                return
+            journal = self._open.get(incarnation)
+            if journal is None:
+                try:
+                    log = open_append_log(
+                        self._store,
+                        journal_key(incarnation, first_rank=first_rank),
+                        flush_s=self._facts.flush_s,
+                        close_s=self._facts.grace_s / 2,
+                    )
+                except StorageError as error:
+                    logger.warning("not recorded (%s): %s", error, event)
+                    return
+                journal = self._open[incarnation] = Journal(log, incarnation=incarnation, rank=first_rank)
+        journal.record(event)
+
+    def close(self) -> None:
+        """Make everything durable."""
+        with self._lock:
+            for journal in self._open.values():
+                with suppress(StorageError):
+                    journal.close()
+            self._open.clear()
+
+
+SLOW_S = 20.0
+"""A save that takes longer is told of; large ones on slow disks may."""
+
+
+class SlowSaves:
+    """Watches the save that is under way."""
+
+    def __init__(self) -> None:
+        self._told_step = -1
+        self._trouble = LastStorageWarning()
+        logging.getLogger("elastictrain.storage").addHandler(self._trouble)
+
+    def look(self, under_way: tuple[SaveJob, float] | None) -> CheckpointSlow | None:
+        """What is to be told of the job that is carried out since so many seconds, once for each; None: nothing."""
+        if under_way is None:
+            self._told_step = -1
+            return None
+        job, seconds = under_way
+        if seconds < SLOW_S or self._told_step == job.step:
+            return None
+        self._told_step = job.step
+        return CheckpointSlow(step=job.step, seconds=seconds, trouble=self._trouble.take())
+
+
+class LastStorageWarning(logging.Handler):
+    """A log handler that keeps the newest warning."""
+
+    def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
+        self._guard = threading.Lock()
+        self._text: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        with self._guard:
+            self._text = record.getMessage()
+
+    def take(self) -> str | None:
+        """The newest warning since the last call, if there is one."""
+        with self._guard:
+            text, self._text = self._text, None
+            return text

@@ -1,0 +1,380 @@
+"""When the saver ends, and what it saves from memory before that."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from elastictrain.checkpoint.fence import RunFolder
+from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.memory.inventory import Held
+from elastictrain.checkpoint.memory.records import load_digests
+from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol, steps_begun
+from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SlotLeases, cause_of
+from elastictrain.checkpoint.target import list_checkpoints
+from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, TransientStorageError
+from elastictrain.lease.starts import Starts
+from elastictrain.storage.opening import check_writable
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+ALONE_S = 60.0
+"""How long a saver stays that nobody has ever spoken to: the worker that started it may have died at once."""
+
+KEPT_S = 12 * 3600.0
+"""How long snapshots that storage refuses stay in host memory once all workers are gone: a person may need a night."""
+
+Decision = Literal["stay", "flush", "keep", "leave"]
+
+
+@dataclass(frozen=True, slots=True)
+class SaverClients:
+    """What a saver knows of those it keeps for."""
+
+    workers: int
+    """Connected now."""
+
+    agents: int
+    """Alive now: processes that would start workers again (or, without torchrun, the workers themselves)."""
+
+    ever: bool
+    """Whether a worker was ever connected."""
+
+    age_s: float
+    saving: bool
+    """Whether something is being written."""
+
+    finished: bool
+    """Whether the run said that it is complete."""
+
+    flushed: bool
+    """Whether what was only in memory has been written, or cannot be now."""
+
+    unsaved: bool = False
+    """Whether storage refused it, and it is to be kept a while longer."""
+
+    asked: bool = False
+    """Whether a launcher that starts nobody again waits for what is only in memory to be written."""
+
+
+def decide(life: SaverClients) -> Decision:
+    """A saver stays as long as anybody may come back, and leaves nothing unwritten."""
+    if life.saving:
+        return "stay"
+    if life.finished and not life.workers:
+        return "leave"
+    if life.workers:
+        return "stay"
+    if not life.asked and (life.agents or (not life.ever and life.age_s < ALONE_S)):
+        return "stay"
+    if not life.flushed:
+        return "flush"
+    if life.unsaved:
+        return "keep"
+    return "stay" if life.asked else "leave"
+
+
+_PAUSE_S = 0.25
+_STORAGE_PAUSE_S = 1.0
+_AGAIN = 5
+"""Times the limit for a first host that is at work, and has chosen a step that is not whole here."""
+
+
+def whole_here(held: Sequence[Held], host_ranks: HostRanks) -> list[tuple[Held, ...]]:
+    """The steps that could be saved with what this host holds, newest first, each in the order of its ranks. Pure.
+
+    A host that holds all ranks takes any incarnation: the last one may have ended before its first snapshot. One of several
+    hosts takes only the steps of the last incarnation, of which it knows the ranks that are its own.
+    """
+    found: dict[tuple[int, str, int], dict[int, Held]] = {}
+    for one in held:
+        facts = one.facts
+        found.setdefault((facts.step, facts.incarnation, facts.world_size), {})[facts.rank] = one
+    whole = []
+    for (_, incarnation, world_size), ranks in sorted(found.items(), reverse=True, key=lambda pair: pair[0]):
+        ours = set(host_ranks.ranks) if incarnation == host_ranks.incarnation else set(range(world_size))
+        if ranks.keys() >= ours:
+            whole.append(tuple(ranks[rank] for rank in sorted(ours)))
+    return whole
+
+
+def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
+    """Whose snapshots these are, as far as they tell themselves; None if there are none. Pure."""
+    facts = [one.facts for one in held if not one.replica and one.facts.run == run]
+    last = max(facts, key=lambda one: one.incarnation, default=None)
+    if last is None:
+        return None
+    ranks = {one.rank for one in facts if one.incarnation == last.incarnation}
+    return HostRanks(last.incarnation, last.world_size, tuple(sorted(ranks)), heard=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalSaveLimits:
+    """How long the first host is waited for, and storage that is away, in seconds."""
+
+    leader_s: float
+    storage_s: float
+
+
+def choose_final_save(
+    store: Store,
+    host_ranks: HostRanks,
+    held: Sequence[Held],
+    *,
+    done: Collection[int],
+    limits: FinalSaveLimits,
+    needed_no_more: Callable[[], bool],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> tuple[Held, ...]:
+    """The snapshots of the step to save; none if storage has all that are whole, or when it is `needed_no_more`.
+
+    The leader takes its newest. The others wait for it to begin with a step that they have, and tell it of one that they have
+    not, unless their part of it is `done`. Storage that is away is waited for, too: what is here is nowhere else.
+    Raises: StorageError.
+    """
+    began_s = clock()
+    while True:
+        try:
+            wanted = _wanted(store, host_ranks, held)
+            break
+        except TransientStorageError as error:
+            if clock() - began_s > limits.storage_s or needed_no_more():
+                raise
+            logger.warning("what is in memory only waits for storage: %s", error)
+        sleep(_STORAGE_PAUSE_S)
+    if not wanted or needed_no_more():
+        return ()
+    if wanted[0][0].facts.rank == 0:
+        return wanted[0]
+    noted: set[int] = set()
+    deadline_s = clock() + limits.leader_s
+    while clock() < deadline_s and not needed_no_more():
+        try:
+            begun = set(steps_begun((info.key for info in store.list(PENDING)), incarnation=host_ranks.incarnation))
+            if noted - begun:
+                # That save is over. If it failed, the first host goes on with an older step.
+                wanted = _wanted(store, host_ranks, held)
+                noted &= begun
+                deadline_s = clock() + limits.leader_s
+        except TransientStorageError as error:
+            logger.warning("whether the first host saves cannot be seen yet: %s", error)
+            begun = noted
+        if not wanted:
+            return ()
+        common = [one for one in wanted if one[0].facts.step in begun]
+        if common:
+            return common[0]
+        for step in sorted(begun - noted):
+            noted.add(step)
+            deadline_s = clock() + _AGAIN * limits.leader_s
+            if step not in done and step > wanted[-1][0].facts.step:
+                # Torn here by what ended everything. The first host writes its own files before it hears this.
+                first_rank = min(host_ranks.ranks)
+                CommitProtocol(store, host_ranks.incarnation, step, first_rank=first_rank).refuse(
+                    "it has no whole snapshot of this step"
+                )
+        sleep(_PAUSE_S)
+    return () if needed_no_more() else _without_leader(store)
+
+
+def _without_leader(store: Store) -> tuple[Held, ...]:
+    """The first host has not begun: it may be gone, or storage refuses its writes as it refuses ours. Raises: StorageError."""
+    check_writable(store)
+    return ()
+
+
+def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[tuple[Held, ...]]:
+    """What storage does not have yet, newest first. Raises: StorageError."""
+    folders = [folder for folder in list_checkpoints(store).folders if folder.has_manifest and not folder.quarantined]
+    _, off_line = Lineage(store).line_first(folders)
+    newest = max((folder.step for folder in folders if folder.name not in off_line), default=-1)
+    whole = whole_here(held, host_ranks)
+    # What a deleted run of the same name left in memory has left no trace here.
+    known = {
+        *Starts(store).known(one[0].facts.incarnation for one in whole),
+        *((host_ranks.incarnation,) if host_ranks.heard else ()),
+    }
+    return [one for one in whole if one[0].facts.step > newest and one[0].facts.incarnation in known]
+
+
+_LETTING_GO_S = 2.0
+_RETRY_S, _RETRY_AT_MOST_S = 5.0, 60.0
+"""Between two tries to write what storage refused: each pause is twice the one before."""
+
+AGAIN_S = 1.0
+"""Until a step is tried again that storage refused."""
+
+
+class BeginSave(Protocol):
+    """Has the snapshots of one step written."""
+
+    def __call__(self, snapshots: tuple[LeasedSnapshot, ...], *, leader: bool, reason: str) -> None:
+        """`leader`: this host commits."""
+
+
+class FinalSaveLoop:
+    """One look after another, as long as nobody comes back. All but the search itself happens in the saver's thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        facts: RunFacts,
+        leases: SlotLeases,
+        *,
+        begin: BeginSave,
+        later: Callable[[Callable[[], None]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`begin` is called in a task that is handed to `later`."""
+        self._store = store
+        self._run_folder = RunFolder(store)
+        self._facts = facts
+        self._leases = leases
+        self._begin = begin
+        self._later = later
+        self._clock = clock
+        self._since_s: float | None = None
+        self._tried: set[tuple[str, int]] = set()
+        self._pause_s = 0.0
+        self.busy = False
+        self.over = False
+        """Whether what was only in memory has been written, or cannot be now."""
+
+        self.unsaved = False
+        """Whether storage refused it, and it is kept to be tried again."""
+
+        self._refused = ""
+        """Why storage refused a step since the last time that all steps were tried; empty if it did not."""
+
+        self._retry_s = _RETRY_S
+        self._next_s = 0.0
+
+    def interrupt(self) -> None:
+        """Somebody came back: what has to be saved is another question when they are gone again."""
+        self._since_s = None
+        self._retry_s = _RETRY_S
+        self._begin_round()
+
+    def try_again(self) -> None:
+        """Nobody came back. Look again for what is to be saved, if it is time."""
+        if self._clock() >= self._next_s:
+            self._begin_round()
+
+    def look(self, host_ranks: HostRanks | None, held: Sequence[Held]) -> None:
+        """Begin to look for what is to be saved of what this host holds."""
+        if host_ranks is None:
+            # A saver was killed with its workers, and this one has heard of none: what lies there tells whose it is.
+            host_ranks = last_host_ranks(held, run=self._facts.run)
+        if host_ranks is None:
+            self.over = True
+            return
+        since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
+        own = [one for one in held if not one.replica and one.facts.run == self._facts.run]
+        own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
+        self.busy = True
+        done = {step for incarnation, step in self._tried if incarnation == host_ranks.incarnation}
+        pause_s, self._pause_s = self._pause_s, 0.0
+        arguments = (host_ranks, own, done, since_s, pause_s)
+        threading.Thread(target=self._choose, args=arguments, name="flush", daemon=True).start()
+
+    def _begin_round(self) -> None:
+        self._tried.clear()
+        self._refused = ""
+        self.over = self.unsaved = False
+
+    def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
+        """A step could not be saved."""
+        if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._facts.save_timeout_s:
+            # Nobody is there who would try again, and an older step would fare no better.
+            self._tried.discard((incarnation, step))
+            self._pause_s = AGAIN_S
+        elif cause is not Cause.OTHER:
+            self._refused = error or self._refused
+
+    def _choose(
+        self, host_ranks: HostRanks, own: Sequence[Held], done: Collection[int], since_s: float, pause_s: float
+    ) -> None:
+        """The thread."""
+        found: tuple[Held, ...] = ()
+        refused = ""
+        time.sleep(pause_s)
+        try:
+            if self._run_folder.is_there():
+                found = choose_final_save(
+                    self._store,
+                    host_ranks,
+                    own,
+                    done=done,
+                    limits=FinalSaveLimits(leader_s=self._facts.grace_s, storage_s=self._facts.save_timeout_s),
+                    needed_no_more=lambda: self._since_s != since_s,
+                )
+        except Exception as error:
+            # The edge of the thread.
+            if not isinstance(error, ElasticTrainError):
+                logger.exception("what is in memory only cannot be saved")
+            logger.warning("what is in memory only cannot be saved: %s", error)
+            refused = str(error) if cause_of(error) is not Cause.OTHER else ""
+        self._later(lambda: self._on_found(found, since_s, refused))
+
+    def _on_found(self, found: Sequence[Held], since_s: float, refused: str) -> None:
+        self.busy = False
+        if self._since_s != since_s:
+            return
+        self._refused = refused or self._refused
+        if not found:
+            self._end_round(since_s)
+            return
+        self._tried.add((found[0].facts.incarnation, found[0].facts.step))
+        self._save(found)
+
+    def _end_round(self, since_s: float) -> None:
+        """All steps were tried. What storage refused stays in memory for a while: it is nowhere else."""
+        self.over = True
+        left_s = since_s + KEPT_S - self._clock()
+        self.unsaved = bool(self._refused) and left_s > 0
+        if self._refused:
+            what = f"is kept for {left_s / 3600:.1f} h more" if self.unsaved else "is given up"
+            logger.warning("what storage refused %s: %s", what, self._refused)
+        self._next_s = self._clock() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, _RETRY_AT_MOST_S)
+
+    def _save(self, chosen: Sequence[Held]) -> None:
+        """Everybody is gone, and so will host memory be: the newest whole step goes to storage, or else the one before it."""
+        leased: list[LeasedSnapshot] = []
+        readable = True
+        for held in chosen:
+            try:
+                one = self._pin_soon(held)
+            except (OSError, InvalidCheckpointError) as error:
+                logger.warning("%s cannot be read: %s", held.slot, error)
+                one, readable = None, False
+            if one is None:
+                break
+            leased.append(one)
+        if len(leased) < len(chosen):
+            for one in leased:
+                self._leases.release(one)
+            # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
+            self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=Cause.PASSING if readable else Cause.OTHER)
+            return
+        logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
+        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased)
+        self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
+
+    def _pin_soon(self, held: Held) -> LeasedSnapshot | None:
+        """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
+
+        Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
+        """
+        deadline = self._clock() + _LETTING_GO_S
+        while (leased := self._leases.lease(held.slot)) is None and self._clock() < deadline:
+            time.sleep(0.01)
+        if leased is not None and leased.facts != held.facts:
+            self._leases.release(leased)
+            raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
+        return leased

@@ -1,0 +1,319 @@
+"""A worker's connection to its saver: starts it, sends and receives, and gets another one when it is gone."""
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastictrain.checkpoint.saver.messages import Lines, MalformedError, Message, RunFacts, count, encode
+from elastictrain.checkpoint.saver.pending_saves import PendingSaves, Saved, SaveFailure
+from elastictrain.checkpoint.saver.process import SaverProcess, clear_if_abandoned, knock, log_tail
+from elastictrain.errors import CheckpointError, ElasticTrainError
+from elastictrain.events import Event, KeeperLost, KeeperStarted
+
+logger = logging.getLogger(__name__)
+
+_PAUSE_S = 0.02
+_ANSWER_S = 30.0
+"""How long a saver may take to start, or the one before it to end."""
+
+
+class SaverLink:
+    """What one worker knows of its saver. One thread reads; any thread may tell."""
+
+    def __init__(
+        self,
+        folder: str,
+        facts: RunFacts,
+        hello: Message,
+        *,
+        starts: bool,
+        record: Callable[[Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hello` introduces this worker; `starts`: whether this worker starts savers for its host."""
+        self._folder = folder
+        self._facts = facts
+        self._hello = hello
+        self._starts = starts
+        self._record = record
+        self._clock = clock
+        self._changed = threading.Condition()
+        # All guarded by the condition.
+        self._socket: socket.socket | None = None
+        self._standing: dict[str, Message] = {}
+        """What every saver of this incarnation has to know, by `op`."""
+        self._pending_saves = PendingSaves()
+        self._sayings: list[str] = []
+        self.replicates = False
+        self._sending: int | None = None
+        self._sending_failed = False
+        self._closing = False
+        self._broken = ""
+        self._met = False
+        self._welcomed = False
+        self.pid = 0
+        self.port = 0
+        """Where other hosts reach the saver; 0 until it has answered."""
+        self.lost: tuple[int, float] | None = None
+        """A rank of this host that is gone without a word, and since when."""
+        self._process = SaverProcess(folder, facts, clock=clock)
+        self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def wait(self, timeout_s: float = _ANSWER_S) -> None:
+        """Until the saver has answered. Raises: CheckpointError with the reason if it does not."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.pid or self._broken, timeout_s):
+                raise CheckpointError(
+                    f"the saver in {self._folder} does not answer within {timeout_s:g} s{log_tail(self._folder)}"
+                )
+            if self._broken:
+                raise CheckpointError(self._broken)
+
+    @property
+    def broken(self) -> str:
+        """Why there is no saver any more, and none is tried; empty as long as there is hope."""
+        return self._broken
+
+    def meet(self, roster: Message, timeout_s: float = _ANSWER_S) -> None:
+        """Tell the saver who the others are. Raises: CheckpointError if it does not take note."""
+        with self._changed:
+            self._standing["roster"] = roster
+            self._met = False
+            self._send(roster)
+            if not self._changed.wait_for(lambda: self._met or self._broken, timeout_s):
+                raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
+
+    def announce(self, slot: int, step: int, *, durable: bool) -> None:
+        """A snapshot is whole."""
+        with self._changed:
+            self._send(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
+            if self._broken:
+                self._pending_saves.give_up(self._broken)
+
+    def tell(self, message: Message, *, standing: bool = False) -> None:
+        """Send, if there is a saver; only what is `standing` is told its successor, too."""
+        with self._changed:
+            if standing:
+                self._standing[str(message["op"])] = message
+            self._send(message)
+
+    def replicate(self, *, on: bool, unpaced: bool = False) -> None:
+        """Whether snapshots are to be kept on another host, too; `unpaced`: as fast as they can be sent."""
+        with self._changed:
+            self.replicates = on
+        if self._starts:
+            self.tell({"op": "replicate", "on": on, "unpaced": unpaced}, standing=True)
+
+    def send(self, step: int) -> None:
+        """Have the saver send the snapshots of a step to its buddy; `sending` tells when that is over."""
+        with self._changed:
+            if self._starts:
+                # A saver that is not there will not answer, and its successor is not told.
+                there = self._socket is not None
+                self._sending, self._sending_failed = (step, False) if there else (None, True)
+                self._send({"op": "send", "step": step})
+
+    def sending(self) -> tuple[bool, bool]:
+        """Whether the saver still sends what it was asked to, and whether that failed."""
+        with self._changed:
+            return self._sending is not None, self._sending_failed
+
+    def step_took(self, seconds: float) -> None:
+        """How long a step took, for a saver that sends replicas: they must not slow it down."""
+        with self._changed:
+            if self._starts and self._standing.get("replicate", {}).get("on"):
+                self._send({"op": "step", "micros": round(1e6 * seconds)})
+
+    def needs(self, slot: int, step: int) -> bool:
+        """Whether the saver still has to look at a snapshot, or to write it."""
+        with self._changed:
+            return self._pending_saves.needs(slot, step)
+
+    def take_saved(self) -> list[Saved]:
+        """What was committed since the last call."""
+        with self._changed:
+            return self._pending_saves.take_saved()
+
+    def take_failures(self) -> list[SaveFailure]:
+        """What failed since the last call."""
+        with self._changed:
+            limit_s = self._facts.save_timeout_s
+            overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
+            if overdue is not None and not self._broken:
+                # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
+                self._break(f"step {overdue} was not durable within {limit_s:g} s")
+            return self._pending_saves.take_failures()
+
+    def take_sayings(self) -> list[str]:
+        """What a person should be told."""
+        with self._changed:
+            sayings, self._sayings = self._sayings, []
+            return sayings
+
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Until something was saved, failed or released, or the time is over."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def finish(self, timeout_s: float) -> None:
+        """The run is complete: have the saver end, and wait until it has, if it is ours."""
+        with self._changed:
+            self._closing = True
+            if self._starts:
+                self._send({"op": "finish"})
+        self.close()
+        if self._starts and self.pid:
+            self._process.wait_for_end(self.pid, timeout_s=timeout_s)
+        if self._starts:
+            # Where it was killed just now, or is broken, nobody else is left who would do it.
+            clear_if_abandoned(self._folder)
+
+    def close(self) -> None:
+        """Say goodbye; the saver stays for whoever comes next."""
+        with self._changed:
+            self._closing = True
+            self._send({"op": "bye"})
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2.0)
+
+    def _send(self, message: Message) -> None:
+        connection = self._socket
+        if connection is None:
+            return
+        data = encode(message)
+        try:
+            sent = connection.send(data, socket.MSG_DONTWAIT)
+        except OSError:
+            sent = 0
+        if sent < len(data):
+            # It does not read: training must not wait for it. What it misses it is told again when it answers again.
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        while not self._closing and not self._broken:
+            try:
+                connection = self._connect()
+                self._talk(connection)
+            except (OSError, MalformedError, ElasticTrainError) as error:
+                with self._changed:
+                    if not self._closing:
+                        self._break(f"the saver of this host does not run: {error}{log_tail(self._folder)}")
+                return
+
+    def _connect(self) -> socket.socket:
+        deadline = self._clock() + _ANSWER_S
+        while not self._closing:
+            with suppress(OSError):
+                return knock(self._folder)
+            if self._starts:
+                self._process.start_if_gone()
+            if self._clock() > deadline:
+                raise CheckpointError(f"nobody answers in {self._folder}")
+            time.sleep(_PAUSE_S)
+        raise CheckpointError("closed")
+
+    def _talk(self, connection: socket.socket) -> None:
+        """Until the connection ends."""
+        lines = Lines()
+        with self._changed:
+            self._socket = connection
+            self._welcomed = False
+            self._send(self._hello)
+        try:
+            while data := connection.recv(65536):
+                for message in lines.feed(data):
+                    self._hear(message)
+        except OSError:
+            pass
+        finally:
+            with self._changed:
+                self._socket = None
+                if self._sending is not None:
+                    self._sending, self._sending_failed = None, True
+                pid, closing, welcomed = self.pid, self._closing or bool(self._broken), self._welcomed
+            connection.close()
+        if closing:
+            return
+        if not welcomed:
+            # One that was about to end did not get to this connection any more.
+            time.sleep(_PAUSE_S)
+            return
+        logger.warning("the saver of this host (process %d) is gone; another one is started", pid)
+        if self._starts:
+            self._record(KeeperLost(pid=pid))
+
+    def _hear(self, message: Message) -> None:
+        with self._changed:
+            match message["op"]:
+                case "welcome":
+                    self._welcome(message)
+                case "met":
+                    self._met = True
+                case "seen":
+                    self._pending_saves.seen(count(message, "slot"), message.get("step"))
+                case "released":
+                    self._pending_saves.released(count(message, "step"), done=message.get("done") is True)
+                case "lost":
+                    self.lost = self.lost or (count(message, "rank"), self._clock())
+                case "refused":
+                    raise CheckpointError(f"it refuses this worker: {message.get('reason')}")
+                case _:
+                    self._hear_news(message)
+            self._changed.notify_all()
+        if message["op"] == "welcome" and self._starts:
+            # Not with the condition held: storage that hangs would stop whoever asks what the saver needs.
+            self._record(KeeperStarted(pid=self.pid))
+
+    def _hear_news(self, message: Message) -> None:
+        """What became of snapshots; the condition is held."""
+        match message["op"]:
+            case "saved":
+                saved = Saved(count(message, "step"), str(message["checkpoint"]), count(message, "bytes"))
+                self._pending_saves.saved(saved)
+            case "failed":
+                self._pending_saves.failed(SaveFailure(count(message, "step"), str(message["error"])))
+            case "sent":
+                if self._sending == message.get("step"):
+                    self._sending, self._sending_failed = None, not message.get("whole")
+            case "slow":
+                trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
+                seconds = float(count(message, "seconds"))
+                self._sayings.append(
+                    f"step {count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
+                )
+            case other:
+                raise MalformedError(f"{other!r} is no message to a worker")
+
+    def _welcome(self, message: Message) -> None:
+        self._welcomed = True
+        before, self.pid, self.port = self.pid, count(message, "pid"), count(message, "port")
+        if before not in (0, self.pid):
+            self._pending_saves.succeed("its saver ended before it was committed")
+        # The other hosts know this port, so a successor is asked to take it over.
+        self._hello = {**self._hello, "port": self.port}
+        for standing in self._standing.values():
+            self._send(standing)
+        for announcement in self._pending_saves.announcements():
+            self._send(announcement)
+
+    def _break(self, reason: str) -> None:
+        """No saver is tried any more."""
+        self._broken = reason
+        logger.warning("%s", reason)
+        self._pending_saves.give_up(reason)
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+        self._changed.notify_all()

@@ -1,0 +1,143 @@
+"""The process of a saver, as workers see it: how it is started and reached, and what it leaves in host memory."""
+
+import fcntl
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from elastictrain.checkpoint.memory.place import SlotName, make_private
+from elastictrain.checkpoint.saver.messages import LOCK_NAME, LOG_NAME, SOCKET_NAME, RunFacts, store_facts
+from elastictrain.errors import CheckpointError
+
+_TRIES = 3
+_TRIES_WITHIN_S = 60.0
+
+
+class SaverProcess:
+    """Starts savers for one folder, each when the one before it is gone."""
+
+    def __init__(self, folder: str, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._folder = folder
+        self._facts = facts
+        self._clock = clock
+        self._child: subprocess.Popen[bytes] | None = None
+        self._started: list[float] = []
+
+    def start_if_gone(self) -> None:
+        """Start one, unless the last one that was started here lives. Raises: CheckpointError if they end again and again."""
+        if self._child is not None and self._child.poll() is None:
+            return
+        now = self._clock()
+        self._started = [at for at in self._started if now - at < _TRIES_WITHIN_S]
+        if len(self._started) >= _TRIES:
+            raise CheckpointError(f"it ended {_TRIES} times within {_TRIES_WITHIN_S:g} s")
+        self._started.append(now)
+        make_private(self._folder)
+        store_facts(self._folder, self._facts)
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        with open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
+            self._child = subprocess.Popen(  # noqa: S603
+                [sys.executable, "-m", "elastictrain.checkpoint.saver", self._folder],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
+
+    def wait_for_end(self, pid: int, *, timeout_s: float) -> None:
+        """Until the saver of that number, started here or elsewhere, has ended, or the time is over."""
+        with suppress(OSError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                poll = select.poll()
+                poll.register(descriptor, select.POLLIN)
+                poll.poll(1e3 * timeout_s)
+            finally:
+                os.close(descriptor)
+        if self._child is not None:
+            # Collected, or it would stay in the table of processes as long as this one lives.
+            self._child.poll()
+
+
+def knock(folder: str) -> socket.socket:
+    """A connection to the saver of a folder. Raises: OSError if nobody answers."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET_NAME}")
+        finally:
+            os.close(descriptor)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def log_tail(folder: str) -> str:
+    """The last line that a saver wrote to its log, as the end of a sentence; empty if there is none."""
+    with suppress(OSError), open(f"{folder}/{LOG_NAME}", "rb") as log:  # noqa: PTH123
+        lines = log.read()[-2000:].decode(errors="replace").strip().splitlines()
+        if lines:
+            return f"; its last words: {lines[-1]}"
+    return ""
+
+
+_STALE_S = 3600.0
+
+
+def remove_slot(folder: str, name: SlotName) -> None:
+    """Delete a slot and what lies beside it; who has it mapped keeps its memory until then."""
+    for path in (f"{folder}/{name}", f"{folder}/{name}.digests"):
+        with suppress(FileNotFoundError):
+            os.unlink(path)  # noqa: PTH108
+
+
+def clear_folder(folder: str) -> None:
+    """Remove everything of the run from host memory, the lock last."""
+    with suppress(FileNotFoundError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name == LOCK_NAME):
+            with suppress(OSError):
+                os.unlink(entry.path)  # noqa: PTH108
+        with suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106
+    with suppress(OSError):
+        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120
+
+
+def clear_if_abandoned(folder: str) -> bool:
+    """Remove everything of a run that no saver keeps; whether it was so."""
+    try:
+        descriptor = os.open(f"{folder}/{LOCK_NAME}", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        clear_folder(folder)
+        return True
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # With the lock held: a saver that starts now waits, and finds that its lock is gone.
+        clear_folder(folder)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def sweep(parent: str, *, now: float | None = None) -> list[str]:
+    """Removes folders of other runs whose saver and workers were all killed long ago; returns their paths."""
+    removed = []
+    with suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            with suppress(OSError):
+                age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
+                if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S and clear_if_abandoned(entry.path):
+                    removed.append(entry.path)
+    return removed

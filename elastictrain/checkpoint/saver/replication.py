@@ -1,0 +1,145 @@
+"""The saver's part in the peer tier: it serves its snapshots to other hosts, keeps replicas, and sends its own to a buddy."""
+
+import logging
+from collections.abc import Callable
+
+from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.peers.pace import PaceOptions
+from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
+from elastictrain.checkpoint.peers.replicator import Replicator, Reports
+from elastictrain.checkpoint.peers.roster import Peer, roster_from_json
+from elastictrain.checkpoint.peers.server import PeerServer
+from elastictrain.checkpoint.saver.messages import MalformedError, Message, count, text
+from elastictrain.errors import TransportError
+from elastictrain.events import Event, Replicated, ReplicationFailed
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
+
+
+class ReplicaService:
+    """Everything between this host and others; used by the saver's own thread alone."""
+
+    def __init__(
+        self, folder: str, run: str, *, record: Callable[[str, Event], None], ended: Callable[[str, int, bool], None]
+    ) -> None:
+        """`record` takes the incarnation that an event belongs to. `ended`: incarnation and step that are no longer being sent,
+        and whether they arrived. Both are called from other threads, too."""
+        self._folder = folder
+        self._run = run
+        self._record = record
+        self._ended = ended
+        self._server: PeerServer | None = None
+        self._address = ""
+        self._own: Peer | None = None
+        self._buddy: Peer | None = None
+        self._token = b""
+        self._replicator: Replicator | None = None
+        self._rate: float | None = None
+        self._unpaced = False
+
+    def listen(self, address: str, *, port: int) -> int:
+        """Serve at an address of this host, if possible at the port that others know; 0 if there are no others, or none can."""
+        if not address:
+            return 0
+        if self._server is not None and self._address == address:
+            return self._server.port
+        if self._server is not None:
+            self._server.close(_CLOSE_S)
+            self._server = None
+        for wanted in dict.fromkeys((port, 0)):
+            server = PeerServer(self._folder, run=self._run, address=address, port=wanted)
+            try:
+                server.start()
+            except TransportError as error:
+                logger.warning("%s", error)
+                continue
+            self._server, self._address = server, address
+            return server.port
+        return 0
+
+    def meet(self, message: Message) -> None:
+        """Learn who the others are. Raises: MalformedError."""
+        try:
+            roster = roster_from_json(message.get("hosts"))
+            token = bytes.fromhex(text(message, "token"))
+        except ValueError as error:
+            raise MalformedError(str(error)) from error
+        own = next((peer for peer in roster if peer.number == count(message, "own")), None)
+        if own is None or not token:
+            raise MalformedError("a roster must have a token, and this host in it")
+        self._stop_sending()
+        self._own, self._buddy, self._token = own, buddy_of(own, roster), token
+        if self._server is not None:
+            self._server.set_token(token)
+            self._server.set_kept(rank for ward in wards_of(own, roster) for rank in ward.ranks)
+
+    def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
+        """Be ready to send snapshots to the buddy from now on, or send no more; `unpaced`: nobody trains who could be slowed
+        down."""
+        self._stop_sending()
+        own, buddy = self._own, self._buddy
+        if not on or own is None or buddy is None:
+            return
+        arrived: dict[int, set[int]] = {}
+
+        def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
+            self._record(incarnation, Replicated(of_rank=rank, step=step, host=buddy.host, bytes=size_bytes, seconds=seconds))
+            arrived.setdefault(step, set()).add(rank)
+            if arrived[step] >= set(own.ranks):
+                self._ended(incarnation, step, True)
+
+        def failed(rank: int, step: int, error: str) -> None:
+            logger.warning("step %d of rank %d is not replicated: %s", step, rank, error)
+            self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=buddy.host, error=error))
+            self._ended(incarnation, step, False)
+
+        self._replicator = Replicator(
+            self._folder,
+            own=own,
+            buddy=buddy,
+            token=self._token,
+            reports=Reports(replicated, failed),
+            rate=PaceOptions().most if unpaced else self._rate,
+        )
+        self._unpaced = unpaced
+        self._replicator.start()
+
+    def send(self, step: int, *, incarnation: str) -> None:
+        """Send the snapshots that this host's ranks have of a step."""
+        held = [
+            one
+            for one in look(self._folder, host=0)
+            if not one.replica and one.facts.step == step and one.facts.incarnation == incarnation
+        ]
+        if self._replicator is None or self._own is None or {one.facts.rank for one in held} < set(self._own.ranks):
+            self._ended(incarnation, step, False)
+            return
+        for one in held:
+            if one.facts.rank in self._own.ranks:
+                self._replicator.offer(one.slot, one.facts)
+
+    def step_took(self, seconds: float) -> None:
+        """How long training took for a step: replicas must not slow it down."""
+        if self._replicator is not None:
+            self._replicator.step_took(seconds)
+
+    def drop_others(self) -> None:
+        """Remove replicas of ranks that other hosts keep now."""
+        if self._server is not None:
+            self._server.drop_others()
+
+    def close(self) -> None:
+        """Hang up everywhere."""
+        self._stop_sending()
+        if self._server is not None:
+            self._server.close(_CLOSE_S)
+
+    def _stop_sending(self) -> None:
+        if self._replicator is not None:
+            if not self._unpaced:
+                # What was found out about this network is not found out again.
+                self._rate = self._replicator.rate
+            self._replicator.close(_CLOSE_S)
+            self._replicator = None

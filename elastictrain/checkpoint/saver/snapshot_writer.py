@@ -1,0 +1,398 @@
+"""Writes snapshots to storage and commits them, one save after another, in a thread of its own."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
+from elastictrain.checkpoint.fence import Fence, RunFolder
+from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.memory.layout import digests_of
+from elastictrain.checkpoint.prune import Pruner, read_manifest
+from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart
+from elastictrain.checkpoint.saver.messages import RunFacts
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, RefusedSave, SaveJob, cause_of
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
+from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
+from elastictrain.errors import (
+    CheckpointError,
+    ElasticTrainError,
+    InvalidCheckpointError,
+    StorageError,
+    UntrustedCheckpointError,
+)
+from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""How often it is looked whether the leader has begun one of them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unsaid:
+    refusal: RefusedSave
+    protocol: CommitProtocol
+    since_s: float
+
+    @property
+    def too_late(self) -> bool:
+        return self.refusal.deadline.left_s(self.since_s) <= 0
+
+
+class RefusedSaves:
+    """All methods but `shorten_deadline` are called by the writer's thread."""
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unsaid: list[_Unsaid] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._unsaid)
+
+    def add(self, refusal: RefusedSave) -> None:
+        """One more; it is told by the next `say` that finds its step begun."""
+        protocol = CommitProtocol(
+            self._store, refusal.incarnation, refusal.step, first_rank=refusal.first_rank, clock=self._clock
+        )
+        with self._lock:
+            self._unsaid.append(_Unsaid(refusal, protocol, self._clock()))
+
+    def shorten_deadline(self) -> None:
+        """The group that took the snapshots is gone."""
+        with self._lock:
+            for one in self._unsaid:
+                one.refusal.deadline.shorten()
+
+    def drop(self, incarnation: str, step: int) -> None:
+        """This host has the step after all, or nobody asks for it any more."""
+        with self._lock:
+            self._unsaid = [one for one in self._unsaid if (one.refusal.incarnation, one.refusal.step) != (incarnation, step)]
+
+    def say(self, *, over: set[str]) -> None:
+        """Tell the leader of what it has begun, in attempts that are not `over`, which those are from then on."""
+        for one in list(self._unsaid):
+            refusal = one.refusal
+            try:
+                if one.protocol.find_prepared(over=over) is not None:
+                    one.protocol.report_failure(refusal.reason)
+                    over.add(one.protocol.attempt)
+                    # Several ranks may lack it.
+                    self.drop(refusal.incarnation, refusal.step)
+                    continue
+            except StorageError as error:
+                logger.warning("whether step %d is begun cannot be seen yet: %s", refusal.step, error)
+            except ElasticTrainError:
+                # It will not be begun any more.
+                self.drop(refusal.incarnation, refusal.step)
+                continue
+            except Exception:
+                # The edge of the thread: the next saves are more than this word.
+                logger.exception("the leader cannot be told of step %d", refusal.step)
+                self.drop(refusal.incarnation, refusal.step)
+                continue
+            if one.too_late:
+                self.drop(refusal.incarnation, refusal.step)
+
+
+STREAMS = 8
+"""Files that are written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A committed checkpoint."""
+
+    name: str
+    manifest: Manifest
+
+
+class SaveCallbacks:
+    """What a saver tells; the methods are called from its thread."""
+
+    def __init__(
+        self,
+        *,
+        record: Callable[[str, Event], None],
+        written: Callable[[SaveJob], None],
+        saved: Callable[[SaveJob, str, int], None],
+        failed: Callable[[SaveJob, str, Cause], None],
+    ) -> None:
+        """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more; `failed`
+        takes the reason, and what kind it is of."""
+        self.record = record
+        self.written = written
+        self.saved = saved
+        self.failed = failed
+
+
+class SnapshotWriter:
+    """Carries out jobs."""
+
+    def __init__(
+        self,
+        store: Store,
+        facts: RunFacts,
+        reports: SaveCallbacks,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        signing: SigningKey | None = None,
+    ) -> None:
+        """`signing` signs what is saved."""
+        self._signing = signing
+        self._store = store
+        self._run_folder = RunFolder(store)
+        self._facts = facts
+        self._reports = reports
+        self._clock = clock
+        self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every, signing=signing)
+        self._fence = Fence(store)
+        self._jobs: queue.Queue[SaveJob | RefusedSave | None] = queue.Queue()
+        self._current: SaveJob | None = None
+        self._current_since_s = 0.0
+        self._lock = threading.Lock()
+        self._unfinished: list[SaveJob | RefusedSave] = []
+        """Guarded by the lock."""
+        self._refused_saves = RefusedSaves(store, clock=clock)
+        self._over: set[str] = set()
+        """Attempts of several hosts that have failed, or that this host has done its part of."""
+
+        self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
+
+    def start(self) -> None:
+        """Begin to wait for jobs."""
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job is waiting or being carried out."""
+        return bool(self._unfinished)
+
+    @property
+    def under_way(self) -> tuple[SaveJob, float] | None:
+        """The job that is being carried out, and for how many seconds."""
+        current = self._current
+        return (current, self._clock() - self._current_since_s) if current is not None else None
+
+    def begin(self, job: SaveJob | RefusedSave) -> None:
+        """Carry out a job when its turn comes."""
+        with self._lock:
+            self._unfinished.append(job)
+        self._jobs.put(job)
+
+    def shorten_deadline(self) -> None:
+        """The group that took the snapshots is gone: do not wait long for other hosts, in none of the jobs that are begun."""
+        with self._lock:
+            for job in self._unfinished:
+                job.deadline.shorten()
+        self._refused_saves.shorten_deadline()
+
+    def close(self) -> None:
+        """End when everything that was begun is done."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=LOOK_S if self._refused_saves else None)
+            except queue.Empty:
+                self._refused_saves.say(over=self._over)
+                continue
+            if job is None:
+                return
+            try:
+                if isinstance(job, RefusedSave):
+                    self._refused_saves.add(job)
+                    self._refused_saves.say(over=self._over)
+                else:
+                    self._current_since_s = self._clock()
+                    self._current = job
+                    self._carry_out(job)
+            except Exception as error:
+                # The edge of the thread: whatever it is, the run goes on and the next save is tried.
+                if not isinstance(error, ElasticTrainError):
+                    logger.exception("step %d could not be saved", job.step)
+                if isinstance(job, SaveJob):
+                    self._reports.failed(job, _reason(error), cause_of(error))
+            finally:
+                self._current = None
+                with self._lock:
+                    self._unfinished.remove(job)
+
+    def _carry_out(self, job: SaveJob) -> None:
+        protocol = CommitProtocol(
+            self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock, signing=self._signing
+        )
+        if job.leader:
+            self._save(job, protocol)
+            return
+        # All its ranks have the step now, maybe for another attempt.
+        self._refused_saves.drop(job.incarnation, job.step)
+        try:
+            self._take_part(job, protocol)
+        except BaseException as error:
+            # The leader deletes: it may have been told that these files are written, and commit them.
+            protocol.refuse(_reason(error), over=self._over)
+            raise
+        finally:
+            self._over.add(protocol.attempt)
+
+    def _take_part(self, job: SaveJob, protocol: CommitProtocol) -> None:
+        """Write this host's files; the leader commits."""
+        self._check_run()
+        known = self._saved_before(job, list_checkpoints(self._store))
+        if known is not None:
+            self._reports.saved(job, known.name, known.manifest.size_bytes)
+            return
+        # The leader may wait in an older step for a part that does not come.
+        folder = protocol.wait_for_prepared(
+            job.deadline, over=self._over, meanwhile=lambda: self._refused_saves.say(over=self._over)
+        )
+        parts, _ = self._write(job, folder)
+        self._reports.written(job)
+        protocol.acknowledge(parts)
+
+    def _save(self, job: SaveJob, protocol: CommitProtocol) -> None:
+        """Write this host's files, wait for those of the others, and commit."""
+        began = self._clock()
+        self._check_run()
+        listing = list_checkpoints(self._store)
+        known = self._saved_before(job, listing)
+        if known is not None:
+            self._reports.saved(job, known.name, known.manifest.size_bytes)
+            self._settle(job, known, listing, protocol)
+            return
+        if job.alone:
+            folder = clear_target(self._store, listing, step=job.step)
+        else:
+            folder = protocol.prepare(lambda: clear_target(self._store, listing, step=job.step), over=self._over)
+        prepared = self._clock()
+        committing = False
+        try:
+            parts, written = self._write(job, folder)
+            self._reports.written(job)
+            wrote_s = self._clock() - prepared
+            for part in protocol.wait_for_acknowledgements(job.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s):
+                written += part.written(job.incarnation)
+            seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
+            manifest = self._manifest(job, written)
+            check_files(self._store, manifest, folder=folder)
+            self._check_run()
+            self._fence.check(job.incarnation, step=job.step)
+            committing = True
+            commit(self._store, manifest, folder=folder, signing=self._signing)
+        except BaseException:
+            self._over.add(protocol.attempt)
+            if not committing:
+                discard_files(self._store, folder, incarnation=job.incarnation)
+            if not job.alone:
+                protocol.clear()
+            raise
+        seconds["commit"] = self._clock() - began - sum(seconds.values())
+        size_bytes = manifest.size_bytes
+        self._reports.record(
+            job.incarnation,
+            CheckpointSaved(step=job.step, checkpoint=folder, reason=job.reason, bytes=size_bytes, seconds=seconds),
+        )
+        self._reports.saved(job, folder, size_bytes)
+        self._settle(job, _Known(folder, manifest), listing, protocol)
+
+    def _settle(self, job: SaveJob, newest: _Known, listing: Listing, protocol: CommitProtocol) -> None:
+        """It is committed: remove what is of no use any more."""
+        pruned = self._pruner.tidy(
+            newest.name,
+            manifest=newest.manifest,
+            listing=listing,
+            incarnation=job.incarnation,
+            time_s=time.time(),
+            fence=self._fence,
+        )
+        if pruned:
+            self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
+        if not job.alone:
+            protocol.clear()
+
+    def _check_run(self) -> None:
+        """A write would make the folder of a run again that somebody has deleted."""
+        if not self._run_folder.is_there():
+            raise CheckpointError(f"{self._store.url} was deleted")
+
+    def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
+        """Whether a saver that was killed has committed this very save, or a later one, and could not say so."""
+        for folder in listing.folders:
+            if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
+                try:
+                    manifest = read_manifest(self._store, folder.name, signing=self._signing)
+                except UntrustedCheckpointError:
+                    # Not by a saver of this run.
+                    continue
+                if manifest is not None and manifest.incarnation == job.incarnation:
+                    return _Known(folder.name, manifest)
+        return None
+
+    def _write(self, job: SaveJob, folder: str) -> tuple[list[RankPart], list[WrittenItem]]:
+        """All files of this host's ranks, durable, their bytes the ones that were digested when they came."""
+        tasks: list[tuple[LeasedSnapshot, int]] = [
+            (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
+        ]
+
+        def write_one(task: tuple[LeasedSnapshot, int]) -> tuple[WrittenItem, ...]:
+            leased, index = task
+            file = leased.layout.files(incarnation=job.incarnation, rank=leased.facts.rank)[index]
+            starts = {placed.item.key: leased.layout.starts[index] + placed.start for placed in file.items}
+            longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
+            buffer = memoryview(bytearray(longest))
+
+            def source(item: Item) -> ByteReader:
+                start = starts[item.key]
+
+                def read(begin: int, end: int) -> memoryview:
+                    leased.slot.read_into(buffer[: end - begin], start=start + begin)
+                    return buffer[: end - begin]
+
+                return read
+
+            sha256 = self._signing is not None
+            return write_file(self._store, file, prefix=f"{ROOT}/{folder}", source=source, sha256=sha256)
+
+        with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
+            results = list(pool.map(write_one, tasks))
+        parts, everything = [], []
+        for leased in job.snapshots:
+            written = [item for (owner, _), items in zip(tasks, results, strict=True) if owner is leased for item in items]
+            digests = digests_of(written)
+            if leased.digests is not None and replace(digests, sha256=()) != leased.digests:
+                raise InvalidCheckpointError(
+                    f"{leased.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
+                )
+            parts.append(RankPart(leased.facts.rank, leased.layout, digests))
+            everything += written
+        return parts, everything
+
+    def _manifest(self, job: SaveJob, written: Sequence[WrittenItem]) -> Manifest:
+        first = min(job.snapshots, key=lambda leased: leased.facts.rank).facts
+        facts = SaveFacts(
+            step=job.step,
+            world_size=job.world_size,
+            incarnation=job.incarnation,
+            created=first.created,
+            config_digest=first.config_digest,
+            versions=self._facts.versions,
+            state=first.state,
+        )
+        return build_manifest(written, facts=facts)
+
+
+def _reason(error: BaseException) -> str:
+    return str(error) if isinstance(error, ElasticTrainError) else f"{type(error).__name__}: {error}"

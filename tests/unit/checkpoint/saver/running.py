@@ -1,0 +1,119 @@
+"""A real saver in a thread, and workers that talk to it."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.folders import ROOT
+from elastictrain.checkpoint.saver import snapshot_writer as saving
+from elastictrain.checkpoint.saver.messages import Lines, Message, RunFacts, encode
+from elastictrain.checkpoint.saver.service import SaverService
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.storage.opening import open_store
+from tests.unit.checkpoint.memory.madeslots import RUN
+
+FACTS = RunFacts("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
+NOBODY = 0
+"""An agent that is no process: a saver does not wait for it."""
+
+
+class Worker:
+    """What one rank says to its saver, and hears."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int = 0,
+        ranks: tuple[int, ...] = (0,),
+        world_size: int | None = None,
+        incarnation: str = "000001-aa",
+        agent: int = NOBODY,
+        settle: bool = True,
+        key: str = "",
+    ) -> None:
+        """`settle`: wait until the saver has looked for what this rank had before. `key` is the proof of a key."""
+        self._lines = Lines()
+        self._waiting: list[Message] = []
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.settimeout(10)
+        self.socket.connect(str(folder / "keeper.sock"))
+        self.say(
+            op="hello",
+            rank=rank,
+            ranks=list(ranks),
+            world_size=world_size or len(ranks),
+            incarnation=incarnation,
+            agent=agent,
+            address="",
+            port=0,
+            key=key,
+        )
+        if settle:
+            self.say(op="snapshot", slot=9, step=0, durable=False)
+            self.hear("seen")
+
+    def say(self, **message: object) -> None:
+        self.socket.sendall(encode(message))  # type: ignore[arg-type]
+
+    def hear(self, op: str) -> Message:
+        while True:
+            for message in self._waiting:
+                if message["op"] == op:
+                    self._waiting.remove(message)
+                    return message
+            data = self.socket.recv(65536)
+            assert data, f"hung up before {op}"
+            self._waiting += list(self._lines.feed(data))
+
+    def bye(self) -> None:
+        self.say(op="bye")
+        self.socket.close()
+
+
+@contextmanager
+def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS, signing: SigningKey | None = None) -> Iterator[SaverService]:
+    saver = SaverService(str(memory), facts, open_store(str(run)), signing=signing)
+    thread = threading.Thread(target=saver.run, daemon=True)
+    thread.start()
+    yield saver
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def checkpoints(run: Path) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in (run / ROOT).glob("*/manifest.json"))
+
+
+def events(run: Path, name: str) -> list[dict[str, object]]:
+    rows = [json.loads(line) for path in sorted((run / "events").glob("*-k*.jsonl")) for line in path.read_text().splitlines()]
+    return [row for row in rows if row["event"] == name]
+
+
+@contextmanager
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Saves wait before their commit until the event is set, or this ends."""
+    go_on = threading.Event()
+    check = saving.check_files
+
+    def wait(*arguments: object, **more: object) -> None:
+        assert go_on.wait(10)
+        check(*arguments, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saving, "check_files", wait)
+        yield go_on
+        go_on.set()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -1,0 +1,76 @@
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
+from elastictrain.checkpoint.saver.messages import Message, encode
+from elastictrain.checkpoint.saver.process import knock
+
+
+class SaverService:
+    """Takes a connection for a worker once it has said hello."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = str(folder)
+        self.now_s = 100.0
+        self.workers = WorkerConnections(self.folder, on_message=self._hear, on_gone=lambda one: None, clock=lambda: self.now_s)
+
+    def _hear(self, one: WorkerConnection, message: Message) -> None:
+        one.rank = int(str(message["rank"]))
+        self.workers.answer(one, {"op": "welcome"})
+
+    def turn(self, seconds: float = 0.05) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.workers.turn(0.01)
+
+    def knock(self) -> socket.socket:
+        connection = knock(self.folder)
+        self.workers.turn(0.01)
+        return connection
+
+    def welcomes(self, connection: socket.socket) -> bool:
+        connection.settimeout(2.0)
+        connection.sendall(encode({"op": "hello", "rank": 3}))
+        self.turn()
+        return bool(connection.recv(4096))
+
+
+@contextmanager
+def keeping(folder: Path) -> Iterator[SaverService]:
+    found = SaverService(folder)
+    try:
+        yield found
+    finally:
+        found.workers.stop_listening()
+        found.workers.close()
+
+
+def hung_up(connection: socket.socket) -> bool:
+    connection.settimeout(0.05)
+    try:
+        return not connection.recv(4096)
+    except TimeoutError:
+        return False
+
+
+def test_silent_connections_keep_no_worker_out(tmp_path: Path) -> None:
+    with keeping(tmp_path) as saver, ExitStack() as stack:
+        silent = [stack.enter_context(saver.knock()) for _ in range(300)]
+        assert saver.welcomes(stack.enter_context(saver.knock()))
+        assert hung_up(silent[0])
+        assert not hung_up(silent[-1])
+        assert len(saver.workers.connections) == 1
+
+
+def test_who_says_nothing_in_time_is_hung_up_on_and_a_worker_may_be_silent(tmp_path: Path) -> None:
+    with keeping(tmp_path) as saver, saver.knock() as worker:
+        assert saver.welcomes(worker)
+        with saver.knock() as silent:
+            assert not hung_up(silent)
+            saver.now_s += 2.5
+            saver.workers.turn(0.01)
+            assert hung_up(silent)
+            assert not hung_up(worker)

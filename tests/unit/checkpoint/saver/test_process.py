@@ -1,0 +1,59 @@
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from elastictrain.checkpoint.saver.process import clear_folder, clear_if_abandoned, sweep
+
+
+def made(parent: Path, name: str, *, age_s: float = 0.0, lock: bool = True) -> Path:
+    folder = parent / name
+    folder.mkdir(parents=True)
+    (folder / "own-r00000-s0").write_bytes(b"x")
+    if lock:
+        (folder / "keeper.lock").write_bytes(b"")
+    then = time.time() - age_s
+    os.utime(folder, (then, then))
+    return folder
+
+
+def held(folder: Path) -> int:
+    descriptor = os.open(folder / "keeper.lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return descriptor
+
+
+def test_only_what_was_left_long_ago_goes(tmp_path: Path) -> None:
+    parent = tmp_path / "user"
+    old, unlocked, young, kept = (
+        made(parent, "old", age_s=4000),
+        made(parent, "unlocked", age_s=4000, lock=False),
+        made(parent, "young", age_s=3000),
+        made(parent, "kept", age_s=9000),
+    )
+    saver = held(kept)
+    (parent / "file").write_text("no folder")
+    assert sorted(sweep(str(parent))) == [str(old), str(unlocked)]
+    assert young.exists()
+    assert (kept / "own-r00000-s0").exists()
+    os.close(saver)
+    assert sweep(str(parent), now=time.time() + 4000) == [str(young), str(kept)] or not (kept.exists() or young.exists())
+    assert sweep(f"{tmp_path}/nowhere") == []
+
+
+def test_a_kept_folder_is_not_abandoned(tmp_path: Path) -> None:
+    folder = made(tmp_path / "user", "run")
+    saver = held(folder)
+    assert not clear_if_abandoned(str(folder))
+    assert (folder / "own-r00000-s0").exists()
+    os.close(saver)
+    assert clear_if_abandoned(str(folder))
+    assert not (tmp_path / "user").exists()
+    assert clear_if_abandoned(str(folder)), "there is nothing"
+
+
+def test_other_runs_of_the_user_stay(tmp_path: Path) -> None:
+    folder, other = made(tmp_path / "user", "run"), made(tmp_path / "user", "other")
+    clear_folder(str(folder))
+    assert not folder.exists()
+    assert other.exists()

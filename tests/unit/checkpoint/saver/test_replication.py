@@ -1,0 +1,41 @@
+"""The saver's part in the peer tier: how fast it sends, and what it remembers of that."""
+
+import queue
+from pathlib import Path
+
+import pytest
+
+from elastictrain.checkpoint.saver.messages import Message
+from elastictrain.checkpoint.saver.replication import ReplicaService
+from tests.unit.checkpoint.peers.hosts import RUN, TOKEN, facts_of, fill_slot, host
+
+INCARNATION = "i00001-aa"
+
+
+def test_a_host_that_trains_no_more_sends_as_fast_as_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the pace that was found not to hold up training this snapshot would take more than half an hour."""
+    folder, ended = tmp_path / "a", queue.SimpleQueue[tuple[str, int, bool]]()
+    folder.mkdir(mode=0o700)
+    fill_slot(folder, "own-r00000-s0", facts_of(0, 7))
+    replicas = ReplicaService(
+        str(folder), RUN, record=lambda incarnation, event: None, ended=lambda *arguments: ended.put(arguments)
+    )
+    with host(tmp_path / "b", kept=(0,)) as buddy:
+        hosts = [
+            {"host": "a", "address": "127.0.0.1", "port": 1, "number": 0, "ranks": [0]},
+            {"host": "b", "address": "127.0.0.1", "port": buddy.peer.port, "number": 1, "ranks": [1]},
+        ]
+        message: Message = {"op": "roster", "hosts": hosts, "own": 0, "token": TOKEN.hex()}  # type: ignore[dict-item]
+        replicas.meet(message)
+        replicas._rate = 1000.0
+        replicas.switch(on=True, incarnation=INCARNATION, unpaced=True)
+        replicas.send(7, incarnation=INCARNATION)
+        assert ended.get(timeout=10.0) == (INCARNATION, 7, True)
+        assert buddy.replicas() == {"replica-r00000-s0": 7}
+        replicas.switch(on=False, incarnation=INCARNATION)
+        # Who trains next on this host must not be slowed down.
+        assert replicas._rate == 1000.0
+        replicas.switch(on=True, incarnation=INCARNATION)
+        assert replicas._replicator is not None
+        assert replicas._replicator.rate == 1000.0
+        replicas.close()
