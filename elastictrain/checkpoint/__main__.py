@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from elastictrain.checkpoint.commands.in_memory import DEFAULT_MEMORY_DIR, find_in_memory
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError, UsageError
 
 _EXIT_INTERRUPTED = 130
 _EXIT_PIPE = 141
 _THREADS = 4
+_DEFAULT_MEMORY_DIR = "/dev/shm"  # noqa: S108  # the default of `checkpoint.memory_dir`
 _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path or any fsspec URL"
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(parsed: argparse.Namespace) -> int:
     # Each imports what it needs: only some wait for torch.
     if parsed.command == "ls":
-        from elastictrain.checkpoint.commands.ls import list_checkpoints
+        from elastictrain.checkpoint.commands.ls import find_in_memory, list_checkpoints
 
         find = partial(find_in_memory, memory_dir=parsed.memory_dir)
         return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find, key_env=parsed.key_env)
@@ -88,7 +88,7 @@ def _dispatch(parsed: argparse.Namespace) -> int:
 
 def _prune(parsed: argparse.Namespace) -> int:
     from elastictrain.checkpoint.commands.prune import Keep, prune_checkpoints
-    from elastictrain.checkpoint.commands.speaking import ask, can_ask
+    from elastictrain.checkpoint.commands.output import ask, can_ask
 
     if not (parsed.yes or parsed.dry_run or can_ask()):
         raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")
@@ -135,7 +135,7 @@ def _add_ls(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     listing.add_argument(
         "--memory-dir",
         metavar="DIR",
-        default=DEFAULT_MEMORY_DIR,
+        default=_DEFAULT_MEMORY_DIR,
         help="checkpoint.memory_dir of the run; snapshots that this host holds there are listed, too (%(default)s)",
     )
     listing.add_argument("--json", action="store_true", help="for a script")

@@ -7,14 +7,14 @@ from functools import partial
 import torch
 
 from elastictrain.checkpoint.choose import Reject
-from elastictrain.checkpoint.commands.export_safetensors import write_safetensors
-from elastictrain.checkpoint.commands.export_source import MODEL, Source
-from elastictrain.checkpoint.commands.export_target import ExportTarget, file_target, folder_target
-from elastictrain.checkpoint.commands.export_whole import write_dcp, write_torch
+from elastictrain.checkpoint.commands.export_formats import write_safetensors
+from elastictrain.checkpoint.commands.export_formats import MODEL, Source
+from elastictrain.checkpoint.commands.export_formats import ExportTarget, file_target, folder_target
+from elastictrain.checkpoint.commands.export_formats import write_dcp, write_torch
 from elastictrain.checkpoint.commands.huggingface import ExportsHuggingFace, StoredModel, exporting_task
-from elastictrain.checkpoint.commands.location import locate
-from elastictrain.checkpoint.commands.selection import find_checkpoint
-from elastictrain.checkpoint.commands.speaking import note, progress
+from elastictrain.checkpoint.commands.survey import locate
+from elastictrain.checkpoint.commands.survey import find_checkpoint
+from elastictrain.checkpoint.commands.output import note, progress
 from elastictrain.checkpoint.verified_read import DamagedFileError
 from elastictrain.errors import EXIT_OK, UsageError
 

@@ -11,7 +11,7 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commands.speaking import note
+from elastictrain.checkpoint.commands.output import note
 from elastictrain.checkpoint.stored_config import CONFIG_NAME, read_stored_config
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct

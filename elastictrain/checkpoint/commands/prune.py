@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.commands.location import Location, locate
-from elastictrain.checkpoint.commands.rows import State
-from elastictrain.checkpoint.commands.speaking import note, progress, result
+from elastictrain.checkpoint.commands.survey import Location, locate
+from elastictrain.checkpoint.commands.survey import State
+from elastictrain.checkpoint.commands.output import note, progress, result
 from elastictrain.checkpoint.commands.survey import Surveyed, list_folders, survey
-from elastictrain.checkpoint.commands.texts import plural, size_text, table
+from elastictrain.checkpoint.commands.output import plural, size_text, table
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.lineage import Lineage

@@ -3,10 +3,10 @@
 import threading
 from dataclasses import replace
 
-from elastictrain.checkpoint.commands.location import Location, locate
-from elastictrain.checkpoint.commands.speaking import note, progress, result
+from elastictrain.checkpoint.commands.survey import Location, locate
+from elastictrain.checkpoint.commands.output import note, progress, result
 from elastictrain.checkpoint.commands.survey import Surveyed, list_folders, survey
-from elastictrain.checkpoint.commands.texts import plural
+from elastictrain.checkpoint.commands.output import plural
 from elastictrain.checkpoint.commands.verify import choose_folders, read_and_judge
 from elastictrain.checkpoint.folders import ROOT, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of

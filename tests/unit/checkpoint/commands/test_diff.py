@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands import comparison
-from elastictrain.checkpoint.commands.comparison import compare_manifests
+from elastictrain.checkpoint.commands import diff
+from elastictrain.checkpoint.commands.diff import compare_manifests
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE
 from tests.unit.checkpoint.commands.made import flip, manifest_of, save, shard, state_of
 
@@ -38,13 +38,13 @@ def changed(**changes: Tensor) -> dict[str, Tensor]:
 def read_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every tensor of which any part is read."""
     names: list[str] = []
-    compare = comparison._compare_pair
+    compare = diff._compare_pair
 
-    def remember(pair: comparison.Pair, **arguments: Any) -> Any:
+    def remember(pair: diff.Pair, **arguments: Any) -> Any:
         names.append(pair.name)
         return compare(pair, **arguments)
 
-    monkeypatch.setattr(comparison, "_compare_pair", remember)
+    monkeypatch.setattr(diff, "_compare_pair", remember)
     yield names
     names.sort()
 

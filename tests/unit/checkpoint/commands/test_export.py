@@ -17,12 +17,12 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.export_safetensors import plan_shards, write_safetensors
-from elastictrain.checkpoint.commands.export_source import Source
-from elastictrain.checkpoint.commands.export_target import folder_target
-from elastictrain.checkpoint.commands.export_whole import check_memory
-from elastictrain.checkpoint.commands.location import locate
-from elastictrain.checkpoint.commands.selection import find_checkpoint
+from elastictrain.checkpoint.commands.export_formats import plan_shards, write_safetensors
+from elastictrain.checkpoint.commands.export_formats import Source
+from elastictrain.checkpoint.commands.export_formats import folder_target
+from elastictrain.checkpoint.commands.export_formats import check_memory
+from elastictrain.checkpoint.commands.survey import locate
+from elastictrain.checkpoint.commands.survey import find_checkpoint
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STORAGE, EXIT_USAGE, HostUnfitError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import flip, save, shard, state_of

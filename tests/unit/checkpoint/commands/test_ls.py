@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands.survey import locate
 from elastictrain.checkpoint.commands.ls import list_checkpoints
 from elastictrain.checkpoint.commands.survey import list_folders, survey
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands import speaking
-from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands import output
+from elastictrain.checkpoint.commands.survey import locate
 from elastictrain.checkpoint.commands.prune import Keep, delete_folder, prune_checkpoints
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.retention import Deletion

@@ -11,8 +11,8 @@ import pytest
 import xxhash
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.file_check import DigestedRange, RangeDigests, check_file
-from elastictrain.checkpoint.commands.location import locate
+from elastictrain.checkpoint.commands.verify import DigestedRange, RangeDigests, check_file
+from elastictrain.checkpoint.commands.survey import locate
 from elastictrain.checkpoint.commands.survey import list_folders, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import key_of

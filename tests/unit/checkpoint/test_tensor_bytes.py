@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from elastictrain.checkpoint.commands.location import locate
-from elastictrain.checkpoint.commands.selection import find_checkpoint
-from elastictrain.checkpoint.commands.stored_tensor import read_box, read_tensor
+from elastictrain.checkpoint.commands.survey import locate
+from elastictrain.checkpoint.commands.survey import find_checkpoint
+from elastictrain.checkpoint.tensor_bytes import read_box, read_tensor
 from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.tensor_bytes import dtype_named
 from tests.unit.checkpoint.commands.made import save

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.checkpoint.commands.texts import age_text, plural, size_text, table
+from elastictrain.checkpoint.commands.output import age_text, plural, size_text, table
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""What a command says: results on standard output, everything else on standard error."""
+"""What the commands print: results on stdout, notes and progress on stderr, figures and tables as text."""
 
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Literal
@@ -68,3 +68,47 @@ def progress(what: str, *, total: int, unit: Literal["B", "tensor", "folder"], l
                 note(f"{done}/{total} {unit}s")
 
     yield tell
+
+
+def size_text(size_bytes: float) -> str:
+    """`918 B`, `3.7 kB`, `11.0 MB`: powers of a thousand."""
+    if size_bytes < 1000:
+        return f"{size_bytes:.0f} B"
+    scaled = float(size_bytes)
+    for unit in ("kB", "MB", "GB", "TB"):
+        scaled /= 1000
+        # 999.95 would be rounded to 1000.0.
+        if scaled < 999.95 or unit == "TB":
+            break
+    return f"{scaled:.1f} {unit}"
+
+
+def age_text(seconds: float) -> str:
+    """`42 s`, `17 min`, `5 h`, `3 d`; a time that lies ahead, by a clock that goes wrong, is `0 s`."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h"
+    return f"{whole // 86400} d"
+
+
+def plural(count: int, one: str) -> str:
+    """`1 file`, `2 files`, `1,234 files`."""
+    return f"{count:,} {one}" if count == 1 else f"{count:,} {one}s"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = (), indent: str = "  ") -> str:
+    """Aligned columns, two spaces apart; those named in `right` are numbers, and end at their right edge."""
+    lines = [header, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = []
+    for line in lines:
+        cells = [
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(header, line, widths, strict=True)
+        ]
+        texts.append(indent + "  ".join(cells).rstrip())
+    return "\n".join(texts)

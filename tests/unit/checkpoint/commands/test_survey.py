@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.commands.location import is_checkpoint_name, locate, split_url
+from elastictrain.checkpoint.commands.survey import is_checkpoint_name, locate, split_url
 from elastictrain.errors import ConfigError, ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import save

@@ -1,0 +1,272 @@
+"""What an export reads, where it writes, and the files of each format: safetensors, torch and DCP."""
+
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import psutil
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
+
+from elastictrain.checkpoint.commands.output import size_text
+from elastictrain.checkpoint.commands.survey import Checkpoint, split_url
+from elastictrain.checkpoint.dtypes import BY_NAME
+from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.safetensors_format import HeaderEntry, encode_header
+from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, read_tensor
+from elastictrain.errors import HostUnfitError, UsageError
+from elastictrain.storage.failures import fault_of, reason_of, storage_error
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import ObjectWriter, Store
+
+MODEL = "model."
+"""How the names of the model's tensors begin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One checkpoint. `dtype` is for the model's floating-point tensors; None leaves them as they are stored."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None
+    advance: Callable[[int], None]
+    """One more tensor is read."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the checkpoint."""
+        return self.checkpoint.manifest
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor, on the CPU. Raises: DamagedFileError, StorageError."""
+        tensor = read_tensor(self.checkpoint.folder, self.manifest.tensors[name])
+        self.advance(1)
+        return tensor.to(dtype_named(self.dtype_of(name)))
+
+    def dtype_of(self, name: str) -> str:
+        """The element type that `read` gives."""
+        stored = self.manifest.tensors[name].dtype
+        if self.dtype is None or not name.startswith(MODEL) or not dtype_named(stored).is_floating_point:
+            return stored
+        return dtype_name(self.dtype)
+
+    def size_bytes_of(self, name: str) -> int:
+        """Bytes of what `read` gives."""
+        return torch.Size(self.manifest.tensors[name].shape).numel() * BY_NAME[self.dtype_of(name)].size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(self.size_bytes_of(name) for name in self.manifest.tensors)
+
+    @property
+    def facts(self) -> dict[str, JsonValue]:
+        """What else there is to know of the checkpoint."""
+        manifest = self.manifest
+        return {
+            "step": manifest.step,
+            "world_size": manifest.world_size,
+            "config_digest": manifest.config_digest,
+            "versions": dict(manifest.versions),
+            "state": dict(manifest.state),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """A folder (`file` is empty), or one file in it."""
+
+    url: str
+    """As the person wrote it."""
+
+    store: Store
+    file: str = ""
+
+    def clear(self) -> None:
+        """Deletes what an export has written so far. Raises: StorageError."""
+        for info in [] if self.file else list(self.store.list()):
+            self.store.delete(info.key)
+
+
+def folder_target(url: str) -> ExportTarget:
+    """An empty folder.
+
+    Raises: UsageError if anything is in it, as a file of an earlier export could be taken for a part of this one; ConfigError;
+        StorageError.
+    """
+    store = open_store(url)
+    if (present := next(iter(store.list()), None)) is not None:
+        raise UsageError(f"{store.url} must be empty, but holds {present.key}; choose another folder, or delete it")
+    return ExportTarget(url, store)
+
+
+def file_target(url: str) -> ExportTarget:
+    """A file that does not exist. Raises: UsageError; ConfigError; StorageError."""
+    name, parent = split_url(url)
+    if not name or url.endswith("/"):
+        raise UsageError(f"--to torch writes one file, so OUT must be the name of a file, but is {url}")
+    store = open_store(parent)
+    folder_there = isinstance(store, LocalStore) and os.path.isdir(store.path(name))  # noqa: PTH112
+    if folder_there or next(iter(store.list(name)), None) is not None:
+        raise UsageError(f"--to torch writes one file, but {url} is a folder; give a name such as {url}/checkpoint.pt")
+    if is_there(store, name):
+        raise UsageError(f"{url} must not exist, but does; choose another name, or delete it")
+    return ExportTarget(url, store, name)
+
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""Another file begins where this would be passed; a tensor is never cut."""
+
+
+def write_safetensors(source: Source, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """`model.safetensors`, or several files and, last, their index.
+
+    Raises: DamagedFileError; StorageError.
+    """
+    sizes = {name: source.size_bytes_of(name) for name in source.manifest.tensors}
+    plan = plan_shards(sizes, shard_bytes=shard_bytes)
+    for file, names in plan.items():
+        # Wide elements first: then all are aligned.
+        ordered = sorted(names, key=lambda name: (-BY_NAME[source.dtype_of(name)].size_bytes, name))
+        with target.store.open_writer(file) as writer:
+            writer.write(_header(source, ordered))
+            for name in ordered:
+                writer.write(source.read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    if len(plan) > 1:
+        weight_map = {name: file for file, names in plan.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        target.store.write(INDEX, json.dumps(index, indent=2).encode() + b"\n")
+
+
+def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list[str]]:
+    """File -> names of its tensors, from the bytes of each tensor. Pure."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size_bytes in sizes.items():
+        if groups[-1] and filled + size_bytes > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size_bytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
+
+
+def _header(source: Source, names: Sequence[str]) -> bytes:
+    entries, begin = [], 0
+    for name in names:
+        shape, element = source.manifest.tensors[name].shape, BY_NAME[source.dtype_of(name)]
+        end = begin + math.prod(shape) * element.size_bytes
+        entries.append(HeaderEntry(name, element.code, shape, begin, end))
+        begin = end
+    return encode_header(entries, metadata={"format": "pt", "step": str(source.manifest.step)})
+
+
+FACTS = "elastictrain"
+"""Beside the families of tensors (`model`, `optim`): step, world size, versions and state."""
+
+_METADATA = ".metadata"
+_PIECE_BYTES = 16 * 2**20
+
+
+def write_torch(source: Source, target: ExportTarget) -> None:
+    """One file that `torch.load` reads: `{"model": {name: tensor}, "optim": {...}, "elastictrain": {...}}`.
+
+    The file appears when it is whole. Raises: DamagedFileError; HostUnfitError; StorageError.
+    """
+    check_memory(source.size_bytes, available_bytes=psutil.virtual_memory().available)
+    # Opened first: a place that cannot be written to is better known before everything is read.
+    with target.store.open_writer(target.file) as writer:
+        torch.save(nested_state(source), _Stream(writer))  # type: ignore[arg-type]
+
+
+def write_dcp(source: Source, target: ExportTarget) -> None:
+    """A folder that `dcp.load` reads with its `FileSystemReader`; names are those of `write_torch`, joined by dots.
+
+    `.metadata`, without which nobody reads it, is written last. A remote target needs room for all of it in the folder for
+    temporary files.
+
+    Raises: DamagedFileError; HostUnfitError; StorageError.
+    """
+    check_memory(source.size_bytes, available_bytes=psutil.virtual_memory().available)
+    with _local_folder(target.store) as folder:
+        state = nested_state(source)
+        with warnings.catch_warnings(), _translated(target.url):
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+
+
+def check_memory(needed_bytes: int, *, available_bytes: int) -> None:
+    """Raises: HostUnfitError, rather than to be killed half-way."""
+    if needed_bytes > available_bytes:
+        raise HostUnfitError(
+            f"this format needs all tensors in host memory at once, {size_text(needed_bytes)}, but only "
+            f"{size_text(available_bytes)} are available; use --to safetensors, which needs one at a time, or another machine"
+        )
+
+
+def nested_state(source: Source) -> dict[str, object]:
+    """All tensors by family and name, and the facts."""
+    families: dict[str, dict[str, object]] = {}
+    for name in source.manifest.tensors:
+        family, _, rest = name.partition(".")
+        families.setdefault(family, {})[rest] = source.read(name)
+    return {**families, FACTS: source.facts}
+
+
+class _Stream:
+    """The part of a file that torch.save needs; it writes from the first byte to the last."""
+
+    def __init__(self, writer: ObjectWriter) -> None:
+        self._writer = writer
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._writer.write(data)
+        return memoryview(data).nbytes
+
+    def flush(self) -> None:
+        """What is written is with the writer already."""
+
+
+@contextmanager
+def _local_folder(store: Store) -> Iterator[str]:
+    """The folder itself if it is on this machine; else one whose content is brought to the store at the end."""
+    if isinstance(store, LocalStore):
+        yield store.root
+        return
+    with tempfile.TemporaryDirectory(prefix="elastictrain-export-") as folder:
+        yield folder
+        for name in sorted(os.listdir(folder), key=lambda name: (name == _METADATA, name)):  # noqa: PTH208
+            _upload(f"{folder}/{name}", store, name)
+
+
+def _upload(path: str, store: Store, key: str) -> None:
+    piece = memoryview(bytearray(_PIECE_BYTES))
+    with open(path, "rb") as file, store.open_writer(key) as writer:  # noqa: PTH123
+        while count := file.readinto(piece):
+            writer.write(piece[:count])
+
+
+@contextmanager
+def _translated(url: str) -> Iterator[None]:
+    """What the writer of DCP raises for a disk that is full or not ours, as an error of the store."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(fault_of(error), action="write", url=url, reason=reason_of(error)) from error
+    except CheckpointException as exception:
+        for failure, _ in exception.failures.values():
+            if isinstance(failure, OSError):
+                raise storage_error(fault_of(failure), action="write", url=url, reason=reason_of(failure)) from exception
+        raise
