@@ -87,14 +87,14 @@ def _dispatch(parsed: argparse.Namespace) -> int:
 
 
 def _prune(parsed: argparse.Namespace) -> int:
-    from elastictrain.checkpoint.commands.prune import Keep, prune_checkpoints
     from elastictrain.checkpoint.commands.output import ask, can_ask
+    from elastictrain.checkpoint.commands.prune import KeepOptions, prune_checkpoints
 
     if not (parsed.yes or parsed.dry_run or can_ask()):
         raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")
     return prune_checkpoints(
         parsed.url,
-        keep=Keep(parsed.keep_last, parsed.keep_every),
+        keep=KeepOptions(parsed.keep_last, parsed.keep_every),
         dry_run=parsed.dry_run,
         ask=(lambda _: True) if parsed.yes else ask,
         threads=_THREADS,

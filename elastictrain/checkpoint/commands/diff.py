@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.commands.output import Advance, plural, progress, result, result_json, table
-from elastictrain.checkpoint.tensor_bytes import read_box
 from elastictrain.checkpoint.commands.survey import Checkpoint, find_checkpoint, locate
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
+from elastictrain.checkpoint.tensor_bytes import read_box
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.errors import EXIT_OK
 
@@ -95,7 +95,7 @@ _ABSENT = "(not there)"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class TensorPair:
     """A tensor that both have, under one name."""
 
     name: str
@@ -112,7 +112,7 @@ class Pair:
 class DifferentTensor:
     """A tensor whose values differ."""
 
-    pair: Pair
+    pair: TensorPair
     difference: Difference
 
 
@@ -122,8 +122,8 @@ class Overview:
 
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
-    other_kind: tuple[Pair, ...]
-    to_read: tuple[Pair, ...]
+    other_kind: tuple[TensorPair, ...]
+    to_read: tuple[TensorPair, ...]
     """All others whose digests do not show that they are equal."""
 
     num_common: int
@@ -137,7 +137,7 @@ class Overview:
 
 def compare_manifests(a: Manifest, b: Manifest) -> Overview:
     """Pure."""
-    pairs = [Pair(name, record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors]
+    pairs = [TensorPair(name, record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors]
     return Overview(
         only_a=tuple(sorted(a.tensors.keys() - b.tensors.keys())),
         only_b=tuple(sorted(b.tensors.keys() - a.tensors.keys())),
@@ -154,7 +154,7 @@ def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance:
     Raises: DamagedFileError, StorageError.
     """
 
-    def compare(pair: Pair) -> DifferentTensor:
+    def compare(pair: TensorPair) -> DifferentTensor:
         return DifferentTensor(pair, _compare_pair(pair, a=a.folder, b=b.folder, advance=advance))
 
     with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool:
@@ -167,7 +167,7 @@ def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance:
     return tuple(sorted(different, key=lambda one: (-one.difference.relative, -one.difference.max_abs, one.pair.name)))
 
 
-def _compare_pair(pair: Pair, *, a: Folder, b: Folder, advance: Advance) -> Difference:
+def _compare_pair(pair: TensorPair, *, a: Folder, b: Folder, advance: Advance) -> Difference:
     total = Difference()
     same_in_b = _boxes(pair.b)
     for chunk in pair.a.chunks:

@@ -7,14 +7,19 @@ from functools import partial
 import torch
 
 from elastictrain.checkpoint.choose import Reject
-from elastictrain.checkpoint.commands.export_formats import write_safetensors
-from elastictrain.checkpoint.commands.export_formats import MODEL, Source
-from elastictrain.checkpoint.commands.export_formats import ExportTarget, file_target, folder_target
-from elastictrain.checkpoint.commands.export_formats import write_dcp, write_torch
+from elastictrain.checkpoint.commands.export_formats import (
+    MODEL,
+    ExportSource,
+    ExportTarget,
+    file_target,
+    folder_target,
+    write_dcp,
+    write_safetensors,
+    write_torch,
+)
 from elastictrain.checkpoint.commands.huggingface import ExportsHuggingFace, StoredModel, exporting_task
-from elastictrain.checkpoint.commands.survey import locate
-from elastictrain.checkpoint.commands.survey import find_checkpoint
 from elastictrain.checkpoint.commands.output import note, progress
+from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.verified_read import DamagedFileError
 from elastictrain.errors import EXIT_OK, UsageError
 
@@ -22,10 +27,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class ExportFormat:
     """One way to write a checkpoint, and which tool reads it then."""
 
-    write: Callable[[Source, ExportTarget], None]
+    write: Callable[[ExportSource, ExportTarget], None]
     read_by: str
     only_model: bool = False
 
@@ -61,7 +66,7 @@ def export_checkpoint(
         note(f"exporting {found.url} ({len(names)} tensors) to {target.url}")
         try:
             with progress("exporting", total=len(names), unit="tensor", lines=True) as advance:
-                chosen.write(Source(found, element, advance), target)
+                chosen.write(ExportSource(found, element, advance), target)
         except DamagedFileError as error:
             target.clear()
             rejected.append(Reject(found.name, error.file, str(error)))
@@ -71,18 +76,18 @@ def export_checkpoint(
         return EXIT_OK
 
 
-def _format(to: str, task: ExportsHuggingFace | None) -> Format:
+def _format(to: str, task: ExportsHuggingFace | None) -> ExportFormat:
     if task is not None:
         read_by = "transformers.AutoModelForCausalLM.from_pretrained reads it from a local folder"
-        return Format(partial(write_huggingface, task=task), read_by, only_model=True)
+        return ExportFormat(partial(write_huggingface, task=task), read_by, only_model=True)
     return {
-        "torch": Format(write_torch, "torch.load reads it"),
-        "safetensors": Format(write_safetensors, "safetensors.torch.load_file reads its files"),
-        "dcp": Format(write_dcp, "torch.distributed.checkpoint.load reads it with a FileSystemReader"),
+        "torch": ExportFormat(write_torch, "torch.load reads it"),
+        "safetensors": ExportFormat(write_safetensors, "safetensors.torch.load_file reads its files"),
+        "dcp": ExportFormat(write_dcp, "torch.distributed.checkpoint.load reads it with a FileSystemReader"),
     }[to]
 
 
-def write_huggingface(source: Source, target: ExportTarget, *, task: ExportsHuggingFace) -> None:
+def write_huggingface(source: ExportSource, target: ExportTarget, *, task: ExportsHuggingFace) -> None:
     """A folder that `from_pretrained` reads, as the task writes it. Raises: ConfigError; DamagedFileError; StorageError."""
     tensors = source.manifest.tensors
     model = StoredModel(

@@ -33,7 +33,7 @@ MODEL = "model."
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportSource:
     """One checkpoint. `dtype` is for the model's floating-point tensors; None leaves them as they are stored."""
 
     checkpoint: Checkpoint
@@ -128,7 +128,7 @@ SHARD_BYTES = 5 * 10**9
 """Another file begins where this would be passed; a tensor is never cut."""
 
 
-def write_safetensors(source: Source, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes: int = SHARD_BYTES) -> None:
     """`model.safetensors`, or several files and, last, their index.
 
     Raises: DamagedFileError; StorageError.
@@ -163,7 +163,7 @@ def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
 
 
-def _header(source: Source, names: Sequence[str]) -> bytes:
+def _header(source: ExportSource, names: Sequence[str]) -> bytes:
     entries, begin = [], 0
     for name in names:
         shape, element = source.manifest.tensors[name].shape, BY_NAME[source.dtype_of(name)]
@@ -180,7 +180,7 @@ _METADATA = ".metadata"
 _PIECE_BYTES = 16 * 2**20
 
 
-def write_torch(source: Source, target: ExportTarget) -> None:
+def write_torch(source: ExportSource, target: ExportTarget) -> None:
     """One file that `torch.load` reads: `{"model": {name: tensor}, "optim": {...}, "elastictrain": {...}}`.
 
     The file appears when it is whole. Raises: DamagedFileError; HostUnfitError; StorageError.
@@ -191,7 +191,7 @@ def write_torch(source: Source, target: ExportTarget) -> None:
         torch.save(nested_state(source), _Stream(writer))  # type: ignore[arg-type]
 
 
-def write_dcp(source: Source, target: ExportTarget) -> None:
+def write_dcp(source: ExportSource, target: ExportTarget) -> None:
     """A folder that `dcp.load` reads with its `FileSystemReader`; names are those of `write_torch`, joined by dots.
 
     `.metadata`, without which nobody reads it, is written last. A remote target needs room for all of it in the folder for
@@ -216,7 +216,7 @@ def check_memory(needed_bytes: int, *, available_bytes: int) -> None:
         )
 
 
-def nested_state(source: Source) -> dict[str, object]:
+def nested_state(source: ExportSource) -> dict[str, object]:
     """All tensors by family and name, and the facts."""
     families: dict[str, dict[str, object]] = {}
     for name in source.manifest.tensors:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.commands.output import age_text, result, result_json, size_text, table
 from elastictrain.checkpoint.commands.survey import (
+    CheckpointRow,
+    CheckpointState,
     FindSnapshots,
-    Row,
-    State,
     list_folders,
     locate,
     merge,
@@ -47,7 +47,7 @@ def list_checkpoints(
     return EXIT_OK
 
 
-def _document(row: Row, *, resume: bool) -> JsonValue:
+def _document(row: CheckpointRow, *, resume: bool) -> JsonValue:
     return {
         "name": row.name,
         "step": row.step,
@@ -64,7 +64,7 @@ def _document(row: Row, *, resume: bool) -> JsonValue:
     }
 
 
-def _text(rows: Sequence[Row], *, chosen: Row | None, url: str, now: float) -> str:
+def _text(rows: Sequence[CheckpointRow], *, chosen: CheckpointRow | None, url: str, now: float) -> str:
     if not rows:
         return f"{url}\n  no checkpoint yet"
     lines = [
@@ -89,12 +89,12 @@ def _text(rows: Sequence[Row], *, chosen: Row | None, url: str, now: float) -> s
     return f"{url}\n{table(_HEADER, lines, right=_FIGURES, indent='')}{legend}"
 
 
-def _state_text(row: Row) -> str:
+def _state_text(row: CheckpointRow) -> str:
     signed = ", signed" if row.signed else ""
     return f"{row.state.value}{signed}: {row.reason}" if row.reason else f"{row.state.value}{signed}"
 
 
-def find_in_memory(run_url: str, *, memory_dir: str) -> Sequence[Row]:
+def find_in_memory(run_url: str, *, memory_dir: str) -> Sequence[CheckpointRow]:
     """One row for each step that some rank's whole snapshot is of, newest first. Reads headers only."""
     folder = run_folder(memory_dir, run_url)
     steps: dict[tuple[int, str, int], list[Held]] = defaultdict(list)
@@ -104,15 +104,15 @@ def find_in_memory(run_url: str, *, memory_dir: str) -> Sequence[Row]:
     return [_row(folder, step, world_size, of_step) for (step, _, world_size), of_step in sorted(steps.items(), reverse=True)]
 
 
-def _row(folder: str, step: int, world_size: int, held: Sequence[Held]) -> Row:
+def _row(folder: str, step: int, world_size: int, held: Sequence[Held]) -> CheckpointRow:
     missing = sorted(set(range(world_size)) - {one.facts.rank for one in held})
     named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
     created = min(one.facts.created for one in held)
-    return Row(
+    return CheckpointRow(
         name=f"snapshot of step {step}",
         step=step,
         tier="memory" if not all(one.replica for one in held) else "replica",
-        state=State.PARTIAL if missing else State.VALID,
+        state=CheckpointState.PARTIAL if missing else CheckpointState.VALID,
         reason=f"rank{'s' if len(missing) > 1 else ''} {named} not on this host" if missing else "",
         created=created,
         modified=created,

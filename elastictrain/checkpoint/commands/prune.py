@@ -3,11 +3,8 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.commands.survey import Location, locate
-from elastictrain.checkpoint.commands.survey import State
-from elastictrain.checkpoint.commands.output import note, progress, result
-from elastictrain.checkpoint.commands.survey import Surveyed, list_folders, survey
-from elastictrain.checkpoint.commands.output import plural, size_text, table
+from elastictrain.checkpoint.commands.output import note, plural, progress, result, size_text, table
+from elastictrain.checkpoint.commands.survey import CheckpointState, RunLocation, Surveyed, list_folders, locate, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.lineage import Lineage
@@ -21,7 +18,7 @@ Ask = Callable[[str], bool]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepOptions:
     """What stays: the `last` newest, and all at multiples of `every` steps (0: none)."""
 
     last: int
@@ -29,7 +26,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrunePlan:
     """What would go, oldest first, and the checkpoint that supersedes it."""
 
     newest: Surveyed
@@ -43,7 +40,7 @@ class Plan:
         return sum(one.row.size_bytes for one in self.folders if one.name == name)
 
 
-def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads: int, key_env: str = "") -> int:
+def prune_checkpoints(url: str, *, keep: KeepOptions, dry_run: bool, ask: Ask, threads: int, key_env: str = "") -> int:
     """Deletes what `keep` does not name; returns the exit code.
 
     Raises: UsageError; NoValidCheckpointError or InvalidCheckpointError if the newest one is not whole, and nothing is then
@@ -63,7 +60,7 @@ def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads:
     # The run may have saved and pruned meanwhile; only what the person has seen goes, and only if it still is to go.
     shown = {deletion.folder for deletion in plan.deletions}
     again = plan_deletions(location, keep=keep)
-    if not any(one.name == plan.newest.name and one.state is State.VALID for one in again.folders):
+    if not any(one.name == plan.newest.name and one.state is CheckpointState.VALID for one in again.folders):
         raise InvalidCheckpointError(_refusal(plan.newest, "deleted or damaged meanwhile"))
     count = size_bytes = 0
     with progress("deleting", total=len(shown), unit="folder") as advance:
@@ -76,32 +73,32 @@ def prune_checkpoints(url: str, *, keep: Keep, dry_run: bool, ask: Ask, threads:
     return EXIT_OK
 
 
-def plan_deletions(location: Location, *, keep: Keep) -> Plan:
+def plan_deletions(location: RunLocation, *, keep: KeepOptions) -> PrunePlan:
     """What is to go now.
 
     Raises: NoValidCheckpointError; InvalidCheckpointError if the newest is damaged; UnknownFormatError; StorageError.
     """
     folders = survey(location, list_folders(location))
     # A mark says that what a start would take is older.
-    committed = [one for one in folders if one.state not in (State.UNCOMMITTED, State.QUARANTINED)]
+    committed = [one for one in folders if one.state not in (CheckpointState.UNCOMMITTED, CheckpointState.QUARANTINED)]
     off_line = _off_line(location, committed)
     newest = next((one for one in committed if one.name not in off_line), None)
     if newest is None:
         raise NoValidCheckpointError(f"{location.url} has no valid checkpoint; nothing is deleted")
-    if newest.state is not State.VALID:
+    if newest.state is not CheckpointState.VALID:
         raise InvalidCheckpointError(_refusal(newest, f"{newest.state.value}: {newest.reason}"))
     deletions = plan_retention(
         [one.listed.facts for one in folders],
         newest=newest.name,
-        intact={one.name for one in folders if one.state is State.VALID} - off_line,
+        intact={one.name for one in folders if one.state is CheckpointState.VALID} - off_line,
         keep_last=keep.last,
         keep_every=keep.every,
-        unknown={one.name for one in folders if one.state in (State.UNKNOWN, State.UNTRUSTED)},
+        unknown={one.name for one in folders if one.state in (CheckpointState.UNKNOWN, CheckpointState.UNTRUSTED)},
     )
-    return Plan(newest, folders, deletions, off_line)
+    return PrunePlan(newest, folders, deletions, off_line)
 
 
-def _off_line(location: Location, committed: Sequence[Surveyed]) -> frozenset[str]:
+def _off_line(location: RunLocation, committed: Sequence[Surveyed]) -> frozenset[str]:
     """Those off the line that the run took; none where nothing else is left, since a start takes them then."""
     _, off_line = Lineage(location.run).line_first(one.listed.facts for one in committed)
     return off_line if len(off_line) < len(committed) else frozenset()
@@ -123,7 +120,7 @@ def _verify_newest(newest: Surveyed, *, threads: int) -> None:
         raise InvalidCheckpointError(_refusal(newest, f"damaged: {file.name}: {file.problems[0]}"))
 
 
-def delete_folder(location: Location, deletion: Deletion) -> bool:
+def delete_folder(location: RunLocation, deletion: Deletion) -> bool:
     """Whether the folder was deleted; it is not if it has become a checkpoint since it was listed. Raises: StorageError."""
     run = location.run
     if MANIFEST_NAME not in deletion.files and is_there(run, key_of(deletion.folder, MANIFEST_NAME)):
@@ -134,7 +131,7 @@ def delete_folder(location: Location, deletion: Deletion) -> bool:
     return True
 
 
-def _text(plan: Plan, *, url: str) -> str:
+def _text(plan: PrunePlan, *, url: str) -> str:
     if not plan.deletions:
         return f"{url}\n  nothing to delete"
     rows = [
@@ -147,8 +144,8 @@ def _text(plan: Plan, *, url: str) -> str:
     return f"{url}\n{table(('to delete', 'size', 'what'), rows, right=('size',))}\n{end}"
 
 
-def _what(name: str, plan: Plan) -> str:
+def _what(name: str, plan: PrunePlan) -> str:
     if name in plan.off_line:
         return "others went on without it"
     state = next(one.state for one in plan.folders if one.name == name)
-    return {State.VALID: "checkpoint", State.UNCOMMITTED: "remnant of a save"}.get(state, state.value)
+    return {CheckpointState.VALID: "checkpoint", CheckpointState.UNCOMMITTED: "remnant of a save"}.get(state, state.value)

@@ -3,10 +3,8 @@
 import threading
 from dataclasses import replace
 
-from elastictrain.checkpoint.commands.survey import Location, locate
-from elastictrain.checkpoint.commands.output import note, progress, result
-from elastictrain.checkpoint.commands.survey import Surveyed, list_folders, survey
-from elastictrain.checkpoint.commands.output import plural
+from elastictrain.checkpoint.commands.output import note, plural, progress, result
+from elastictrain.checkpoint.commands.survey import RunLocation, Surveyed, list_folders, locate, survey
 from elastictrain.checkpoint.commands.verify import choose_folders, read_and_judge
 from elastictrain.checkpoint.folders import ROOT, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
@@ -48,7 +46,7 @@ def sign_checkpoints(url: str, *, step: int | None, threads: int, key_env: str) 
     return EXIT_OK if signed == len(verdicts) else EXIT_STORAGE
 
 
-def _sign(location: Location, one: Surveyed, manifest: Manifest, *, signing: SigningKey, threads: int) -> None:
+def _sign(location: RunLocation, one: Surveyed, manifest: Manifest, *, signing: SigningKey, threads: int) -> None:
     """Replaces the manifest, at once. What is read for SHA-256 has the digests that were verified before."""
     folder = Folder(location.run, f"{ROOT}/{one.name}/")
     found: dict[ChunkRecord, str] = {}

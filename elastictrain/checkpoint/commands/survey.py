@@ -23,7 +23,7 @@ from elastictrain.storage.store import ObjectInfo, Store
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class RunLocation:
     """A run, and the name of the checkpoint folder that was asked for, if it was one."""
 
     run: Store
@@ -37,7 +37,7 @@ class Location:
         return f"{self.run.url}/{ROOT}"
 
 
-def locate(url: str, *, key_env: str = "") -> Location:
+def locate(url: str, *, key_env: str = "") -> RunLocation:
     """What `url` means: a run's folder, its folder `checkpoints`, or one checkpoint in that; with the key in `key_env`.
 
     Raises: ObjectNotFoundError if there is no run; UsageError, also if `key_env` holds no key; ConfigError; StorageError.
@@ -49,7 +49,7 @@ def locate(url: str, *, key_env: str = "") -> Location:
     return replace(_locate(url), signing=signing)
 
 
-def _locate(url: str) -> Location:
+def _locate(url: str) -> RunLocation:
     name, parent = split_url(url)
     if is_checkpoint_name(name):
         above, run_url = split_url(parent)
@@ -57,18 +57,18 @@ def _locate(url: str) -> Location:
             raise UsageError(
                 f"{url} must lie in a folder {ROOT!r}, as in RUN/{ROOT}/{name}; bring a copy of a checkpoint into such a folder"
             )
-        return Location(open_store(run_url), name)
+        return RunLocation(open_store(run_url), name)
     run = open_store(url)
     if _has_checkpoints(run):
-        return Location(run)
+        return RunLocation(run)
     if name == ROOT and _has_checkpoints(above_run := open_store(parent)):
-        return Location(above_run)
+        return RunLocation(above_run)
     # A run writes its configuration first, and a checkpoint much later.
     if not is_there(run, CONFIG_NAME):
         raise ObjectNotFoundError(
             f"{run.url} must be the folder of a run or a checkpoint in it, but holds neither {ROOT}/ nor {CONFIG_NAME}"
         )
-    return Location(run)
+    return RunLocation(run)
 
 
 def is_checkpoint_name(name: str) -> bool:
@@ -91,7 +91,7 @@ def _has_checkpoints(run: Store) -> bool:
     return next(iter(run.list(ROOT)), None) is not None
 
 
-class State(StrEnum):
+class CheckpointState(StrEnum):
     """What is known of a checkpoint without reading the bytes of its tensors."""
 
     VALID = "valid"
@@ -106,7 +106,7 @@ class State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CheckpointRow:
     """One checkpoint. `modified` and `created` are unix seconds; `created` and `world_size` are unknown without a manifest."""
 
     name: str
@@ -114,7 +114,7 @@ class Row:
     tier: str
     """`storage`, or where else it is held."""
 
-    state: State
+    state: CheckpointState
     reason: str
     """Why the state is not `valid`; empty if it is."""
 
@@ -130,22 +130,22 @@ class Row:
 class FindSnapshots(Protocol):
     """Looks for snapshots of a run that this machine holds outside of storage."""
 
-    def __call__(self, run_url: str, /) -> Sequence[Row]:
+    def __call__(self, run_url: str, /) -> Sequence[CheckpointRow]:
         """One row for each; `run_url` is the run's folder, as the person wrote it."""
 
 
-def merge(stored: Sequence[Row], snapshots: Sequence[Row]) -> tuple[Row, ...]:
+def merge(stored: Sequence[CheckpointRow], snapshots: Sequence[CheckpointRow]) -> tuple[CheckpointRow, ...]:
     """Newest first; at the same step a snapshot before what is stored. Each of the two keeps its own order within a step."""
     return tuple(sorted([*snapshots, *stored], key=lambda row: -row.step))
 
 
-def resume_choice(rows: Sequence[Row]) -> Row | None:
+def resume_choice(rows: Sequence[CheckpointRow]) -> CheckpointRow | None:
     """The row, of all of a run's, newest first, that a start tries first; None if it would not resume."""
     for row in rows:
-        if row.state is State.UNKNOWN:
+        if row.state is CheckpointState.UNKNOWN:
             # A start stops here rather than to lose what it cannot read.
             return None
-        if row.state is State.VALID:
+        if row.state is CheckpointState.VALID:
             return row
     return None
 
@@ -155,7 +155,7 @@ _UNCOMMITTED = "being written, or cut short"
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedFolder:
     """One folder as listed, and when the newest of its files was written (unix seconds)."""
 
     facts: FolderFacts
@@ -167,8 +167,8 @@ class Surveyed:
     """One folder and what its manifest says, where it can be read."""
 
     run: Store
-    listed: Listed
-    state: State
+    listed: ListedFolder
+    state: CheckpointState
     reason: str
     manifest: Manifest | None
 
@@ -183,10 +183,10 @@ class Surveyed:
         return f"{self.run.url}/{ROOT}/{self.name}"
 
     @property
-    def row(self) -> Row:
+    def row(self) -> CheckpointRow:
         """What `ls` tells of it."""
         facts, manifest = self.listed.facts, self.manifest
-        return Row(
+        return CheckpointRow(
             name=facts.name,
             step=facts.step,
             tier="storage",
@@ -201,17 +201,17 @@ class Surveyed:
         )
 
 
-def list_folders(location: Location) -> tuple[Listed, ...]:
+def list_folders(location: RunLocation) -> tuple[ListedFolder, ...]:
     """All checkpoint folders of the run, newest first. Raises: StorageError."""
     infos = list(location.run.list(ROOT))
     modified: dict[str, float] = {}
     for info in infos:
         name = info.key.split("/")[1]
         modified[name] = max(modified.get(name, 0.0), info.modified)
-    return tuple(Listed(facts, modified[facts.name]) for facts in read_listing(infos).folders)
+    return tuple(ListedFolder(facts, modified[facts.name]) for facts in read_listing(infos).folders)
 
 
-def survey(location: Location, folders: Iterable[Listed]) -> tuple[Surveyed, ...]:
+def survey(location: RunLocation, folders: Iterable[ListedFolder]) -> tuple[Surveyed, ...]:
     """Reads manifests, some at once; leaves out folders that the run deletes meanwhile.
 
     Raises: StorageError.
@@ -221,10 +221,10 @@ def survey(location: Location, folders: Iterable[Listed]) -> tuple[Surveyed, ...
         return tuple(one for one in found if one is not None)
 
 
-def _look_at(location: Location, listed: Listed) -> Surveyed | None:
+def _look_at(location: RunLocation, listed: ListedFolder) -> Surveyed | None:
     run, facts = location.run, listed.facts
     manifest: Manifest | None = None
-    state, reason = State.UNCOMMITTED, _UNCOMMITTED
+    state, reason = CheckpointState.UNCOMMITTED, _UNCOMMITTED
     if facts.has_manifest:
         try:
             found = examine(run, facts, signing=location.signing)
@@ -232,14 +232,14 @@ def _look_at(location: Location, listed: Listed) -> Surveyed | None:
             return None
         except UnknownFormatError as error:
             # What to do about it is told where somebody wants to use it.
-            state, reason = State.UNKNOWN, _short(str(error), run=run, name=facts.name).partition(";")[0]
+            state, reason = CheckpointState.UNKNOWN, _short(str(error), run=run, name=facts.name).partition(";")[0]
         else:
-            manifest, state, reason = found.manifest, State.VALID, ""
+            manifest, state, reason = found.manifest, CheckpointState.VALID, ""
             if found.reject is not None:
-                state = State.DAMAGED if found.reject.lasting else State.UNTRUSTED
+                state = CheckpointState.DAMAGED if found.reject.lasting else CheckpointState.UNTRUSTED
                 reason = _short(found.reject.reason, run=run, name=facts.name)
     if facts.quarantined:
-        state, reason = State.QUARANTINED, _short(quarantine_reason(run, facts.name), run=run, name=facts.name)
+        state, reason = CheckpointState.QUARANTINED, _short(quarantine_reason(run, facts.name), run=run, name=facts.name)
     return Surveyed(run, listed, state, reason, manifest)
 
 
@@ -262,7 +262,7 @@ class Checkpoint:
         return self.folder.url("").rstrip("/")
 
 
-def find_checkpoint(location: Location, *, step: int | None = None, rejected: Sequence[Reject] = ()) -> Checkpoint:
+def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected: Sequence[Reject] = ()) -> Checkpoint:
     """The newest checkpoint that will do, without the `rejected` ones.
 
     Raises: NoValidCheckpointError; UnknownFormatError; StorageError.
@@ -302,7 +302,7 @@ def say_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) 
         note(f"{name} is signed, and nobody checks it: give --key-env NAME")
 
 
-def _nothing(location: Location, listing: Listing, *, which: str) -> str:
+def _nothing(location: RunLocation, listing: Listing, *, which: str) -> str:
     steps = sorted({folder.step for folder in listing.folders if folder.has_manifest})
     there = f"; there is step {', '.join(map(str, steps))}" if steps else ""
     if location.folder is not None:

@@ -12,9 +12,9 @@ import xxhash
 
 from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
 from elastictrain.checkpoint.commands.survey import (
-    Listed,
-    Location,
-    State,
+    CheckpointState,
+    ListedFolder,
+    RunLocation,
     Surveyed,
     list_folders,
     locate,
@@ -176,12 +176,12 @@ class BadFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """One checkpoint after all its bytes were read. `reason` says what its manifest or its mark show; `gone`: it was deleted
     while it was read."""
 
     checked: Surveyed
-    state: State
+    state: CheckpointState
     reason: str
     bad_files: tuple[BadFile, ...] = ()
     gone: bool = False
@@ -219,10 +219,12 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
         result_json({"url": location.url, "checkpoints": [_document(verdict) for verdict in judged]})
     else:
         result("\n".join([location.url, *(_text(verdict) for verdict in judged)]))
-    return EXIT_OK if all(verdict.state is State.VALID for verdict in judged) else EXIT_STORAGE
+    return EXIT_OK if all(verdict.state is CheckpointState.VALID for verdict in judged) else EXIT_STORAGE
 
 
-def choose_folders(folders: Sequence[Listed], *, every: bool, step: int | None, name: str | None) -> tuple[Listed, ...]:
+def choose_folders(
+    folders: Sequence[ListedFolder], *, every: bool, step: int | None, name: str | None
+) -> tuple[ListedFolder, ...]:
     """The committed folders that are asked for; without a wish the newest that a start would consider. Pure."""
     committed = [one for one in folders if one.facts.has_manifest]
     if every:
@@ -234,7 +236,7 @@ def choose_folders(folders: Sequence[Listed], *, every: bool, step: int | None, 
     return tuple(considered[:1] or wanted[:1])
 
 
-def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[Verdict]:
+def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[VerifyResult]:
     """Reads all files of the chosen ones, `threads` at once; memory is bounded by 16 MiB for each thread.
 
     Raises: StorageError.
@@ -266,23 +268,23 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     return [_judge(one, bad_files=tuple(bad.get(one.name, ()))) for one in chosen]
 
 
-def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> Verdict:
+def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> VerifyResult:
     if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
         # Retention of a run that is training takes the manifest first.
-        return Verdict(one, one.state, one.reason, bad_files, gone=True)
-    if one.state is State.VALID and bad_files:
-        return Verdict(one, State.DAMAGED, "", bad_files)
+        return VerifyResult(one, one.state, one.reason, bad_files, gone=True)
+    if one.state is CheckpointState.VALID and bad_files:
+        return VerifyResult(one, CheckpointState.DAMAGED, "", bad_files)
     # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
-    reason = "" if one.state is State.DAMAGED and bad_files else one.reason
-    return Verdict(one, one.state, reason, bad_files)
+    reason = "" if one.state is CheckpointState.DAMAGED and bad_files else one.reason
+    return VerifyResult(one, one.state, reason, bad_files)
 
 
-def _hint(location: Location) -> str:
+def _hint(location: RunLocation) -> str:
     steps = sorted({one.facts.step for one in list_folders(location) if one.facts.has_manifest})
     return f"; there is step {', '.join(map(str, steps))}" if steps else ""
 
 
-def _document(verdict: Verdict) -> JsonValue:
+def _document(verdict: VerifyResult) -> JsonValue:
     bad: list[JsonValue] = [{"name": file.name, "problems": list(file.problems)} for file in verdict.bad_files]
     return {
         "name": verdict.checked.name,
@@ -294,10 +296,10 @@ def _document(verdict: Verdict) -> JsonValue:
     }
 
 
-def _text(verdict: Verdict) -> str:
+def _text(verdict: VerifyResult) -> str:
     manifest = verdict.checked.manifest
     lines = [f"  {verdict.checked.name}  {verdict.state.value}{f': {verdict.reason}' if verdict.reason else ''}"]
-    if verdict.state is State.VALID and manifest is not None:
+    if verdict.state is CheckpointState.VALID and manifest is not None:
         read = f"{size_text(manifest.size_bytes)} in {plural(len(manifest.files), 'file')}"
         lines[0] += f"  ({read}, {plural(len(manifest.tensors), 'tensor')}: every byte has its digest)"
     elif manifest is not None and not verdict.bad_files:

@@ -17,12 +17,14 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.export_formats import plan_shards, write_safetensors
-from elastictrain.checkpoint.commands.export_formats import Source
-from elastictrain.checkpoint.commands.export_formats import folder_target
-from elastictrain.checkpoint.commands.export_formats import check_memory
-from elastictrain.checkpoint.commands.survey import locate
-from elastictrain.checkpoint.commands.survey import find_checkpoint
+from elastictrain.checkpoint.commands.export_formats import (
+    ExportSource,
+    check_memory,
+    folder_target,
+    plan_shards,
+    write_safetensors,
+)
+from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STORAGE, EXIT_USAGE, HostUnfitError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import flip, save, shard, state_of
@@ -95,7 +97,7 @@ def test_safetensors(run: Path, tmp_path: Path) -> None:
 
 def test_safetensors_of_several_files(run: Path, tmp_path: Path) -> None:
     found = find_checkpoint(locate(str(run)))
-    source = Source(found, None, advance=lambda _: None)
+    source = ExportSource(found, None, advance=lambda _: None)
     write_safetensors(source, folder_target(f"{tmp_path}/out"), shard_bytes=120)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     names = {file.name for file in (tmp_path / "out").glob("*.safetensors")}

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.survey import locate
 from elastictrain.checkpoint.commands.ls import list_checkpoints
-from elastictrain.checkpoint.commands.survey import list_folders, survey
+from elastictrain.checkpoint.commands.survey import list_folders, locate, survey
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.slot import Slot

@@ -9,8 +9,8 @@ import pytest
 
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands import output
+from elastictrain.checkpoint.commands.prune import KeepOptions, delete_folder, prune_checkpoints
 from elastictrain.checkpoint.commands.survey import locate
-from elastictrain.checkpoint.commands.prune import Keep, delete_folder, prune_checkpoints
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.retention import Deletion
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
@@ -107,7 +107,7 @@ def test_it_does_not_delete_unasked(run: Path, monkeypatch: pytest.MonkeyPatch, 
     before = sorted(run.rglob("*"))
     assert prune(run, "--keep-last", "1") == EXIT_USAGE
     assert "give --yes, or --dry-run" in capsys.readouterr().err
-    monkeypatch.setattr(speaking, "can_ask", lambda: True)
+    monkeypatch.setattr(output, "can_ask", lambda: True)
     for answer in ("n\n", "\n", ""):
         reading, writing = os.pipe()
         os.write(writing, answer.encode())
@@ -134,7 +134,7 @@ def test_only_what_was_shown_goes(run: Path) -> None:
         save(run, 70)
         return True
 
-    prune_checkpoints(str(run), keep=Keep(last=2, every=0), dry_run=False, ask=ask, threads=1)
+    prune_checkpoints(str(run), keep=KeepOptions(last=2, every=0), dry_run=False, ask=ask, threads=1)
     assert folders(run) == [*(name(step) for step in (40, 50)), name(60), f"{name(60)}-2", name(70)]
 
 
@@ -177,7 +177,7 @@ def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says:
     with pytest.raises(
         InvalidCheckpointError, match=f"must be whole before older ones go, but is {says}.*; nothing was deleted"
     ):
-        prune_checkpoints(str(run), keep=Keep(last=1, every=0), dry_run=False, ask=ask, threads=1)
+        prune_checkpoints(str(run), keep=KeepOptions(last=1, every=0), dry_run=False, ask=ask, threads=1)
     assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}
 
 

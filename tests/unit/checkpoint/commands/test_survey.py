@@ -1,10 +1,19 @@
-"""Every way to name a run or a checkpoint of it leads to the same place."""
+"""Which run and which checkpoint a URL names, and which one a start would take."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.commands.survey import is_checkpoint_name, locate, split_url
+from elastictrain.checkpoint.commands.survey import (
+    CheckpointRow,
+    CheckpointState,
+    is_checkpoint_name,
+    locate,
+    merge,
+    resume_choice,
+    split_url,
+)
 from elastictrain.errors import ConfigError, ObjectNotFoundError, UsageError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import save
@@ -85,3 +94,43 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         locate(f"{tmp_path}/{NAME}")
     with pytest.raises(ConfigError, match="unknown protocol 'foo'"):
         locate("foo://bucket/run")
+
+
+ROW = CheckpointRow(
+    name="x",
+    step=0,
+    tier="storage",
+    state=CheckpointState.VALID,
+    reason="",
+    created=0.0,
+    modified=0.0,
+    size_bytes=0,
+    world_size=1,
+    num_files=1,
+)
+
+
+def rows(*states: CheckpointState) -> list[CheckpointRow]:
+    return [replace(ROW, name=str(number), step=10 - number, state=state) for number, state in enumerate(states)]
+
+
+@pytest.mark.parametrize(
+    ("states", "chosen"),
+    [
+        ((), None),
+        ((CheckpointState.VALID, CheckpointState.VALID), "0"),
+        ((CheckpointState.UNCOMMITTED, CheckpointState.QUARANTINED, CheckpointState.DAMAGED, CheckpointState.VALID), "3"),
+        ((CheckpointState.UNCOMMITTED, CheckpointState.DAMAGED), None),
+        ((CheckpointState.UNKNOWN, CheckpointState.VALID), None),
+        ((CheckpointState.VALID, CheckpointState.UNKNOWN), "0"),
+    ],
+)
+def test_what_a_start_takes(states: tuple[CheckpointState, ...], chosen: str | None) -> None:
+    found = resume_choice(rows(*states))
+    assert (found.name if found else None) == chosen
+
+
+def test_newest_first_and_snapshots_before_storage() -> None:
+    stored = [replace(ROW, step=7, name="b"), replace(ROW, step=7, name="a"), replace(ROW, step=5, name="c")]
+    snapshots = [replace(ROW, step=9, tier="memory", name="m9"), replace(ROW, step=7, tier="memory", name="m7")]
+    assert [row.name for row in merge(stored, snapshots)] == ["m9", "m7", "b", "a", "c"]

@@ -11,10 +11,8 @@ import pytest
 import xxhash
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.verify import DigestedRange, RangeDigests, check_file
-from elastictrain.checkpoint.commands.survey import locate
-from elastictrain.checkpoint.commands.survey import list_folders, survey
-from elastictrain.checkpoint.commands.verify import read_and_judge
+from elastictrain.checkpoint.commands.survey import list_folders, locate, survey
+from elastictrain.checkpoint.commands.verify import DigestedRange, RangeDigests, check_file, read_and_judge
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.shard_header import chunks_by_file
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
