@@ -7,7 +7,7 @@ from pathlib import Path
 
 from elastictrain.distributed.bounded import within
 from elastictrain.preflight.check import Check, run_checks
-from elastictrain.preflight.devices.checks import Devices, device_checks
+from elastictrain.preflight.devices.checks import LocalDevices, device_checks
 from elastictrain.preflight.host.checks import HostOptions, host_checks
 from elastictrain.preflight.once import Once
 from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
@@ -38,7 +38,7 @@ class OwnChecks:
 
 def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[Check] = ()) -> list[Verdict]:
     """All checks of this host by itself, and `more`, side by side; never raises."""
-    devices = Devices(surroundings)
+    devices = LocalDevices(surroundings)
     # A person's settings may lie in a home folder whose server is dead.
     uses_rdma = within(_RDMA_LIMIT_S, lambda: _uses_rdma(surroundings)) or False
     checks = [

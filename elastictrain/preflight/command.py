@@ -16,13 +16,13 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction, agre
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.alone import OwnChecks
-from elastictrain.preflight.group.checks import Findings, GroupChecks, Request
+from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.host_layout import HostLayout, find_layout
+from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
 from elastictrain.preflight.outcome import decide
-from elastictrain.preflight.place import Place, find_place
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.showing import show
-from elastictrain.preflight.together import Asked, Seat
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0
@@ -39,33 +39,39 @@ def check_group(parsed: argparse.Namespace) -> int:
     incarnation = agree(bounded, identity, introduction, number=0, timeout_s=answers.left_s, tell=_tell)
     check_alike(incarnation)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
-    place = _place(incarnation, identity)
-    exchange, asked = answers.ask(lambda: StoreExchange(shared)), _asked(parsed, place)
-    report = Seat(place=place, asked=asked, exchange=exchange).check()
+    layout = _layout(incarnation, identity)
+    exchange, asked = answers.ask(lambda: StoreExchange(shared)), _asked(parsed, layout)
+    report = HostPreflight(layout=layout, asked=asked, exchange=exchange).check()
     verdicts, outcome = list(report.verdicts), report.outcome
     if not outcome.exit_code and identity.world_size > 1:
         # On links that are known to be ill, collectives would only hang.
-        found = _check_collectives(dist.PrefixStore("group", shared), identity, place, asked, exchange, backend=backend)
+        found = _check_collectives(dist.PrefixStore("group", shared), identity, layout, asked, exchange, backend=backend)
         verdicts += apply_modes(found.verdicts, asked.own.modes)
-        outcome = decide(verdicts, host=place.host, hosts=place.hosts)
+        outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if not found.usable and not outcome.exit_code:
             # What hangs is a failure, whatever was said of the check.
-            outcome = decide(found.verdicts, host=place.host, hosts=place.hosts)
+            outcome = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
     if identity.speaks:
         show(verdicts, as_json=parsed.json)
-    if place.acts and outcome.exit_code:
-        sys.stderr.write(f"elastictrain: {place.host}: {outcome.reason}\n")
+    if layout.leads_host and outcome.exit_code:
+        sys.stderr.write(f"elastictrain: {layout.host}: {outcome.reason}\n")
     return outcome.exit_code
 
 
 def _check_collectives(
-    store: dist.Store, identity: Identity, place: Place, asked: Asked, exchange: StoreExchange, *, backend: Backend
-) -> Findings:
+    store: dist.Store,
+    identity: Identity,
+    layout: HostLayout,
+    asked: PreflightRequest,
+    exchange: StoreExchange,
+    *,
+    backend: Backend,
+) -> GroupFindings:
     off = frozenset(name for name, mode in asked.own.modes.items() if mode == "off")
     request = Request(full=asked.own.level is Level.FULL, off=off)
     try:
         group = make_group(store, identity, backend=backend, init_timeout_s=_GROUP_S, save_timeout_s=_GROUP_S)
-        found = GroupChecks(group, exchange, identity, request, hosts=place.hosts_of_ranks).run()
+        found = GroupChecks(group, exchange, identity, request, hosts=layout.hosts_of_ranks).run()
         if found.usable:
             leave(group)
     except RuntimeError as error:
@@ -78,8 +84,8 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _place(incarnation: Incarnation, identity: Identity) -> Place:
-    return find_place(
+def _layout(incarnation: Incarnation, identity: Identity) -> HostLayout:
+    return find_layout(
         [(one.host, one.local_world_size) for one in incarnation.ranks],
         rank=identity.rank,
         local_rank=identity.local_rank,
@@ -87,15 +93,15 @@ def _place(incarnation: Incarnation, identity: Identity) -> Place:
     )
 
 
-def _asked(parsed: argparse.Namespace, place: Place) -> Asked:
+def _asked(parsed: argparse.Namespace, layout: HostLayout) -> PreflightRequest:
     defaults = PreflightGroup()
     options = HostOptions(
         run_dir=parsed.run_dir,
-        several_hosts=len(place.hosts) > 1,
-        towards=place.rendezvous,
+        several_hosts=len(layout.hosts) > 1,
+        towards=layout.rendezvous,
         memory_dir=parsed.memory_dir,
     )
     own = OwnChecks(
-        level=Level(parsed.level), modes=dict(parsed.check), options=options, local_world_size=place.local_world_size
+        level=Level(parsed.level), modes=dict(parsed.check), options=options, local_world_size=layout.local_world_size
     )
-    return Asked(own=own, wait_s=defaults.wait_s, limit_s=defaults.limit_s, ports=tuple(parsed.port))
+    return PreflightRequest(own=own, wait_s=defaults.wait_s, limit_s=defaults.limit_s, ports=tuple(parsed.port))

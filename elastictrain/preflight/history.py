@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from elastictrain.preflight.verdict import Status, Verdict
 
-Findings = Sequence[Mapping[str, object]]
+PastFindings = Sequence[Mapping[str, object]]
 """The findings of one event `preflight`."""
 
 STARTS = 20
@@ -25,7 +25,7 @@ class Repeated:
         return f"{self.check} of {self.subject}: {self.times} of the last {self.starts} starts"
 
 
-def find_repeated(verdicts: Sequence[Verdict], before: Iterable[Findings]) -> list[Repeated]:
+def find_repeated(verdicts: Sequence[Verdict], before: Iterable[PastFindings]) -> list[Repeated]:
     """What is wrong now and was in earlier starts, the most frequent first.
 
     `before`: for each earlier start, the newest last, the findings that its event `preflight` holds.

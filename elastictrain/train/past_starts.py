@@ -9,7 +9,7 @@ from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.lease.starts import Start, Starts
-from elastictrain.preflight.history import STARTS, Findings
+from elastictrain.preflight.history import STARTS, PastFindings
 from elastictrain.preflight.policy import Ended
 from elastictrain.storage.appendlog import last_part, part_key
 from elastictrain.storage.parallel import side_by_side
@@ -45,7 +45,7 @@ class PastStarts:
             return [], 1
         return [word for rank, data in enumerate(ends) if (word := last_word(data, rank=rank)) is not None], num_ranks
 
-    def findings(self) -> list[Findings]:
+    def findings(self) -> list[PastFindings]:
         """Of each earlier preflight of the hosts, the newest last."""
         try:
             starts = Starts(self._store).last(self._number, count=STARTS)
@@ -91,7 +91,7 @@ def last_word(data: bytes, *, rank: int) -> Ended | None:
     return Ended(rank, code) if isinstance(code, int) else None
 
 
-def findings_in(data: bytes) -> list[Findings]:
+def findings_in(data: bytes) -> list[PastFindings]:
     """What the records of one incarnation tell of its preflight of hosts; lines that are no records are counted and skipped."""
     whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
     rows, num_skipped = _rows(line for line in whole.splitlines() if b'"preflight"' in line)

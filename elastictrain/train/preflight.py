@@ -23,14 +23,14 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
-from elastictrain.preflight.history import Findings, Repeated, find_repeated
+from elastictrain.preflight.history import PastFindings, Repeated, find_repeated
 from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.host_layout import HostLayout, find_layout
+from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.outcome import describe as describe_verdict
-from elastictrain.preflight.place import Place, find_place
 from elastictrain.preflight.policy import Level, apply_modes, choose_level
 from elastictrain.preflight.table import count, render, summary
-from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Status, Verdict, failures
@@ -89,10 +89,10 @@ class RunPreflight:
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF:
             return
-        place = self._place()
-        report = Seat(
-            place=place,
-            asked=self._asked(level, place),
+        layout = self._layout()
+        report = HostPreflight(
+            layout=layout,
+            asked=self._asked(level, layout),
             exchange=self._exchange,
             links=link_options(self._config.preflight),
         ).check()
@@ -120,7 +120,7 @@ class RunPreflight:
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF or self._identity.world_size == 1:
             return
-        place = self._place()
+        layout = self._layout()
         began = time.monotonic()
         modes = asdict(self._config.preflight.checks)
         request = Request(
@@ -129,11 +129,11 @@ class RunPreflight:
             options=group_options(self._config.preflight),
             known=known_of(self._plan),
         )
-        hosts = place.hosts_of_ranks
+        hosts = layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
         self._forget_nccl_log()
         verdicts, seconds = apply_modes(found.verdicts, modes), time.monotonic() - began
-        outcome = decide(verdicts, host=place.host, hosts=place.hosts)
+        outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.speaks:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
             _say_verdicts("collectives", verdicts, seconds=seconds)
@@ -144,21 +144,21 @@ class RunPreflight:
             culprits = "; ".join(describe_verdict(one) for one in failures(found.verdicts))
             raise PreflightError(f"a collective hangs, and the group is of no use any more: {culprits}")
 
-    def _place(self) -> Place:
-        return find_place(
+    def _layout(self) -> HostLayout:
+        return find_layout(
             [(one.host, one.local_world_size) for one in self._incarnation.ranks],
             rank=self._identity.rank,
             local_rank=self._identity.local_rank,
             rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
         )
 
-    def _asked(self, level: Level, place: Place) -> Asked:
+    def _asked(self, level: Level, layout: HostLayout) -> PreflightRequest:
         config = self._config
-        threads = config.run.num_threads * place.local_world_size
+        threads = config.run.num_threads * layout.local_world_size
         options = HostOptions(
             run_dir=config.run.dir,
-            several_hosts=len(place.hosts) > 1,
-            towards=place.rendezvous,
+            several_hosts=len(layout.hosts) > 1,
+            towards=layout.rendezvous,
             memory_dir=config.checkpoint.memory_dir,
             cpus=float(threads),
             trip_limit_s=config.preflight.limits.storage_s,
@@ -167,9 +167,9 @@ class RunPreflight:
             level=level,
             modes=asdict(config.preflight.checks),
             options=options,
-            local_world_size=place.local_world_size,
+            local_world_size=layout.local_world_size,
         )
-        return Asked(
+        return PreflightRequest(
             own=own,
             wait_s=config.preflight.wait_s,
             ports=config.preflight.ports,
@@ -199,7 +199,7 @@ class RunPreflight:
         level_name, reason, after_failure = json.loads(data)
         return Chosen(Level(level_name), reason, after_failure)
 
-    def _past_findings(self, report: Report) -> list[Findings]:
+    def _past_findings(self, report: Report) -> list[PastFindings]:
         """Nothing is read where there is nothing to compare."""
         wrong = any(one.status in (Status.WARN, Status.FAIL) for one in report.verdicts)
         return (within(_READ_S, self._past.findings) or []) if wrong else []

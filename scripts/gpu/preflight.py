@@ -17,7 +17,7 @@ import torch.distributed as dist
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.identity import Identity, read_identity
-from elastictrain.preflight.group.checks import Findings, GroupChecks, Request
+from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.chosen import debug_variables
 from elastictrain.preflight.verdict import Status, worst_first
 
@@ -61,7 +61,7 @@ def main() -> int:
     return 0 if good and (abs(difference) <= TOLERANCE or not cuda) else 1
 
 
-def check(name: str, group: Group, identity: Identity, store: dist.Store, *, full: bool) -> Findings:
+def check(name: str, group: Group, identity: Identity, store: dist.Store, *, full: bool) -> GroupFindings:
     exchange = StoreExchange(dist.PrefixStore(f"checks of {name}", store))
     dist.barrier(group=group.control)
     began = time.perf_counter()

@@ -12,14 +12,14 @@ from pathlib import Path
 from word_folder import WordFolder
 
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkSession, Member
+from elastictrain.preflight.links.session import LinkMember, LinkSession
 
 
 def main() -> None:
     facts = json.loads(sys.argv[1])
     interface, folder = facts["interface"], Path(facts["folder"])
     report = LinkSession(
-        member=Member(
+        member=LinkMember(
             name=facts["name"],
             node_rank=facts["node_rank"],
             num_hosts=facts["num_hosts"],

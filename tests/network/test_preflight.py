@@ -22,7 +22,7 @@ from elastictrain.errors import EXIT_CONFIG, EXIT_TRANSPORT, EXIT_UNFIT
 
 PORT = 29610
 UNDER_TORCHRUN = bool(os.environ.get("EVERYTHING_UNDER_TORCHRUN"))
-_MEMBER = Path(__file__).with_name("seat_member.py")
+_MEMBER = Path(__file__).with_name("host_preflight_member.py")
 STARTING_S = 120.0
 # The tests' hosts name an interface for gloo by themselves, as a person would.
 UNSET = {"GLOO_SOCKET_IFNAME": ""}

@@ -18,7 +18,7 @@ from torchruns import REPOSITORY, Run, events, torchrun, wait_until
 
 RESTORE = Fault("elastictrain.checkpoint.checkpointer:Checkpointer.restore", "pause")
 RESTORED = Fault(RESTORE.at, "pause", "after")
-PREFLIGHT = Fault("elastictrain.preflight.together:Seat.check", "pause")
+PREFLIGHT = Fault("elastictrain.preflight.host_preflight:HostPreflight.check", "pause")
 COMPILE = Fault("elastictrain.train.step:Stepper._pass", "pause")
 STEP = Fault("elastictrain.train.step:Stepper._pass", "pause", nth=21)
 EVAL = Fault("elastictrain.train.evaluate:Evaluator.run", "pause", nth=2)

@@ -43,9 +43,9 @@ OWN = {
     "preflight/links/measured.py": "hosts of the same group",
     "preflight/links/orders.py": "hosts of the same group",
     "preflight/table.py": "a child of this process",
-    "preflight/together.py": "hosts of the same group",
+    "preflight/host_preflight.py": "hosts of the same group",
     "preflight/transport/settings.py": "the environment of this process",
-    "preflight/words.py": "hosts of the same group",
+    "preflight/messages.py": "hosts of the same group",
     "train/preflight.py": "rank 0 of the same group",
 }
 

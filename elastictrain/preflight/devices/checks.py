@@ -26,7 +26,7 @@ LIMIT_S = 45.0
 _BOUND = "/proc/driver/nvidia/gpus"
 
 
-class Devices:
+class LocalDevices:
     """What is known of this host's devices, each question asked at most once. Safe for checks that run side by side."""
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -61,7 +61,7 @@ class Devices:
 
 
 def device_checks(
-    devices: Devices,
+    devices: LocalDevices,
     *,
     local_world_size: int | None,
     last_counters: Path,
@@ -112,7 +112,7 @@ def device_checks(
     ]
 
 
-def _check_fabric(devices: Devices) -> list[Verdict]:
+def _check_fabric(devices: LocalDevices) -> list[Verdict]:
     report = devices.report()
     switched = switched_fabric(report, num_switches=devices.pci().switches)
     if not switched:
@@ -120,7 +120,7 @@ def _check_fabric(devices: Devices) -> list[Verdict]:
     return judge_fabric(read_fabric(devices.surroundings, report), report, switched=switched, host=devices.surroundings.host)
 
 
-def _check_xids(devices: Devices) -> list[Verdict]:
+def _check_xids(devices: LocalDevices) -> list[Verdict]:
     report = devices.report()
     theirs = devices.pci().gpus_of(NVIDIA) or (
         report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
@@ -135,7 +135,7 @@ def _check_xids(devices: Devices) -> list[Verdict]:
     return judge_xids(xids, report, host=devices.surroundings.host)
 
 
-def _check_links(devices: Devices) -> list[Verdict]:
+def _check_links(devices: LocalDevices) -> list[Verdict]:
     report, host = devices.used(), devices.surroundings.host
     if report is None or len(report.gpus) < 2:
         return []

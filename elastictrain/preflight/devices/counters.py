@@ -46,7 +46,7 @@ _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors",
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class PortCounters:
     """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot."""
 
     boot_id: str
@@ -64,7 +64,7 @@ class Growth:
     gone: tuple[str, ...] = ()
 
 
-def read_counters(surroundings: Surroundings, *, now: float) -> Counters:
+def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
     """Counters of InfiniBand and RoCE ports and of wired network cards."""
     ports: dict[str, dict[str, int]] = {}
     for device in surroundings.names("/sys/class/infiniband"):
@@ -77,7 +77,7 @@ def read_counters(surroundings: Surroundings, *, now: float) -> Counters:
         inside = surroundings.names(base)
         if "device" in inside and "wireless" not in inside:
             ports[name] = _numbers(surroundings, {path.rpartition("/")[2]: f"{base}/{path}" for path in _NET_FILES})
-    return Counters(
+    return PortCounters(
         boot_id=surroundings.read("/proc/sys/kernel/random/boot_id") or "",
         time=now,
         uptime_s=_uptime(surroundings),
@@ -85,7 +85,7 @@ def read_counters(surroundings: Surroundings, *, now: float) -> Counters:
     )
 
 
-def growth(before: Counters | None, after: Counters) -> Growth | None:
+def growth(before: PortCounters | None, after: PortCounters) -> Growth | None:
     """What came to the counters of ports that both readings know; None without an earlier reading.
 
     A counter that is smaller than before was reset, and counts from zero; after a boot all do, and the time since boot counts.
@@ -150,7 +150,7 @@ def _judge_port(port: str, counters: Mapping[str, int], hours: float, host: str)
     return found
 
 
-def load(path: Path) -> Counters | None:
+def load(path: Path) -> PortCounters | None:
     """What an earlier preflight wrote down; None if there is nothing, or nothing that can be understood."""
     data = load_kept(path)
     if data is None or data.get("format") != FORMAT:
@@ -165,10 +165,10 @@ def load(path: Path) -> Counters | None:
         for port, counters in kept.items()
         if isinstance(counters, dict)
     }
-    return Counters(boot_id, float(time), float(uptime_s), ports)
+    return PortCounters(boot_id, float(time), float(uptime_s), ports)
 
 
-def store(path: Path, counters: Counters) -> None:
+def store(path: Path, counters: PortCounters) -> None:
     """Write a reading down for the next preflight. Raises: OSError."""
     times = {"boot_id": counters.boot_id, "time": counters.time, "uptime_s": counters.uptime_s}
     keep(path, {"format": FORMAT, **times, "ports": counters.ports})

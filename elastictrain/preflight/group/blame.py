@@ -3,12 +3,12 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.outcome import host_of
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 
-def scope_of(culprits: Collection[int], members: Sequence[Member]) -> Scope:
+def scope_of(culprits: Collection[int], members: Sequence[GroupMember]) -> Scope:
     """HOST if all that are to blame are ranks of one host, and not simply all that there are."""
     hosts = {members[rank].host for rank in culprits}
     return Scope.HOST if len(hosts) == 1 and len(culprits) < len(members) else Scope.GROUP

@@ -14,9 +14,9 @@ from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.backend import BackendCollectives, Collectives
 from elastictrain.preflight.group.bandwidth import Point
 from elastictrain.preflight.group.blame import agreed
-from elastictrain.preflight.group.chosen import Chosen, log_path, parse_log
+from elastictrain.preflight.group.chosen import NcclChannels, log_path, parse_log
 from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import Fault, make_examination
+from elastictrain.preflight.group.correct import WrongResult, make_examination
 from elastictrain.preflight.group.entries import Attendance
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
@@ -31,8 +31,8 @@ from elastictrain.preflight.group.matrix import matmul_tflops
 from elastictrain.preflight.group.members import Known, neighbours
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import Reach, measure_pairs
+from elastictrain.preflight.group.runner import GroupCheckRunner
 from elastictrain.preflight.group.sweep import Sweep
-from elastictrain.preflight.group.together import Together
 from elastictrain.preflight.verdict import Verdict
 
 CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")
@@ -46,7 +46,7 @@ class MeasureRate(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
+class GroupDevices:
     """What is measured with; handed in, so that a test can break it."""
 
     collectives: Collectives = field(default_factory=BackendCollectives)
@@ -54,7 +54,7 @@ class Devices:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class GroupFindings:
     """What the group checks found; the same on all ranks."""
 
     verdicts: list[Verdict]
@@ -94,20 +94,20 @@ class GroupChecks:
         request: Request,
         *,
         hosts: Sequence[str],
-        devices: Devices | None = None,
+        devices: GroupDevices | None = None,
         on_part: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._group = group
         self._identity = identity
         self._request = request
         self._options = request.options
-        self._devices = devices or Devices()
+        self._devices = devices or GroupDevices()
         grace_s = request.options.grace_s
-        self._together = Together(group, exchange, identity, hosts=hosts, grace_s=grace_s, on_part=on_part)
+        self._together = GroupCheckRunner(group, exchange, identity, hosts=hosts, grace_s=grace_s, on_part=on_part)
         self._verdicts: list[Verdict] = []
         self._points: tuple[Point, ...] = ()
 
-    def run(self) -> Findings:
+    def run(self) -> GroupFindings:
         """All checks, or as many as can be run until ranks do not come through one together: then who is to blame for it.
 
         Collective: yes. Returns in bounded time, also where a collective hangs. Raises: TransportError if the exchange cannot
@@ -120,7 +120,7 @@ class GroupChecks:
                 break
         self._together.close()
         verdicts = agreed([*self._verdicts, *self._together.culprits])
-        return Findings(verdicts, not self._together.culprits, self._points)
+        return GroupFindings(verdicts, not self._together.culprits, self._points)
 
     def _steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """What applies here, in order."""
@@ -158,7 +158,7 @@ class GroupChecks:
             attendance = self._together.run("collectives", collective, act, limit_s=self._options.collective_s)
             if attendance is None:
                 return
-            faults = {rank: [Fault(**row) for row in rows] for rank, rows in _rows(attendance).items()}
+            faults = {rank: [WrongResult(**row) for row in rows] for rank, rows in _rows(attendance).items()}
             self._verdicts += judge_results(collective, faults, self._together.members, seconds=attendance.seconds)
 
     def _transport(self) -> None:
@@ -167,7 +167,7 @@ class GroupChecks:
         )
         if attendance is not None:
             chosen = {
-                rank: Chosen(tuple(row["networks"]), tuple(row["devices"]), row["direct"], tuple(row["local"]))
+                rank: NcclChannels(tuple(row["networks"]), tuple(row["devices"]), row["direct"], tuple(row["local"]))
                 for rank, row in _figures(attendance).items()
             }
             self._verdicts += judge_transport(chosen, self._together.members, seconds=attendance.seconds)

@@ -19,7 +19,7 @@ _LOCAL = re.compile(r"(P2P|SHM)\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class NcclChannels:
     """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM"."""
 
     networks: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | No
     return re.sub("%[hp%]", lambda match: values[match[0]], path)
 
 
-def parse_log(text: str) -> Chosen:
+def parse_log(text: str) -> NcclChannels:
     """What the lines about channels say; nothing known if there are none."""
     networks, local, devices, direct = set(), set(), set(), set()
     for channel in _CHANNEL.finditer(text):
@@ -70,7 +70,7 @@ def parse_log(text: str) -> Chosen:
             direct.add(network[3] is not None)
         elif near := _LOCAL.match(channel[1]):
             local.add(near[1])
-    return Chosen(
+    return NcclChannels(
         networks=tuple(sorted(networks)),
         devices=tuple(sorted(devices)),
         direct=all(direct) if direct else None,

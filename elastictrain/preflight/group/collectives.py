@@ -48,7 +48,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ExpectedResult:
     """What a rank must get: exactly that, in the message's dtype, or in float64 and by how much each element may differ."""
 
     expected: Tensor
@@ -87,7 +87,7 @@ def give(trial: Trial, rows: Tensor, *, rank: int) -> Tensor:
     return _repeat(rows[rank], 0, trial.part if trial.collective is Collective.ALL_GATHER else whole)
 
 
-def answer(trial: Trial, rows: Tensor, *, rank: int) -> Answer:
+def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
     """What this rank must get."""
     world_size, part = len(rows), trial.part
     match trial.collective:
@@ -96,22 +96,22 @@ def answer(trial: Trial, rows: Tensor, *, rank: int) -> Answer:
             start, num = (rank * part, part) if scattered else (0, world_size * part)
             total = rows.double().sum(0)
             if trial.values is Values.KNOWN:
-                return Answer(_repeat(total.to(rows.dtype), start, num), None)
+                return ExpectedResult(_repeat(total.to(rows.dtype), start, num), None)
             # Each of the additions rounds once, to half of eps of a partial sum that is at most the sum of the magnitudes;
             # doubled for the conversion of the result. Backends are free to add in any order, and in the message's dtype.
             allowed = rows.double().abs().sum(0) * world_size * torch.finfo(rows.dtype).eps
-            return Answer(_repeat(total, start, num), _repeat(allowed, start, num))
+            return ExpectedResult(_repeat(total, start, num), _repeat(allowed, start, num))
         case Collective.ALL_GATHER:
-            return Answer(_repeat(rows, 0, part).flatten(), None)
+            return ExpectedResult(_repeat(rows, 0, part).flatten(), None)
         case Collective.ALL_TO_ALL:
-            return Answer(_repeat(rows, rank * part, part).flatten(), None)
+            return ExpectedResult(_repeat(rows, rank * part, part).flatten(), None)
         case Collective.BROADCAST:
-            return Answer(_repeat(rows[root(trial, world_size=world_size)], 0, world_size * part), None)
+            return ExpectedResult(_repeat(rows[root(trial, world_size=world_size)], 0, world_size * part), None)
         case Collective.SEND_RECV:
-            return Answer(_repeat(rows[(rank - 1) % world_size], 0, world_size * part), None)
+            return ExpectedResult(_repeat(rows[(rank - 1) % world_size], 0, world_size * part), None)
 
 
-def compare(trial: Trial, received: Tensor, right: Answer, *, rank: int, world_size: int) -> Wrong | None:
+def compare(trial: Trial, received: Tensor, right: ExpectedResult, *, rank: int, world_size: int) -> Wrong | None:
     """None if all is right. Not a number is never right."""
     if right.tolerance is None:
         good = received == right.expected

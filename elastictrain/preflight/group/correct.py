@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class WrongResult:
     """A wrong result on one rank, in words, and from which rank it came, where that can be told."""
 
     text: str
@@ -32,7 +32,7 @@ class Examination:
     large_bytes: int
     rows: dict[tuple[Values, torch.dtype], Tensor]
 
-    def run(self, collective: Collective, *, at: Callable[[str], None]) -> list[Fault]:
+    def run(self, collective: Collective, *, at: Callable[[str], None]) -> list[WrongResult]:
         """All trials of one collective; `at` is told what is about to begin. Collective: yes."""
         if collective is Collective.SEND_RECV and self.world_size == 1:
             return []
@@ -44,7 +44,7 @@ class Examination:
             for size, part in (("small", self.small), ("large", large)):
                 yield Trial(collective, values, part), rows, f"{values} {str(dtype).removeprefix('torch.')}, {size}"
 
-    def _try(self, trial: Trial, rows: Tensor, name: str, at: Callable[[str], None]) -> Fault | None:
+    def _try(self, trial: Trial, rows: Tensor, name: str, at: Callable[[str], None]) -> WrongResult | None:
         at(name)
         received = self._call(trial, give(trial, rows, rank=self.rank))
         right = answer(trial, rows, rank=self.rank)
@@ -52,7 +52,7 @@ class Examination:
         if wrong is None:
             return None
         text = f"{wrong.num} of {received.numel()} elements ({name}), the first at {wrong.index}: {wrong.got:g}"
-        return Fault(f"{text} instead of {wrong.expected:g}", wrong.source)
+        return WrongResult(f"{text} instead of {wrong.expected:g}", wrong.source)
 
     def _call(self, trial: Trial, given: Tensor) -> Tensor:
         match trial.collective:

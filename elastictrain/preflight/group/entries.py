@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.group.lane import State, Word
+from elastictrain.preflight.group.lane import PartState, RankResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Attendance:
     part: str
     world_size: int
     limit_s: float
-    words: Mapping[int, Word]
+    words: Mapping[int, RankResult]
     entered: frozenset[int] = field(default_factory=frozenset)
     seconds: float = 0.0
     """What it took rank 0."""
@@ -31,7 +31,7 @@ class Attendance:
     @property
     def complete(self) -> bool:
         """Whether all came through it."""
-        return len(self.words) == self.world_size and all(word.state is State.DONE for word in self.words.values())
+        return len(self.words) == self.world_size and all(word.state is PartState.DONE for word in self.words.values())
 
 
 class Entries:
@@ -58,7 +58,7 @@ class Entries:
         """Leave word that this rank is about to begin."""
         self._exchange.put(f"{self._prefix}/{part}/in/{self._rank}", b"1")
 
-    def settle(self, part: str, word: Word, *, began: float, limit_s: float) -> Attendance:
+    def settle(self, part: str, word: RankResult, *, began: float, limit_s: float) -> Attendance:
         """What all ranks say of a part that this one began at `began`, a little after `limit_s` at the latest."""
         self._exchange.put(f"{self._prefix}/{part}/word/{self._rank}", json.dumps(asdict(word)).encode())
         published = f"{self._prefix}/{part}/all"
@@ -74,7 +74,7 @@ class Entries:
             self._exchange.put(published, _encode(attendance))
         return attendance
 
-    def _collect(self, part: str, word: Word, *, began: float, until: float, limit_s: float) -> Attendance:
+    def _collect(self, part: str, word: RankResult, *, began: float, until: float, limit_s: float) -> Attendance:
         words, entered = {self._rank: word}, {self._rank}
         for rank in range(self._world_size):
             if rank == self._rank:
@@ -108,5 +108,5 @@ def _decode(data: bytes) -> Attendance:
     return Attendance(row["part"], row["world_size"], row["limit_s"], words, frozenset(row["entered"]), row["seconds"])
 
 
-def _word(row: dict[str, object]) -> Word:
-    return Word(State(str(row["state"])), row["figure"], str(row["detail"]), int(str(row["num_begun"])))
+def _word(row: dict[str, object]) -> RankResult:
+    return RankResult(PartState(str(row["state"])), row["figure"], str(row["detail"]), int(str(row["num_begun"])))

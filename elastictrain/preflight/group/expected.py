@@ -66,7 +66,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LinkLimit:
     """What all-reduce can reach in bus bandwidth, and by which link, for a person."""
 
     bus_gbs: float
@@ -78,24 +78,24 @@ def find_model(gpu: str | None) -> GpuModel | None:
     return next((model for model in MODELS if gpu and model.name.lower() in gpu.lower()), None)
 
 
-def local_limit(links: Links) -> Limit | None:
+def local_limit(links: Links) -> LinkLimit | None:
     """Between the GPUs of a host."""
     model = find_model(links.gpu)
     if model is None:
         return None
     if model.num_links:
-        return Limit(model.num_links * model.link_gbs, f"{model.num_links} NVLinks of {model.name}")
-    return Limit(model.pcie_gbs, f"PCIe of {model.name}")
+        return LinkLimit(model.num_links * model.link_gbs, f"{model.num_links} NVLinks of {model.name}")
+    return LinkLimit(model.pcie_gbs, f"PCIe of {model.name}")
 
 
-def network_limit(links: Links) -> Limit | None:
+def network_limit(links: Links) -> LinkLimit | None:
     """Between hosts. Bus bandwidth is what crosses the border of a host in each direction, however many GPUs it has."""
     if not links.network_gbps:
         return None
-    return Limit(links.network_gbps / 8 * _NETWORK_SHARE, f"{links.network_gbps:g} Gb/s of network")
+    return LinkLimit(links.network_gbps / 8 * _NETWORK_SHARE, f"{links.network_gbps:g} Gb/s of network")
 
 
-def group_limit(links: Iterable[Links], *, num_hosts: int, num_ranks: int) -> Limit | None:
+def group_limit(links: Iterable[Links], *, num_hosts: int, num_ranks: int) -> LinkLimit | None:
     """The slowest link that is used; None if one of them is unknown, or there is no link.
 
     With a rank on each host only, data never moves between the GPUs of a host.

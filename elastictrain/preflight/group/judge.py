@@ -7,9 +7,9 @@ from dataclasses import replace
 from elastictrain.preflight.group.bandwidth import Point, size_text
 from elastictrain.preflight.group.blame import scope_of
 from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import Fault
+from elastictrain.preflight.group.correct import WrongResult
 from elastictrain.preflight.group.expected import group_limit
-from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import Reach
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
@@ -17,13 +17,13 @@ from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verd
 _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"
 
 
-def judge_present(members: Sequence[Member], *, seconds: float) -> Verdict:
+def judge_present(members: Sequence[GroupMember], *, seconds: float) -> Verdict:
     """All are there: whoever is not has been judged already."""
     return _reporter("present", seconds)("all", Status.PASS, measured=len(members), expected=len(members), unit="ranks")
 
 
 def judge_results(
-    collective: Collective, faults: Mapping[int, Sequence[Fault]], members: Sequence[Member], *, seconds: float
+    collective: Collective, faults: Mapping[int, Sequence[WrongResult]], members: Sequence[GroupMember], *, seconds: float
 ) -> list[Verdict]:
     """Check `collectives`, one of them. If all that is wrong came from one rank, and several got it, that rank is named, else
     those that got something wrong; where all did, the group."""
@@ -45,7 +45,7 @@ def judge_results(
 
 
 def judge_bandwidth(
-    points: Sequence[Point], members: Sequence[Member], *, nccl: bool, options: GroupOptions, seconds: float
+    points: Sequence[Point], members: Sequence[GroupMember], *, nccl: bool, options: GroupOptions, seconds: float
 ) -> list[Verdict]:
     """Check `bus_bandwidth`: the largest all-reduce against what the links can do."""
     num_hosts = len({member.host for member in members})
@@ -80,7 +80,7 @@ def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
 def judge_rates(
     first: Mapping[int, float],
     again: Mapping[int, float] | None,
-    members: Sequence[Member],
+    members: Sequence[GroupMember],
     *,
     options: GroupOptions,
     seconds: float,
@@ -110,7 +110,7 @@ def judge_rates(
 
 
 def judge_pairs(
-    reached: Mapping[int, Sequence[Reach]], members: Sequence[Member], *, options: GroupOptions, seconds: float
+    reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupMember], *, options: GroupOptions, seconds: float
 ) -> list[Verdict]:
     """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host."""
     verdicts = []
@@ -155,7 +155,7 @@ def judge_pairs(
     ]
 
 
-def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[Member]) -> list[Verdict]:
+def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[GroupMember]) -> list[Verdict]:
     """The same, about the host if there is one to blame."""
     scope = scope_of(culprits, members)
     return [replace(verdict, scope=scope) for verdict in verdicts]
@@ -182,7 +182,7 @@ def _look(num_hosts: int) -> str:
     return "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
 
 
-def _slow_remedy(member: Member) -> str:
+def _slow_remedy(member: GroupMember) -> str:
     if member.device == "cpu":
         return f"on {member.host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
     return (

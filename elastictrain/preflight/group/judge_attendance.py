@@ -4,14 +4,14 @@ from collections.abc import Iterator, Sequence
 
 from elastictrain.preflight.group.blame import scope_of
 from elastictrain.preflight.group.entries import Attendance
-from elastictrain.preflight.group.lane import State
-from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.lane import PartState
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 _MOST_NAMED = 8
 
 
-def judge_attendance(check: str, attendance: Attendance, members: Sequence[Member]) -> list[Verdict]:
+def judge_attendance(check: str, attendance: Attendance, members: Sequence[GroupMember]) -> list[Verdict]:
     """One failure for each culprit; nothing if all came through.
 
     Those that did not enter are to blame, even if others are stuck: they wait for them. Then those that entered and have not
@@ -22,7 +22,7 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Membe
     culprits = list(_culprits(attendance))
     ranks = [rank for rank, _, _ in culprits]
     # What a rank raises is often about the other end of a connection.
-    raised = any(rank in attendance.words and attendance.words[rank].state is State.BROKEN for rank in ranks)
+    raised = any(rank in attendance.words and attendance.words[rank].state is PartState.BROKEN for rank in ranks)
     scope = Scope.GROUP if raised else scope_of(ranks, members)
     verdicts = [
         Verdict(
@@ -53,7 +53,7 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Membe
     return verdicts
 
 
-def remedy_for(member: Member, *, was_there: bool) -> str:
+def remedy_for(member: GroupMember, *, was_there: bool) -> str:
     """Where to look for a rank that is missing, or hangs."""
     without = f"to go on without {member.host}, start the others with a smaller --nnodes"
     if member.pid is None:
@@ -76,10 +76,10 @@ def _culprits(attendance: Attendance) -> Iterator[tuple[int, str, bool]]:
         yield from ((rank, f"entered {part} and gave no word {limit}", True) for rank in silent)
         return
     words = attendance.words
-    if broken := [rank for rank in ranks if words[rank].state is State.BROKEN]:
+    if broken := [rank for rank in ranks if words[rank].state is PartState.BROKEN]:
         yield from ((rank, f"broke in {part}: {words[rank].detail}", True) for rank in broken)
         return
-    stuck = [rank for rank in ranks if words[rank].state is State.STUCK]
+    stuck = [rank for rank in ranks if words[rank].state is PartState.STUCK]
     least = min(words[rank].num_begun for rank in stuck)
     for rank in stuck:
         if words[rank].num_begun == least:

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from elastictrain.preflight.group.chosen import Chosen, Planned, kinds
-from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.chosen import NcclChannels, Planned, kinds
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 _CHECK = "nccl_transport"
 
 
-def judge_transport(chosen: Mapping[int, Chosen], members: Sequence[Member], *, seconds: float) -> list[Verdict]:
+def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember], *, seconds: float) -> list[Verdict]:
     """One verdict for each host that differs from its plan, else one for all."""
     if not any(one.known for one in chosen.values()):
         return [_unread(seconds)]
@@ -28,7 +28,7 @@ def judge_transport(chosen: Mapping[int, Chosen], members: Sequence[Member], *, 
 
 
 def _of_host(
-    host: str, ranks: Sequence[Member], chosen: Mapping[int, Chosen], networks: set[str], seconds: float
+    host: str, ranks: Sequence[GroupMember], chosen: Mapping[int, NcclChannels], networks: set[str], seconds: float
 ) -> list[Verdict]:
     def warn(measured: str, expected: str, remedy: str) -> list[Verdict]:
         return [
@@ -79,6 +79,6 @@ def _unread(seconds: float) -> Verdict:
     )
 
 
-def _text(one: Chosen) -> str:
+def _text(one: NcclChannels) -> str:
     names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]
     return "+".join([*names, *one.local])

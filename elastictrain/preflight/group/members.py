@@ -19,7 +19,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class GroupMember:
     """One rank, as it introduces itself."""
 
     rank: int
@@ -46,21 +46,25 @@ class Member:
         return Links(None if self.device == "cpu" else self.device, self.network_gbps)
 
 
-def strangers(hosts: Sequence[str]) -> tuple[Member, ...]:
+def strangers(hosts: Sequence[str]) -> tuple[GroupMember, ...]:
     """The ranks as long as nobody has introduced itself. `hosts`: of each rank."""
-    return tuple(Member(rank=rank, host=host, local_rank=list(hosts[:rank]).count(host)) for rank, host in enumerate(hosts))
+    return tuple(
+        GroupMember(rank=rank, host=host, local_rank=list(hosts[:rank]).count(host)) for rank, host in enumerate(hosts)
+    )
 
 
-def introduced(members: Sequence[Member], figures: Mapping[int, object]) -> tuple[Member, ...]:
+def introduced(members: Sequence[GroupMember], figures: Mapping[int, object]) -> tuple[GroupMember, ...]:
     """With what those ranks said of themselves that said it."""
-    names = {field.name for field in fields(Member)}
+    names = {field.name for field in fields(GroupMember)}
     told = {rank: row for rank, row in figures.items() if isinstance(row, dict)}
     return tuple(
-        Member(**{name: value for name, value in told[member.rank].items() if name in names}) if member.rank in told else member
+        GroupMember(**{name: value for name, value in told[member.rank].items() if name in names})
+        if member.rank in told
+        else member
         for member in members
     )
 
 
-def neighbours(members: Sequence[Member], *, host: str) -> list[int]:
+def neighbours(members: Sequence[GroupMember], *, host: str) -> list[int]:
     """Ranks of a host, by local rank."""
     return [one.rank for one in sorted(members, key=lambda one: one.local_rank) if one.host == host]

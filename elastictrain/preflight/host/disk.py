@@ -25,7 +25,7 @@ LOW_INODES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class CheckedFolder:
     """A folder that will be written."""
 
     path: str
@@ -40,7 +40,7 @@ class Folder:
 class DiskFacts:
     """A folder, and the room it has, if the system tells."""
 
-    folder: Folder
+    folder: CheckedFolder
     space: Space | None
 
 
@@ -52,19 +52,19 @@ def local_path(url: str) -> str | None:
     return rest if protocol in ("file", "local") and rest.startswith("/") else None
 
 
-def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[Folder]:
+def folders_of(run_dir: str | None, *, environment: Mapping[str, str]) -> list[CheckedFolder]:
     """The run's folder, if it is on this host, and the one for temporary files."""
     found = []
     path = local_path(run_dir) if run_dir else None
     if path:
         prune = f"python -m elastictrain.checkpoint prune {path}, or set run.dir to a folder with more room"
-        found.append(Folder(path, "run.dir", prune))
+        found.append(CheckedFolder(path, "run.dir", prune))
     temporary = next((environment[name] for name in ("TMPDIR", "TEMP", "TMP") if environment.get(name)), None)
     moving = "export TMPDIR=FOLDER with a folder that has more room"
-    return [*found, Folder(temporary or tempfile.gettempdir(), "temporary files", moving)]
+    return [*found, CheckedFolder(temporary or tempfile.gettempdir(), "temporary files", moving)]
 
 
-def read_disks(surroundings: Surroundings, folders: Sequence[Folder]) -> list[DiskFacts]:
+def read_disks(surroundings: Surroundings, folders: Sequence[CheckedFolder]) -> list[DiskFacts]:
     """Asks the file systems."""
     mounts = read_mounts(surroundings)
     return [DiskFacts(folder, read_space(folder.path, mounts=mounts)) for folder in folders]
@@ -75,7 +75,7 @@ def judge_disks(facts: Sequence[DiskFacts], *, host: str) -> list[Verdict]:
     return [_judge(one.folder, one.space, Reporter("disk", host)) for one in facts]
 
 
-def _judge(folder: Folder, space: Space | None, report: Reporter) -> Verdict:
+def _judge(folder: CheckedFolder, space: Space | None, report: Reporter) -> Verdict:
     if space is None:
         return report.warned(
             f"nothing known of {folder.path}", remedy=f"look at it on {report.subject}: `stat -f {folder.path}`"

@@ -24,7 +24,7 @@ _IPC_LOCK, _SYS_ADMIN, _SYS_RESOURCE = 14, 21, 24
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ResourceLimit:
     """A limit of this process; None means unlimited. It may raise `soft` up to `hard` by itself."""
 
     soft: int | None
@@ -35,9 +35,9 @@ class Limit:
 class LimitFacts:
     """Limits, and what lifts them: `capabilities` is the set of the process as bits, None if unknown."""
 
-    memlock: Limit
-    open_files: Limit
-    processes: Limit
+    memlock: ResourceLimit
+    open_files: ResourceLimit
+    processes: ResourceLimit
     capabilities: int | None
     group: ProcessGroup | None = None
 
@@ -129,6 +129,6 @@ def _has(facts: LimitFacts, capability: int) -> bool:
     return facts.capabilities is not None and bool(facts.capabilities >> capability & 1)
 
 
-def _limit(which: int) -> Limit:
+def _limit(which: int) -> ResourceLimit:
     soft, hard = resource.getrlimit(which)
-    return Limit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+    return ResourceLimit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))

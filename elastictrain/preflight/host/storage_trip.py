@@ -34,7 +34,7 @@ _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class TripFailure:
     """What the store said. `fault` is the name of a `storage.failures.Fault`, or CONFIG; `number` is an errno."""
 
     fault: str
@@ -50,7 +50,7 @@ class TripFacts:
     steps: tuple[tuple[str, float], ...]
     ended: bool
     doing: str = ""
-    failure: Failure | None = None
+    failure: TripFailure | None = None
     stalled_s: float | None = None
     """When it was killed, if it was."""
 
@@ -117,7 +117,7 @@ def parse_words(text: str, *, url: str, mount: Mount | None, stalled_s: float | 
             doing = ""
         if "fault" in word:
             number = word.get("errno")
-            failure = Failure(str(word["fault"]), number if isinstance(number, int) else None, str(word.get("message")))
+            failure = TripFailure(str(word["fault"]), number if isinstance(number, int) else None, str(word.get("message")))
         ended = ended or word.get("end") is True
     if failure is None and not ended and stalled_s is None:
         crashed = crashed or "no word at its end"
@@ -148,7 +148,7 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     return report.passed(total_ms, expected=SLOW_MS, unit="ms")
 
 
-def _remedy(facts: TripFacts, failure: Failure, host: str, environment: Mapping[str, str]) -> str:
+def _remedy(facts: TripFacts, failure: TripFailure, host: str, environment: Mapping[str, str]) -> str:
     path = local_path(facts.url)
     if failure.number == errno.EROFS and path:
         point = facts.mount.point if facts.mount else path

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from elastictrain.preflight.links.board import Board
-from elastictrain.preflight.links.measured import Contact, Findings, Flow, Roster
+from elastictrain.preflight.links.board import LinkExchange
+from elastictrain.preflight.links.measured import Contact, Flow, LinkFindings, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.orders import MakeContact, Measure
 from elastictrain.preflight.links.probes import PeerProbe
@@ -25,7 +25,7 @@ class Actor:
         place: int,
         *,
         roster: Roster,
-        board: Board,
+        board: LinkExchange,
         options: LinkOptions,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -57,9 +57,9 @@ class Actor:
         before = self._contacts.get(place)
         return before is not None and before.latency_s is not None and self._probe(place).contact().latency_s is None
 
-    def _make_contact(self, order: MakeContact) -> Findings:
+    def _make_contact(self, order: MakeContact) -> LinkFindings:
         targets = [target for source, target in order.links if source == self._place]
-        return Findings(contacts=self._look_at(targets))
+        return LinkFindings(contacts=self._look_at(targets))
 
     def _look_at(self, targets: Sequence[int]) -> tuple[Contact, ...]:
         probes = [self._probe(target) for target in targets]
@@ -68,7 +68,7 @@ class Actor:
         self._contacts.update(zip(targets, found, strict=True))
         return found
 
-    def _measure(self, number: int, order: Measure) -> Findings:
+    def _measure(self, number: int, order: Measure) -> LinkFindings:
         contacts: list[Contact] = []
         flows: list[Flow] = []
         began, round_s = self._clock(), order.round_s(self._options)
@@ -82,7 +82,7 @@ class Actor:
             # All go by the same time table: who waited in vain for a dead partner is in time for the next one.
             until = began + (round_number + 1) * round_s
             flows += self._stream(number, round_number, partner, since=began, until=until)
-        return Findings(tuple(contacts), tuple(flows))
+        return LinkFindings(tuple(contacts), tuple(flows))
 
     def _stream(self, number: int, round_number: int, partner: int, *, since: float, until: float) -> tuple[Flow, ...]:
         contact = self._contacts[partner]

@@ -5,8 +5,8 @@ from typing import TypeVar
 
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.links.measured import (
-    Findings,
-    Introduction,
+    HostIntroduction,
+    LinkFindings,
     Roster,
     decode_findings,
     decode_introduction,
@@ -21,18 +21,18 @@ AT_ONCE_S = 0.02
 """Asking for what may be there already: an answer of the table itself takes that long at the most."""
 
 
-class Board:
+class LinkExchange:
     """Keys begin with `prefix`, which must be new for each bring-up: nothing is ever removed."""
 
     def __init__(self, exchange: Exchange, *, prefix: str) -> None:
         self._exchange = exchange
         self._prefix = prefix
 
-    def put_introduction(self, introduction: Introduction) -> None:
+    def put_introduction(self, introduction: HostIntroduction) -> None:
         """This host is there. Raises: TransportError, as all that leaves word."""
         self._put(f"hello/{introduction.node_rank}", encode(introduction))
 
-    def introduction(self, node_rank: int, *, limit_s: float) -> Introduction | None:
+    def introduction(self, node_rank: int, *, limit_s: float) -> HostIntroduction | None:
         """Raises: GarbledError."""
         return self._get(f"hello/{node_rank}", decode_introduction, limit_s=limit_s)
 
@@ -60,11 +60,11 @@ class Board:
         """Whether the host at `place` has it; does not wait."""
         return self._get(f"taken/{number}/{place}", bytes, limit_s=0.0) is not None
 
-    def put_findings(self, number: int, place: int, findings: Findings) -> None:
+    def put_findings(self, number: int, place: int, findings: LinkFindings) -> None:
         """What the host at `place` found in carrying out order `number`."""
         self._put(f"found/{number}/{place}", encode(findings))
 
-    def findings(self, number: int, place: int, *, num_hosts: int, limit_s: float) -> Findings | None:
+    def findings(self, number: int, place: int, *, num_hosts: int, limit_s: float) -> LinkFindings | None:
         """Raises: GarbledError."""
         return self._get(f"found/{number}/{place}", lambda data: decode_findings(data, num_hosts=num_hosts), limit_s=limit_s)
 

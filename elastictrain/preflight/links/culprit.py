@@ -43,14 +43,14 @@ class BadLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
+class LinkBlame:
     """Who is to blame. `typical`: what figures were held against; None if there are none."""
 
     hosts: tuple[Culprit, ...] = ()
     links: tuple[BadLink, ...] = ()
     typical: float | None = None
 
-    def only_confirmed(self) -> "Blame":
+    def only_confirmed(self) -> "LinkBlame":
         """Without what was measured only once."""
         return replace(
             self,
@@ -67,7 +67,7 @@ def best_of(figures: Iterable[tuple[Link, float]]) -> dict[Link, float]:
     return found
 
 
-def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = True) -> Blame:
+def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = True) -> LinkBlame:
     """Who looks guilty by these figures.
 
     `directed`: whether the two directions of a link differ, so that a host may be to blame for one of them. Two hosts cannot
@@ -76,7 +76,7 @@ def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = Tru
     leaving, coming = _scores(values, end=0), _scores(values, end=1)
     if len(leaving.keys() | coming.keys()) < 3:
         typical = max(values.values(), default=None)
-        return Blame((), _links(values, typical, too_bad, out=(), into=()), typical)
+        return LinkBlame((), _links(values, typical, too_bad, out=(), into=()), typical)
     if not directed:
         leaving = coming = {
             host: max(scores[host] for scores in (leaving, coming) if host in scores) for host in leaving.keys() | coming.keys()
@@ -85,7 +85,7 @@ def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = Tru
     out = {host: score for host, score in leaving.items() if too_bad(score, typical)}
     into = {host: score for host, score in coming.items() if too_bad(score, typical)}
     hosts = [_culprit(host, out.get(host), into.get(host)) for host in sorted(out.keys() | into.keys())]
-    return Blame(tuple(hosts), _links(values, typical, too_bad, out=out, into=into), typical)
+    return LinkBlame(tuple(hosts), _links(values, typical, too_bad, out=out, into=into), typical)
 
 
 def blame_twice(
@@ -95,7 +95,7 @@ def blame_twice(
     excused: Mapping[Link, float],
     too_bad: TooBad,
     directed: bool = True,
-) -> Blame:
+) -> LinkBlame:
     """Who is to blame after suspects were measured a second time: the better of both figures counts.
 
     `excused`: of the second time, with all that speaks for the link. What is not bad by these, or has none, stays unconfirmed.

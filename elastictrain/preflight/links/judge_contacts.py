@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from elastictrain.preflight.links import remedies
 from elastictrain.preflight.links.clocks import offsets_from_group
-from elastictrain.preflight.links.culprit import Blame, Way, blame, find_broken
+from elastictrain.preflight.links.culprit import LinkBlame, Way, blame, find_broken
 from elastictrain.preflight.links.measured import Contact, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
@@ -58,7 +58,7 @@ class Speaker:
         return self.say(_ALL, measured=measured, remedy=remedy, status=Status.SKIP)
 
 
-def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> Blame:
+def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> LinkBlame:
     """Who is to blame for latency; figures are negative seconds."""
 
     def too_late(figure: float, typical: float) -> bool:

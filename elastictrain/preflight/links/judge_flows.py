@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.culprit import BadLink, Blame, Culprit, Way, best_of, blame, blame_twice
+from elastictrain.preflight.links.culprit import BadLink, Culprit, LinkBlame, Way, best_of, blame, blame_twice
 from elastictrain.preflight.links.judge_contacts import Speaker
 from elastictrain.preflight.links.measured import Flow, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
@@ -17,8 +17,8 @@ from elastictrain.preflight.verdict import Status, Verdict
 class FlowBlame:
     """Who is to blame for bandwidth one way, and who only while bytes flow both ways."""
 
-    one_way: Blame
-    both_ways: Blame
+    one_way: LinkBlame
+    both_ways: LinkBlame
 
 
 def flow_blame(first: Iterable[Flow], second: Iterable[Flow] | None, *, options: LinkOptions) -> FlowBlame:
@@ -91,7 +91,7 @@ def typical_gbps(flows: Iterable[Flow], *, both: bool) -> float | None:
     return (statistics.median(values.values()) if values else None) or None
 
 
-def _verdicts(speaker: Speaker, found: Blame, *, both: bool) -> Iterator[Verdict]:
+def _verdicts(speaker: Speaker, found: LinkBlame, *, both: bool) -> Iterator[Verdict]:
     typical = _rounded(found.typical or 0.0)
     words = " while sending and receiving" if both else ""
     for culprit in found.hosts:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.measured import Introduction, Roster
+from elastictrain.preflight.links.measured import HostIntroduction, Roster
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 _CHECK = "roster"
@@ -57,7 +57,7 @@ def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
     )
 
 
-def claimed_twice(ours: Introduction, theirs: Introduction) -> Verdict:
+def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
     """Two launchers say that they are the same node."""
     return Verdict(
         check=_CHECK,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.board import Board
+from elastictrain.preflight.links.board import LinkExchange
 from elastictrain.preflight.links.judge import Evidence, judge
 from elastictrain.preflight.links.judge_contacts import suspicious_contacts
 from elastictrain.preflight.links.judge_flows import suspect_rounds
 from elastictrain.preflight.links.judge_roster import Silence
-from elastictrain.preflight.links.measured import Contact, Findings, GarbledError, Introduction, Link, Roster, merged
+from elastictrain.preflight.links.measured import Contact, GarbledError, HostIntroduction, Link, LinkFindings, Roster, merged
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.orders import Adopt, MakeContact, Measure
 from elastictrain.preflight.links.rounds import Round, contacts, first_rounds
@@ -27,11 +27,11 @@ _TURN_S = 0.5
 
 
 def gather_roster(
-    board: Board, *, own: Introduction, num_hosts: int, limit_s: float, clock: Callable[[], float] = time.monotonic
+    board: LinkExchange, *, own: HostIntroduction, num_hosts: int, limit_s: float, clock: Callable[[], float] = time.monotonic
 ) -> Roster:
     """Wait for all, publish who came. Raises: TransportError."""
     began = clock()
-    found: dict[int, Introduction] = {own.node_rank: own}
+    found: dict[int, HostIntroduction] = {own.node_rank: own}
     for rank in range(num_hosts):
         if rank in found:
             continue
@@ -68,7 +68,7 @@ class Leader:
         actor: Actor,
         *,
         roster: Roster,
-        board: Board,
+        board: LinkExchange,
         options: LinkOptions,
         full: bool,
         names: Mapping[int, str],
@@ -94,7 +94,7 @@ class Leader:
         met = merged(found.contacts)
         if again := self._alive_links(suspicious_contacts(self._heard(met), options=self._options)):
             met = merged([*met.values(), *self._order(MakeContact(again)).contacts])
-        first, second = Findings(), Findings()
+        first, second = LinkFindings(), LinkFindings()
         if self._full:
             first = self._measure(self._first_rounds(met), met)
             met = merged([*met.values(), *first.contacts])
@@ -123,17 +123,17 @@ class Leader:
         usable = (tuple((a, b) for a, b in pairs if not {(a, b), (b, a)} & bad) for pairs in named)
         return tuple(pairs for pairs in usable if pairs)
 
-    def _measure(self, rounds: tuple[Round, ...], met: Mapping[Link, Contact]) -> Findings:
+    def _measure(self, rounds: tuple[Round, ...], met: Mapping[Link, Contact]) -> LinkFindings:
         silent = self._silent()
         rounds = tuple(tuple(pair for pair in pairs if not silent & set(pair)) for pairs in rounds)
         rounds = tuple(pairs for pairs in rounds if pairs)
         if not rounds:
-            return Findings()
+            return LinkFindings()
         self._num_rounds += len(rounds)
         pairs = {pair for pairs in rounds for pair in pairs}
         return self._order(Measure(rounds, tuple(sorted(pair for pair in pairs if pair in met and pair[::-1] in met))))
 
-    def _order(self, order: MakeContact | Measure) -> Findings:
+    def _order(self, order: MakeContact | Measure) -> LinkFindings:
         """Have it carried out by all whom it concerns, and gather what they found; who does not report counts as silent."""
         number = self._orders
         self._orders += 1
@@ -143,10 +143,10 @@ class Leader:
         self._actor.carry_out(number, order)
         return self._gather(number, order, since=began, until=began + limit_s)
 
-    def _gather(self, number: int, order: MakeContact | Measure, *, since: float, until: float) -> Findings:
+    def _gather(self, number: int, order: MakeContact | Measure, *, since: float, until: float) -> LinkFindings:
         """Wait for each for a while, in turn: one that has not even taken up the order, or does not answer any more, the second
         time round, is not waited for any longer. Others are given all the time that there is."""
-        began, found = self._clock(), Findings()
+        began, found = self._clock(), LinkFindings()
         silent = self._silent()
         waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place) and place not in silent)
         misses: Counter[int] = Counter()
@@ -166,7 +166,7 @@ class Leader:
     def _is_gone(self, number: int, place: int, *, since: float) -> bool:
         return self._actor.has_ignored(number, place, since=since) or self._actor.has_fallen_silent(place)
 
-    def _hear(self, number: int, place: int, *, limit_s: float) -> Findings | None:
+    def _hear(self, number: int, place: int, *, limit_s: float) -> LinkFindings | None:
         try:
             return self._board.findings(number, place, num_hosts=len(self._roster.hosts), limit_s=limit_s)
         except GarbledError as error:

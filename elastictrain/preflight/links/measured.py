@@ -18,7 +18,7 @@ class GarbledError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class HostIntroduction:
     """How a host says who it is. `interface` and `mtu` are of the one that `address` belongs to; `mtu` None: unknown."""
 
     name: str
@@ -89,14 +89,14 @@ class Flow:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class LinkFindings:
     """What one host, or several, found out."""
 
     contacts: tuple[Contact, ...] = ()
     flows: tuple[Flow, ...] = ()
 
-    def __add__(self, other: "Findings") -> "Findings":
-        return Findings(self.contacts + other.contacts, self.flows + other.flows)
+    def __add__(self, other: "LinkFindings") -> "LinkFindings":
+        return LinkFindings(self.contacts + other.contacts, self.flows + other.flows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Roster:
     `hosts` by their places. `absent`: node ranks that nobody introduced himself for in `waited_s`. `token` keeps strangers out.
     """
 
-    hosts: tuple[Introduction, ...]
+    hosts: tuple[HostIntroduction, ...]
     absent: tuple[int, ...]
     waited_s: float
     token: str = field(repr=False)
@@ -143,12 +143,12 @@ def _better(one: Contact, other: Contact) -> Contact:
     )
 
 
-def encode(value: Introduction | Findings | Roster) -> bytes:
+def encode(value: HostIntroduction | LinkFindings | Roster) -> bytes:
     """As JSON."""
     return json.dumps(asdict(value), separators=(",", ":")).encode()
 
 
-def decode_introduction(data: bytes) -> Introduction:
+def decode_introduction(data: bytes) -> HostIntroduction:
     """Raises: GarbledError."""
     return _introduction(_object(data))
 
@@ -167,7 +167,7 @@ def decode_roster(data: bytes) -> Roster:
         raise GarbledError(f"a roster is garbled: {error!r}") from error
 
 
-def decode_findings(data: bytes, *, num_hosts: int) -> Findings:
+def decode_findings(data: bytes, *, num_hosts: int) -> LinkFindings:
     """Raises: GarbledError."""
     row = _object(data)
     found: list[Contact | Flow]
@@ -189,7 +189,7 @@ def decode_findings(data: bytes, *, num_hosts: int) -> Findings:
     places = {place for one in found for place in one.link}
     if not places <= set(range(num_hosts)):
         raise GarbledError(f"findings tell of hosts {sorted(places)}, but there are {num_hosts}")
-    return Findings(contacts, flows)
+    return LinkFindings(contacts, flows)
 
 
 def _contact(row: Row) -> Contact:
@@ -207,7 +207,7 @@ def _contact(row: Row) -> Contact:
     )
 
 
-def _introduction(row: Row) -> Introduction:
+def _introduction(row: Row) -> HostIntroduction:
     try:
         ports = row["tcp_ports"]
         if not isinstance(ports, Sequence):
@@ -215,7 +215,7 @@ def _introduction(row: Row) -> Introduction:
         if not ports:
             raise ValueError("tcp_ports must not be empty")
         bytes.fromhex(str(row["nonce"]))
-        return Introduction(
+        return HostIntroduction(
             name=str(row["name"]),
             node_rank=_whole(row["node_rank"]),
             address=str(row["address"]),

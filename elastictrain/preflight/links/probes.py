@@ -8,10 +8,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from elastictrain.preflight.links.clocks import exchange_offset
-from elastictrain.preflight.links.measured import Contact, Flow, Introduction
+from elastictrain.preflight.links.measured import Contact, Flow, HostIntroduction
 from elastictrain.preflight.links.mtu import LARGEST, PathProbe
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.processor import Waiting
+from elastictrain.preflight.links.processor import ProcessorWait
 from elastictrain.preflight.links.rates import Meter, drain
 from elastictrain.preflight.links.responder import send_for
 from elastictrain.preflight.links.wire import (
@@ -42,8 +42,8 @@ class PeerProbe:
 
     def __init__(
         self,
-        source: Introduction,
-        target: Introduction,
+        source: HostIntroduction,
+        target: HostIntroduction,
         *,
         places: tuple[int, int],
         token: bytes,
@@ -159,7 +159,7 @@ class PeerProbe:
         return _Rate(8e-9 * best, _either(waited, theirs))
 
     def _back(self) -> "_Rate":
-        seconds, meter, waiting = self._options.stream_s, Meter(), Waiting()
+        seconds, meter, waiting = self._options.stream_s, Meter(), ProcessorWait()
         try:
             with self._connected(self._port) as line:
                 line.send(REQUEST.pack(GIVE, seconds, 0), limit_s=self._options.answer_s)

@@ -18,7 +18,7 @@ def read_waited_s() -> float | None:
         return None
 
 
-class Waiting:
+class ProcessorWait:
     """Of one thread, from its making on."""
 
     def __init__(

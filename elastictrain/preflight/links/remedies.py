@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from elastictrain.preflight.links.culprit import Way
-from elastictrain.preflight.links.measured import Introduction
+from elastictrain.preflight.links.measured import HostIntroduction
 
 _MOST_NAMES = 8
 
@@ -14,7 +14,7 @@ def names(found: Sequence[str]) -> str:
     return ", ".join(found[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def lower_mtu(hosts: Iterable[tuple[str, Introduction]], *, to: int, intended: int) -> str:
+def lower_mtu(hosts: Iterable[tuple[str, HostIntroduction]], *, to: int, intended: int) -> str:
     """For frames above `to` that vanish between interfaces that send up to `intended`."""
     by_interface: dict[str, list[str]] = {}
     for label, host in hosts:
@@ -27,7 +27,9 @@ def lower_mtu(hosts: Iterable[tuple[str, Introduction]], *, to: int, intended: i
     )
 
 
-def open_port(source: Introduction, target: Introduction, *, target_label: str, ports: Sequence[int], protocol: str) -> str:
+def open_port(
+    source: HostIntroduction, target: HostIntroduction, *, target_label: str, ports: Sequence[int], protocol: str
+) -> str:
     """For connections from `source` to `target` that are not let through."""
     wanted = ",".join(map(str, ports))
     rule = f"-p {protocol} -s {source.address} -m multiport --dports {wanted} -j ACCEPT"
@@ -37,7 +39,7 @@ def open_port(source: Introduction, target: Introduction, *, target_label: str, 
     )
 
 
-def reach_address(target: Introduction, *, label: str) -> str:
+def reach_address(target: HostIntroduction, *, label: str) -> str:
     """For an address at which another host answers."""
     return (
         f"give {label} an address of its own ({target.address} on {target.interface} is used twice: `ip address show dev "
@@ -45,7 +47,7 @@ def reach_address(target: Introduction, *, label: str) -> str:
     )
 
 
-def look_at_host(host: Introduction, *, label: str, way: Way) -> str:
+def look_at_host(host: HostIntroduction, *, label: str, way: Way) -> str:
     """For a host that is slow."""
     device = host.interface
     limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.handshakes import BACKLOG, HandshakeListener
-from elastictrain.preflight.links.processor import Waiting
+from elastictrain.preflight.links.processor import ProcessorWait
 from elastictrain.preflight.links.rates import drain
 from elastictrain.preflight.links.wire import (
     CHUNK_BYTES,
@@ -180,7 +180,7 @@ class Responder:
         if kind not in (SINK, GIVE) or not 0 < seconds <= self._most_seconds:
             raise LineError(f"asks for {kind!r} for {seconds} s")
         if kind == SINK:
-            buffer, waiting = memoryview(bytearray(CHUNK_BYTES)), Waiting()
+            buffer, waiting = memoryview(bytearray(CHUNK_BYTES)), ProcessorWait()
             meter = drain(line, buffer, clock=time.monotonic, limit_s=seconds + _LATE_S, idle_s=_IDLE_S)
             receipt = RECEIPT.pack(meter.num_bytes, meter.best_bytes_per_s(), waiting.part())
             line.send(receipt, limit_s=_IDLE_S)
@@ -210,7 +210,7 @@ def send_for(line: Line, *, seconds: float, most_bytes: int = 0, trailed: bool =
     Raises: LineError, also if there is no more room for `_STALL_S`.
     """
     chunk = memoryview(bytes(CHUNK_BYTES))
-    sent, deadline, waiting = 0, time.monotonic() + seconds, Waiting()
+    sent, deadline, waiting = 0, time.monotonic() + seconds, ProcessorWait()
     while (left_s := deadline - time.monotonic()) > 0 and (not most_bytes or sent < most_bytes):
         piece = chunk[: most_bytes - sent] if most_bytes else chunk
         try:

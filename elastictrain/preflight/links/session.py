@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.board import Board
+from elastictrain.preflight.links.board import LinkExchange
 from elastictrain.preflight.links.judge_roster import claimed_twice, leaderless, unheard
 from elastictrain.preflight.links.leader import Leader, gather_roster
-from elastictrain.preflight.links.measured import GarbledError, Introduction, Roster
+from elastictrain.preflight.links.measured import GarbledError, HostIntroduction, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.orders import Adopt, Order
 from elastictrain.preflight.links.responder import Responder
@@ -18,7 +18,7 @@ from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class LinkMember:
     """This host. `address` is where the others reach it, on `interface` with `mtu` (None: unknown). `ports`: the TCP ports that
     training will use, as far as they are known and free; 0 is any."""
 
@@ -51,7 +51,7 @@ class LinkSession:
     `wall` is the clock that the hosts compare.
     """
 
-    member: Member
+    member: LinkMember
     exchange: Exchange
     prefix: str = "links"
     full: bool = False
@@ -75,7 +75,7 @@ class LinkSession:
 
     def _run(self, responder: Responder) -> LinkReport:
         began = self.clock()
-        board = Board(self.exchange, prefix=self.prefix)
+        board = LinkExchange(self.exchange, prefix=self.prefix)
         own = self._introduction(responder)
         board.put_introduction(own)
         leads = self.member.node_rank == 0
@@ -101,14 +101,14 @@ class LinkSession:
             seconds=round(self.clock() - complete, 4),
         )
 
-    def _lead_roster(self, board: Board, own: Introduction) -> Roster:
+    def _lead_roster(self, board: LinkExchange, own: HostIntroduction) -> Roster:
         return gather_roster(board, own=own, num_hosts=self.member.num_hosts, limit_s=self.options.roster_s, clock=self.clock)
 
-    def _follow_roster(self, board: Board) -> Roster | None:
+    def _follow_roster(self, board: LinkExchange) -> Roster | None:
         # The first host may have begun a whole limit after us.
         return board.roster(limit_s=2 * self.options.roster_s + self.options.grace_s)
 
-    def _lead(self, actor: Actor, roster: Roster, board: Board) -> LinkReport:
+    def _lead(self, actor: Actor, roster: Roster, board: LinkExchange) -> LinkReport:
         leader = Leader(
             actor,
             roster=roster,
@@ -121,7 +121,7 @@ class LinkSession:
         found = leader.lead()
         return LinkReport(verdicts=found.verdicts, num_rounds=found.num_rounds)
 
-    def _follow(self, actor: Actor, roster: Roster, board: Board) -> LinkReport:
+    def _follow(self, actor: Actor, roster: Roster, board: LinkExchange) -> LinkReport:
         # For the next order the first host may take as long as everybody may take for this one, and judge a little.
         limit_s, number = self.options.contact_s, 0
         while True:
@@ -136,8 +136,8 @@ class LinkSession:
             limit_s = max(order.limit_s(self.options), 0.0)
             number += 1
 
-    def _introduction(self, responder: Responder) -> Introduction:
-        return Introduction(
+    def _introduction(self, responder: Responder) -> HostIntroduction:
+        return HostIntroduction(
             name=self.member.name,
             node_rank=self.member.node_rank,
             address=self.member.address,

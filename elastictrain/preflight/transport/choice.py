@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.interfaces import Interface, Kind
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface
 from elastictrain.preflight.transport.patterns import NcclPattern, counts, gloo_names
 from elastictrain.preflight.transport.route import Route
 
@@ -16,7 +16,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 class Choice:
     """The interface, or None where the facts show no fit one, and why. `is_ipv6`: the peers are reached over IPv6."""
 
-    interface: Interface | None
+    interface: NetworkInterface | None
     reason: str
     is_ipv6: bool = False
 
@@ -49,19 +49,19 @@ def choose_interface(facts: Facts) -> Choice:
     )
 
 
-def nccl_interfaces(facts: Facts, pattern: str) -> list[Interface]:
+def nccl_interfaces(facts: Facts, pattern: str) -> list[NetworkInterface]:
     """Those that NCCL takes for a NCCL_SOCKET_IFNAME, in its order; the first one carries its bootstrap."""
     parsed = NcclPattern.parse(pattern)
     return [one for one in facts.interfaces if parsed.matches(one.name) and _can_carry(one)]
 
 
-def pinned_for_nccl(facts: Facts) -> list[Interface] | None:
+def pinned_for_nccl(facts: Facts) -> list[NetworkInterface] | None:
     """What a person's NCCL_SOCKET_IFNAME selects; None without one."""
     setting = facts.settings.get(NCCL_INTERFACE)
     return nccl_interfaces(facts, setting.value) if setting and counts(setting.value) else None
 
 
-def pinned_for_gloo(facts: Facts) -> dict[str, Interface | None] | None:
+def pinned_for_gloo(facts: Facts) -> dict[str, NetworkInterface | None] | None:
     """The interfaces that a person's GLOO_SOCKET_IFNAME names, None for a missing one; None without the setting."""
     setting = facts.settings.get(GLOO_INTERFACE)
     if setting is None or not counts(setting.value):
@@ -69,7 +69,7 @@ def pinned_for_gloo(facts: Facts) -> dict[str, Interface | None] | None:
     return {name: facts.interface(name) for name in gloo_names(setting.value)}
 
 
-def _can_carry(interface: Interface) -> bool:
+def _can_carry(interface: NetworkInterface) -> bool:
     """What NCCL requires of an interface: running, and with an address other than ::1."""
     return interface.running is not False and any(address != "::1" for address in interface.addresses)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Device, read_devices
-from elastictrain.preflight.transport.interfaces import Addresses, Interface, read_interfaces, system_addresses
+from elastictrain.preflight.transport.interfaces import Addresses, NetworkInterface, read_interfaces, system_addresses
 from elastictrain.preflight.transport.route import Probe, Route, ask_kernel, find_route
 from elastictrain.preflight.transport.settings import Setting, read_settings
 
@@ -15,7 +15,7 @@ class Facts:
     """One host, and its ways to the others. `peers` is by name of host, without this one."""
 
     host: str
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[NetworkInterface, ...] = ()
     devices: tuple[Device, ...] = ()
     rendezvous: Route | None = None
     peers: Mapping[str, Route] = field(default_factory=dict)
@@ -23,7 +23,7 @@ class Facts:
     alone: bool = False
     """Whether this host is the whole world: its ranks meet nobody else."""
 
-    def interface(self, name: str | None) -> Interface | None:
+    def interface(self, name: str | None) -> NetworkInterface | None:
         """The one of that name."""
         return next((one for one in self.interfaces if one.name == name), None)
 

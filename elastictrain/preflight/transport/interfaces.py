@@ -55,7 +55,7 @@ _SPEED_IS_REAL = {Kind.PHYSICAL, Kind.BOND, Kind.VLAN, Kind.IPOIB}
 
 
 @dataclass(frozen=True, slots=True)
-class Interface:
+class NetworkInterface:
     """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one."""
 
     name: str
@@ -81,7 +81,7 @@ class Interface:
         return None if self.speed_mbps is None else self.speed_mbps / 1000
 
 
-def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tuple[Interface, ...]:
+def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tuple[NetworkInterface, ...]:
     """All of this host, in the kernel's order. Never raises: what cannot be read is unknown."""
     by_name = addresses()
     names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
@@ -107,14 +107,14 @@ def system_addresses() -> dict[str, tuple[str, ...]]:
     }
 
 
-def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> Interface:
+def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> NetworkInterface:
     folder = f"{_FOLDER}/{name}"
     kind = _kind(surroundings, name, addresses)
     flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
     speed = _at_least(1, surroundings.read(f"{folder}/speed"))
     believed = speed is not None and speed <= _FASTEST_MBPS and speed != 65535 and kind in _SPEED_IS_REAL
     driver = re.search(r"^DRIVER=(\S+)$", surroundings.read(f"{folder}/device/uevent") or "", re.MULTILINE)
-    return Interface(
+    return NetworkInterface(
         name=name,
         kind=kind,
         index=_at_least(1, surroundings.read(f"{folder}/ifindex")),

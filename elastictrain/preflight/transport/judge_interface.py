@@ -10,7 +10,7 @@ from elastictrain.preflight.transport.choice import (
     pinned_for_nccl,
 )
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.interfaces import Interface, is_loopback
+from elastictrain.preflight.transport.interfaces import NetworkInterface, is_loopback
 from elastictrain.preflight.transport.patterns import NcclPattern
 from elastictrain.preflight.transport.route import Route
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
@@ -120,7 +120,9 @@ def _gloo_pin(facts: Facts) -> Iterator[Verdict]:
     yield from _pinned(facts, said, [one for one in pinned.values() if one is not None], kernel, remedy)
 
 
-def _pinned(facts: Facts, said: str, pinned: list[Interface], kernel: Interface | None, remedy: str) -> Iterator[Verdict]:
+def _pinned(
+    facts: Facts, said: str, pinned: list[NetworkInterface], kernel: NetworkInterface | None, remedy: str
+) -> Iterator[Verdict]:
     """Interfaces that exist. Another one than the kernel's can be right: a second network for the training alone."""
     if facts.alone:
         return
@@ -142,7 +144,7 @@ def _is_bad(facts: Facts, route: Route) -> bool:
     return interface is None or interface.leads_nowhere
 
 
-def _nowhere(interface: Interface | None, route: Route) -> str:
+def _nowhere(interface: NetworkInterface | None, route: Route) -> str:
     if interface is None or is_loopback(route.local or ""):
         name = "" if route.target == route.remote else f"{route.target} is "
         return f"{name}{route.remote}, which is loopback: every host reaches itself there"
@@ -150,7 +152,7 @@ def _nowhere(interface: Interface | None, route: Route) -> str:
     return f"{text}: it is this host's own address" if route.remote == route.local else text
 
 
-def _nowhere_remedy(name: str, interface: Interface | None, route: Route) -> str:
+def _nowhere_remedy(name: str, interface: NetworkInterface | None, route: Route) -> str:
     if interface is None or is_loopback(route.local or ""):
         if name == RENDEZVOUS:
             return (
@@ -175,5 +177,5 @@ def _pin_remedy(facts: Facts, name: str, right: str | None) -> str:
     return f"{undo}  # or set {name}={right}" if right else undo
 
 
-def _expected(kernel: Interface | None) -> str | None:
+def _expected(kernel: NetworkInterface | None) -> str | None:
     return kernel.name if kernel else None

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Interface, Kind, read_interfaces, system_addresses
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, read_interfaces, system_addresses
 from elastictrain.preflight.transport.route import ask_kernel
 
 _LOOPBACK = "127.0.0.1"
@@ -27,6 +27,6 @@ def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
     return _LOOPBACK
 
 
-def usable_interfaces(surroundings: Surroundings) -> list[Interface]:
+def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:
     """Those that may lead to other hosts."""
     return [one for one in read_interfaces(surroundings, addresses=system_addresses) if one.kind not in _NOT_FOR_PEERS]

@@ -32,7 +32,7 @@ class Wishes:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class PlannedVariable:
     """A variable, its value, and the reason for it in a few words."""
 
     name: str
@@ -45,8 +45,8 @@ class TransportPlan:
     """What is set on a host. `variables` are to be set; `kept` are a person's, with what would have been planned instead."""
 
     host: str
-    variables: tuple[Variable, ...]
-    kept: tuple[Variable, ...]
+    variables: tuple[PlannedVariable, ...]
+    kept: tuple[PlannedVariable, ...]
     interface: str | None
     """The one that the kernel uses for the peers; None is unknown, or none is fit."""
     rdma: Rdma
@@ -86,46 +86,48 @@ def describe(plan: TransportPlan) -> list[str]:
     ]
 
 
-def _interface_variables(choice: Choice) -> Iterator[Variable]:
+def _interface_variables(choice: Choice) -> Iterator[PlannedVariable]:
     if choice.interface is None:
         return
     name = choice.interface.name
     # Without "=" it would be a prefix: eth1 is also one of eth10.
-    yield Variable(NCCL_INTERFACE, f"={name}", choice.reason)
-    yield Variable(GLOO_INTERFACE, name, choice.reason)
+    yield PlannedVariable(NCCL_INTERFACE, f"={name}", choice.reason)
+    yield PlannedVariable(GLOO_INTERFACE, name, choice.reason)
     if choice.is_ipv6 and any(":" not in address for address in choice.interface.addresses):
-        yield Variable("NCCL_SOCKET_FAMILY", "AF_INET6", f"peers are reached over IPv6, and NCCL would take the IPv4 of {name}")
+        yield PlannedVariable(
+            "NCCL_SOCKET_FAMILY", "AF_INET6", f"peers are reached over IPv6, and NCCL would take the IPv4 of {name}"
+        )
 
 
-def _rdma_variables(rdma: RdmaPlan) -> Iterator[Variable]:
+def _rdma_variables(rdma: RdmaPlan) -> Iterator[PlannedVariable]:
     if rdma.kind is Rdma.NONE:
-        yield Variable(DISABLE, "1", rdma.reason)
+        yield PlannedVariable(DISABLE, "1", rdma.reason)
     if rdma.endpoints:
-        yield Variable(HCA, "=" + ",".join(endpoint.name for endpoint in rdma.endpoints), rdma.reason)
+        yield PlannedVariable(HCA, "=" + ",".join(endpoint.name for endpoint in rdma.endpoints), rdma.reason)
     if rdma.gid_index is not None:
-        yield Variable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
+        yield PlannedVariable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
 
 
-def _socket_variables(choice: Choice, rdma: RdmaPlan) -> Iterator[Variable]:
+def _socket_variables(choice: Choice, rdma: RdmaPlan) -> Iterator[PlannedVariable]:
     speed = choice.interface.speed_gbps if choice.interface else None
     if choice.interface is None or rdma.kind is not Rdma.NONE or speed is None or speed < MEDIUM_GBPS:
         return
     if choice.interface.vendor in _TUNED_BY_NCCL:
         return
     reason = f"one socket does not fill {speed:g} Gb/s of {choice.interface.name}"
-    yield Variable("NCCL_SOCKET_NTHREADS", "4", reason)
-    yield Variable("NCCL_NSOCKS_PERTHREAD", "4" if speed >= FAST_GBPS else "1", reason)
+    yield PlannedVariable("NCCL_SOCKET_NTHREADS", "4", reason)
+    yield PlannedVariable("NCCL_NSOCKS_PERTHREAD", "4" if speed >= FAST_GBPS else "1", reason)
 
 
-def _debug(wishes: Wishes) -> Iterator[Variable]:
+def _debug(wishes: Wishes) -> Iterator[PlannedVariable]:
     if wishes.after_failure:
         reason = "the last start failed in its transport"
-        yield Variable("NCCL_DEBUG", "INFO", reason)
-        yield Variable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
+        yield PlannedVariable("NCCL_DEBUG", "INFO", reason)
+        yield PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
 
 
-def _kept(facts: Facts, planned: list[Variable]) -> Iterator[Variable]:
+def _kept(facts: Facts, planned: list[PlannedVariable]) -> Iterator[PlannedVariable]:
     for one in planned:
         if (setting := facts.settings.get(one.name)) is not None:
             same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
-            yield Variable(one.name, setting.value, f"set in {setting.origin}; {same}")
+            yield PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}")

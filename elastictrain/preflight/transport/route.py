@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.transport.interfaces import Interface, is_loopback
+from elastictrain.preflight.transport.interfaces import NetworkInterface, is_loopback
 
 Probe = Callable[[str], tuple[str, str]]
 """From a name or address of a peer to its address and our own towards it, both perhaps with `%SCOPE`. Raises: OSError."""
@@ -29,7 +29,7 @@ class Route:
         return ":" in (self.remote or "")
 
 
-def find_route(target: str, *, interfaces: Sequence[Interface], probe: Probe) -> Route:
+def find_route(target: str, *, interfaces: Sequence[NetworkInterface], probe: Probe) -> Route:
     """Ask the kernel. Takes as long as the look-up of a name takes; an address is answered at once."""
     try:
         remote, local = probe(target)

@@ -21,7 +21,7 @@ from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.backend import BackendCollectives
-from elastictrain.preflight.group.checks import Devices, Findings, GroupChecks, Request
+from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, GroupFindings, Request
 from elastictrain.preflight.group.matrix import matmul_tflops
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.p2p import measure_pairs
@@ -75,8 +75,13 @@ class Rank:
         self.group: Group = make_group(shared, self.identity, backend="gloo", init_timeout_s=60, save_timeout_s=60)
 
     def check(
-        self, name: str, request: Request, *, devices: Devices | None = None, on_part: Callable[[str], None] = lambda _: None
-    ) -> Findings:
+        self,
+        name: str,
+        request: Request,
+        *,
+        devices: GroupDevices | None = None,
+        on_part: Callable[[str], None] = lambda _: None,
+    ) -> GroupFindings:
         dist.barrier()
         exchange = StoreExchange(dist.PrefixStore(name, self.store))
         hosts = [f"h{rank + 1}" for rank in range(self.identity.world_size)]
@@ -105,14 +110,14 @@ def healthy(rank: Rank) -> None:
 
 
 def wrong(rank: Rank) -> None:
-    rank.check("wrong", Request(full=False), devices=Devices(Wrongly(rank.identity.rank)))
+    rank.check("wrong", Request(full=False), devices=GroupDevices(Wrongly(rank.identity.rank)))
 
 
 def slow(rank: Rank) -> None:
     def matmul(device: torch.device, *, budget_s: float) -> float:
         return 0.5 if rank.identity.rank == 1 else 1.0
 
-    rank.check("slow", Request(full=False), devices=Devices(matmul=matmul))
+    rank.check("slow", Request(full=False), devices=GroupDevices(matmul=matmul))
 
 
 def pieces(rank: Rank) -> None:
@@ -143,7 +148,7 @@ def late(rank: Rank) -> None:
 
 
 def frozen(rank: Rank) -> None:
-    rank.check("frozen", Request(full=False, options=HASTY), devices=Devices(Freezing(rank.identity.rank)))
+    rank.check("frozen", Request(full=False, options=HASTY), devices=GroupDevices(Freezing(rank.identity.rank)))
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
 from elastictrain.lease.starts import Start, Starts
-from elastictrain.preflight.group.checks import Findings, Request
+from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.host_preflight import HostPreflight, Report
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.outcome import decide
 from elastictrain.preflight.policy import Ended, Level
-from elastictrain.preflight.together import Report, Seat
-from elastictrain.preflight.transport.plan import TransportPlan, Variable
+from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan
 from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
@@ -39,15 +39,15 @@ from tests.unit.train.test_loop import config
 
 PLAN = TransportPlan(
     host="a",
-    variables=(Variable("GLOO_SOCKET_IFNAME", "eth0", "the kernel says so"),),
-    kept=(Variable("NCCL_DEBUG", "INFO", "set in the environment"),),
+    variables=(PlannedVariable("GLOO_SOCKET_IFNAME", "eth0", "the kernel says so"),),
+    kept=(PlannedVariable("NCCL_DEBUG", "INFO", "set in the environment"),),
     interface="eth0",
     rdma=Rdma.NONE,
     hcas=(),
     link_gbps=None,
 )
 
-Make = Callable[..., tuple[RunPreflight, list[Event], list[Seat]]]
+Make = Callable[..., tuple[RunPreflight, list[Event], list[HostPreflight]]]
 
 
 @pytest.fixture
@@ -59,13 +59,13 @@ def store(tmp_path: Path) -> Store:
 def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(
         *, level: str = "auto", found: Sequence[Verdict] = (), restart: str = "0"
-    ) -> tuple[RunPreflight, list[Event], list[Seat]]:
+    ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
-        seats: list[Seat] = []
+        checked: list[HostPreflight] = []
 
-        def check(seat: Seat) -> Report:
-            seats.append(seat)
+        def check(one: HostPreflight) -> Report:
+            checked.append(one)
             return Report(
                 verdicts=tuple(found),
                 outcome=decide(found, host="a", hosts=["a"]),
@@ -74,7 +74,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
                 plan=PLAN,
             )
 
-        monkeypatch.setattr(module.Seat, "check", check)
+        monkeypatch.setattr(module.HostPreflight, "check", check)
         plain = config(steps=3)
         preflight = RunPreflight(
             replace(plain, preflight=replace(plain.preflight, level=level)),
@@ -85,7 +85,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             record=recorded.append,
             data_digest="x",
         )
-        return preflight, recorded, seats
+        return preflight, recorded, checked
 
     return made
 
@@ -100,10 +100,10 @@ def end(store: Store, incarnation: str, *codes: int | None) -> None:
 
 
 def test_a_first_start_is_checked_in_full(make: Make) -> None:
-    preflight, _, seats = make()
+    preflight, _, checked = make()
     assert (preflight.chosen.level, preflight.chosen.reason) == (Level.FULL, "first start")
     preflight.check_hosts()
-    assert seats[0].asked.own.level is Level.FULL
+    assert checked[0].asked.own.level is Level.FULL
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_a_restart_is_quick_unless_the_transport_failed(
     end(store, "000006-bb", *codes)
     if not codes:
         end(store, "000006-bb", 0)
-    preflight, _, seats = make(restart="1")
+    preflight, _, checked = make(restart="1")
     preflight.check_hosts()
     assert preflight.chosen.level == level
-    assert seats[0].asked.after_failure is (level == "full")
+    assert checked[0].asked.after_failure is (level == "full")
 
 
 def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPreflight:
@@ -148,9 +148,9 @@ def test_a_rank_that_is_told_no_level_does_not_wait_for_ever(store: Store) -> No
 
 
 def test_off_checks_nothing(make: Make) -> None:
-    preflight, recorded, seats = make(level="off")
+    preflight, recorded, checked = make(level="off")
     preflight.check_hosts()
-    assert (recorded, seats) == ([], [])
+    assert (recorded, checked) == ([], [])
 
 
 def test_what_was_found_is_recorded_and_shown(make: Make, store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,9 +266,9 @@ def test_every_threshold_and_limit_of_the_configuration_has_an_effect() -> None:
 
 
 def test_the_storage_round_trip_has_its_limit(make: Make) -> None:
-    preflight, _, seats = make()
+    preflight, _, checked = make()
     preflight.check_hosts()
-    assert seats[0].asked.own.options.trip_limit_s == PreflightLimits().storage_s
+    assert checked[0].asked.own.options.trip_limit_s == PreflightLimits().storage_s
 
 
 @pytest.fixture
@@ -280,8 +280,8 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         def __init__(self, group: object, exchange: object, identity: object, request: Request, **more: object) -> None:
             told["request"], told["hosts"] = request, more["hosts"]
 
-        def run(self) -> Findings:
-            return Findings(cast(list[Verdict], told["verdicts"]), bool(told["usable"]))
+        def run(self) -> GroupFindings:
+            return GroupFindings(cast(list[Verdict], told["verdicts"]), bool(told["usable"]))
 
     monkeypatch.setattr(module, "GroupChecks", FakeChecks)
     return told

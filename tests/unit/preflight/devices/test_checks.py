@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from elastictrain.preflight.check import run_checks
-from elastictrain.preflight.devices.checks import Devices, device_checks
+from elastictrain.preflight.devices.checks import LocalDevices, device_checks
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
 
@@ -15,7 +15,7 @@ SWITCH = {"/sys/bus/pci/devices/0000:05:00.0/vendor": "0x10de", "/sys/bus/pci/de
 
 
 def verdicts(surroundings: Surroundings, tmp_path: Path, *, ranks: int | None = 2) -> list[Verdict]:
-    checks = device_checks(Devices(surroundings), local_world_size=ranks, last_counters=tmp_path / "counters.json")
+    checks = device_checks(LocalDevices(surroundings), local_world_size=ranks, last_counters=tmp_path / "counters.json")
     return run_checks(checks, subject="h1")
 
 
@@ -106,7 +106,7 @@ def test_counters_from_one_preflight_to_the_next(host: Host, tmp_path: Path) -> 
 
 def test_counters_that_cannot_be_kept(host: Host, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    devices = Devices(host({"/sys/class/infiniband/mlx5_0/ports/1/counters/link_downed": "0"}))
+    devices = LocalDevices(host({"/sys/class/infiniband/mlx5_0/ports/1/counters/link_downed": "0"}))
     checks = device_checks(devices, local_world_size=None, last_counters=tmp_path / "file" / "counters.json")
     found = [verdict for verdict in run_checks(checks, subject="h1") if verdict.check == "counters"]
     assert [verdict.status for verdict in found] == [Status.SKIP, Status.WARN]

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.preflight.devices.counters import Counters, Growth, growth, judge_counters, load, read_counters, store
+from elastictrain.preflight.devices.counters import Growth, PortCounters, growth, judge_counters, load, read_counters, store
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
 
 PORT = "/sys/class/infiniband/mlx5_0/ports/1"
 
 
-def reading(hours: float = 0.0, *, boot: str = "a", uptime_h: float = 100.0, **ports: dict[str, int]) -> Counters:
-    return Counters(boot, 3600 * hours, 3600 * uptime_h, ports)
+def reading(hours: float = 0.0, *, boot: str = "a", uptime_h: float = 100.0, **ports: dict[str, int]) -> PortCounters:
+    return PortCounters(boot, 3600 * hours, 3600 * uptime_h, ports)
 
 
 def test_what_is_read(host: Callable[..., Surroundings]) -> None:
@@ -33,7 +33,7 @@ def test_what_is_read(host: Callable[..., Surroundings]) -> None:
         "/proc/uptime": "7200.5 100.0\n",
     }
     found = read_counters(host(files), now=5.0)
-    assert found == Counters(
+    assert found == PortCounters(
         "b-1",
         5.0,
         7200.5,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.devices.checks import Devices, device_checks
+from elastictrain.preflight.devices.checks import LocalDevices, device_checks
 from elastictrain.preflight.devices.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.devices.nvidia import parse_nvidia
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
@@ -45,7 +45,7 @@ def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
 def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, bytes]], code: int) -> None:
     text = damaged(name, cut, wrong)
     answer = ToolOutput(code, text, text[:200])
-    devices = Devices(
+    devices = LocalDevices(
         Surroundings(host="h1", root=NOWHERE, environment={"CUDA_VISIBLE_DEVICES": "0,x"}, tools=OneAnswer(answer))
     )
     for check in device_checks(devices, local_world_size=2, last_counters=NOWHERE / "counters.json"):

@@ -1,12 +1,12 @@
 """Made-up groups."""
 
-from elastictrain.preflight.group.members import Member
+from elastictrain.preflight.group.members import GroupMember
 
 
-def members(*hosts: str, device: str = "cpu", **known: object) -> tuple[Member, ...]:
+def members(*hosts: str, device: str = "cpu", **known: object) -> tuple[GroupMember, ...]:
     """Introduced ranks, one for each host named; the process of rank 3 is 1003."""
     return tuple(
-        Member(
+        GroupMember(
             rank=rank,
             host=host,
             local_rank=hosts[:rank].count(host),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.group.checks import CHECKS, Devices, Findings, GroupChecks, Request
+from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupDevices, GroupFindings, Request
 from elastictrain.preflight.group.matrix import matmul_tflops
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.group.options import MB, GroupOptions
@@ -58,10 +58,10 @@ class Other(Alone):
         assert (source, target) == (1, 1)
 
 
-def run(collectives: Alone, request: Request) -> Findings:
+def run(collectives: Alone, request: Request) -> GroupFindings:
     group = Group(dist.HashStore(), cast(dist.ProcessGroup, None), "gloo", CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
-    devices = Devices(collectives, lambda device, *, budget_s: 1.0)
+    devices = GroupDevices(collectives, lambda device, *, budget_s: 1.0)
     return GroupChecks(group, Table(), identity, request, hosts=["h1"], devices=devices).run()
 
 

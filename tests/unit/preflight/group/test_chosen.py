@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.preflight.group.chosen import Chosen, debug_variables, kinds, log_path, parse_log
+from elastictrain.preflight.group.chosen import NcclChannels, debug_variables, kinds, log_path, parse_log
 
 IB = """\
 h1:31842:31905 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.4.19<0>
@@ -32,19 +32,19 @@ POINTER = "h:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via P2P/direct pointe
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (IB, Chosen(("IB",), (0, 1), True, ("P2P",))),
-        (IB_STAGED, Chosen(("IB",), (1,), False, ())),
-        (SOCKET, Chosen(("Socket",), (0,), False, ("SHM",))),
-        (OLD, Chosen(("Socket",), (0,), False, ())),
-        (RCCL, Chosen(("Socket",), (0,), False, ())),
-        (PLUGIN, Chosen(("AWS Libfabric",), (2,), True, ())),
-        (IBEXT, Chosen(("IBext_v8",), (2,), False, ())),
-        (NVLINK, Chosen((), (), None, ("P2P",))),
-        (POINTER, Chosen((), (), None, ("P2P",))),
-        (IBEXT + SOCKET, Chosen(("IBext_v8", "Socket"), (0, 2), False, ("SHM",))),
+        (IB, NcclChannels(("IB",), (0, 1), True, ("P2P",))),
+        (IB_STAGED, NcclChannels(("IB",), (1,), False, ())),
+        (SOCKET, NcclChannels(("Socket",), (0,), False, ("SHM",))),
+        (OLD, NcclChannels(("Socket",), (0,), False, ())),
+        (RCCL, NcclChannels(("Socket",), (0,), False, ())),
+        (PLUGIN, NcclChannels(("AWS Libfabric",), (2,), True, ())),
+        (IBEXT, NcclChannels(("IBext_v8",), (2,), False, ())),
+        (NVLINK, NcclChannels((), (), None, ("P2P",))),
+        (POINTER, NcclChannels((), (), None, ("P2P",))),
+        (IBEXT + SOCKET, NcclChannels(("IBext_v8", "Socket"), (0, 2), False, ("SHM",))),
     ],
 )
-def test_logs_of_several_versions(text: str, expected: Chosen) -> None:
+def test_logs_of_several_versions(text: str, expected: NcclChannels) -> None:
     assert parse_log(text) == expected
     assert parse_log(text).known
 

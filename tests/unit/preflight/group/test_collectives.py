@@ -2,7 +2,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.preflight.group.collectives import ROW, Answer, Collective, Trial, Values, answer, compare, give, root, table
+from elastictrain.preflight.group.collectives import (
+    ROW,
+    Collective,
+    ExpectedResult,
+    Trial,
+    Values,
+    answer,
+    compare,
+    give,
+    root,
+    table,
+)
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -117,4 +128,4 @@ def test_values_do_not_follow_the_global_generator() -> None:
 def test_an_exact_answer_allows_nothing() -> None:
     trial = Trial(Collective.BROADCAST, Values.RANDOM, 1)
     one = torch.ones(1)
-    assert compare(trial, one + 2e-7, Answer(one, None), rank=0, world_size=1) is not None
+    assert compare(trial, one + 2e-7, ExpectedResult(one, None), rank=0, world_size=1) is not None

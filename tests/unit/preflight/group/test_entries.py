@@ -3,10 +3,10 @@ import time
 from collections.abc import Callable
 
 from elastictrain.preflight.group.entries import Attendance, Entries
-from elastictrain.preflight.group.lane import Lane, State, Word
+from elastictrain.preflight.group.lane import DeadlineThread, PartState, RankResult
 from tests.unit.preflight.table import Table
 
-DONE = Word(State.DONE, {"figure": 1.5})
+DONE = RankResult(PartState.DONE, {"figure": 1.5})
 LIMIT_S, GRACE_S = 0.2, 0.1
 
 
@@ -71,16 +71,16 @@ def test_one_that_waits_for_trouble_gets_all_words() -> None:
 
     def broken(entries: Entries, began: float) -> Attendance:
         entries.enter("part")
-        return entries.settle("part", Word(State.BROKEN, detail="no room"), began=began, limit_s=LIMIT_S)
+        return entries.settle("part", RankResult(PartState.BROKEN, detail="no room"), began=began, limit_s=LIMIT_S)
 
     def stuck(entries: Entries, began: float) -> Attendance:
         entries.enter("part")
         time.sleep(LIMIT_S)
-        return entries.settle("part", Word(State.STUCK, num_begun=2), began=began, limit_s=LIMIT_S)
+        return entries.settle("part", RankResult(PartState.STUCK, num_begun=2), began=began, limit_s=LIMIT_S)
 
     found = settle([broken, stuck, stuck])
     assert found[0] is not None
-    assert [word.state for _, word in sorted(found[0].words.items())] == [State.BROKEN, State.STUCK, State.STUCK]
+    assert [word.state for _, word in sorted(found[0].words.items())] == [PartState.BROKEN, PartState.STUCK, PartState.STUCK]
 
 
 def test_parts_do_not_mix() -> None:
@@ -88,13 +88,13 @@ def test_parts_do_not_mix() -> None:
     entries = Entries(table, rank=0, world_size=1, grace_s=0.0)
     entries.enter("a")
     first = entries.settle("a", DONE, began=0.0, limit_s=0.0)
-    second = entries.settle("b", Word(State.BROKEN, detail="x"), began=0.0, limit_s=0.0)
+    second = entries.settle("b", RankResult(PartState.BROKEN, detail="x"), began=0.0, limit_s=0.0)
     assert first.complete
     assert not second.complete
 
 
 def test_a_lane_answers_whatever_happens() -> None:
-    lane, gate = Lane(lambda: None), threading.Event()
+    lane, gate = DeadlineThread(lambda: None), threading.Event()
 
     def fine(at: Callable[[str], None]) -> object:
         at("one")
@@ -113,17 +113,17 @@ def test_a_lane_answers_whatever_happens() -> None:
         gate.wait(30)
         return None
 
-    assert lane.run(fine, limit_s=10) == Word(State.DONE, [1, 2], num_begun=2)
-    assert lane.run(broken, limit_s=10) == Word(State.BROKEN, detail="ValueError: first line (three)", num_begun=1)
-    assert lane.run(unspeakable, limit_s=10).state is State.BROKEN
-    assert lane.run(endless, limit_s=0.1) == Word(State.STUCK, detail="four", num_begun=1)
-    assert lane.run(fine, limit_s=0.1).state is State.STUCK
+    assert lane.run(fine, limit_s=10) == RankResult(PartState.DONE, [1, 2], num_begun=2)
+    assert lane.run(broken, limit_s=10) == RankResult(PartState.BROKEN, detail="ValueError: first line (three)", num_begun=1)
+    assert lane.run(unspeakable, limit_s=10).state is PartState.BROKEN
+    assert lane.run(endless, limit_s=0.1) == RankResult(PartState.STUCK, detail="four", num_begun=1)
+    assert lane.run(fine, limit_s=0.1).state is PartState.STUCK
     gate.set()
     lane.close()
 
 
 def test_a_lane_prepares_its_own_thread() -> None:
     names = []
-    lane = Lane(lambda: names.append(threading.current_thread().name))
+    lane = DeadlineThread(lambda: names.append(threading.current_thread().name))
     assert lane.run(lambda _: threading.current_thread().name, limit_s=10).figure == names[0] == "group-checks"
     lane.close()

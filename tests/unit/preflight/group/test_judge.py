@@ -4,7 +4,7 @@ import pytest
 
 from elastictrain.preflight.group.bandwidth import Point
 from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import Fault
+from elastictrain.preflight.group.correct import WrongResult
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
     judge_pairs,
@@ -23,7 +23,7 @@ THREE = members("h1", "h2", "h3")
 GB = 1 << 30
 
 
-def results(faults: dict[int, list[Fault]]) -> list[Verdict]:
+def results(faults: dict[int, list[WrongResult]]) -> list[Verdict]:
     return judge_results(Collective.ALL_GATHER, faults, THREE, seconds=0.1)
 
 
@@ -41,29 +41,32 @@ def test_right_results_pass() -> None:
 
 
 def test_the_one_rank_that_all_got_wrong_values_from_is_named() -> None:
-    found = results({0: [Fault("bad", 2)], 1: [Fault("bad", 2), Fault("worse", 2)], 2: []})
+    found = results({0: [WrongResult("bad", 2)], 1: [WrongResult("bad", 2), WrongResult("worse", 2)], 2: []})
     assert subjects(found, Status.FAIL) == ["rank 2 on h3"]
     assert found[0].scope is Scope.HOST
     assert "on h3" in found[0].remedy
 
 
 def test_else_those_that_got_something_wrong() -> None:
-    assert subjects(results({0: [], 1: [Fault("bad", 2)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
-    assert subjects(results({0: [], 1: [Fault("bad", 2), Fault("bad", 0)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
-    found = results({0: [Fault("bad", None)], 1: [], 2: [Fault("bad", None)]})
+    assert subjects(results({0: [], 1: [WrongResult("bad", 2)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
+    assert subjects(results({0: [], 1: [WrongResult("bad", 2), WrongResult("bad", 0)], 2: []}), Status.FAIL) == ["rank 1 on h2"]
+    found = results({0: [WrongResult("bad", None)], 1: [], 2: [WrongResult("bad", None)]})
     assert subjects(found, Status.FAIL) == ["rank 0 on h1", "rank 2 on h3"]
     assert {one.scope for one in found} == {Scope.GROUP}
 
 
 def test_several_ranks_of_one_host_are_the_hosts_fault() -> None:
     found = judge_results(
-        Collective.ALL_REDUCE, {1: [Fault("bad", None)], 2: [Fault("bad", 0)]}, members("h1", "h2", "h2"), seconds=0.1
+        Collective.ALL_REDUCE,
+        {1: [WrongResult("bad", None)], 2: [WrongResult("bad", 0)]},
+        members("h1", "h2", "h2"),
+        seconds=0.1,
     )
     assert [(one.subject, one.scope) for one in found] == [("rank 1 on h2", Scope.HOST), ("rank 2 on h2", Scope.HOST)]
 
 
 def test_a_sum_that_is_wrong_everywhere_is_the_groups() -> None:
-    [found] = results({rank: [Fault("bad", None)] for rank in range(3)})
+    [found] = results({rank: [WrongResult("bad", None)] for rank in range(3)})
     assert (found.subject, found.status, found.scope) == ("all", Status.FAIL, Scope.GROUP)
 
 

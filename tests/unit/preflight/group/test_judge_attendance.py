@@ -2,17 +2,17 @@ from collections.abc import Mapping
 
 from elastictrain.preflight.group.entries import Attendance
 from elastictrain.preflight.group.judge_attendance import judge_attendance
-from elastictrain.preflight.group.lane import State, Word
+from elastictrain.preflight.group.lane import PartState, RankResult
 from elastictrain.preflight.group.members import introduced, strangers
 from elastictrain.preflight.outcome import host_of
 from elastictrain.preflight.verdict import Scope, Status
 from tests.unit.preflight.group.ranks import members
 
-DONE = Word(State.DONE, [])
-STUCK = Word(State.STUCK, detail="known float32, small", num_begun=1)
+DONE = RankResult(PartState.DONE, [])
+STUCK = RankResult(PartState.STUCK, detail="known float32, small", num_begun=1)
 
 
-def blamed(words: Mapping[int, Word], *, entered: frozenset[int] = frozenset(range(3))) -> list[tuple[str, str]]:
+def blamed(words: Mapping[int, RankResult], *, entered: frozenset[int] = frozenset(range(3))) -> list[tuple[str, str]]:
     attendance = Attendance("all_reduce", 3, 5.0, words, entered | frozenset(words))
     verdicts = judge_attendance("collectives", attendance, members("h1", "h2", "h3"))
     assert all(verdict.status is Status.FAIL and verdict.check == "collectives" for verdict in verdicts)
@@ -28,18 +28,18 @@ def test_who_did_not_enter_comes_first() -> None:
 
 
 def test_then_who_gave_no_word() -> None:
-    broken = Word(State.BROKEN, detail="RuntimeError: Connection closed by peer")
+    broken = RankResult(PartState.BROKEN, detail="RuntimeError: Connection closed by peer")
     assert blamed({0: broken, 2: STUCK}) == [("rank 1 on h2", "entered all_reduce and gave no word within 5 s")]
 
 
 def test_then_who_raised() -> None:
-    assert blamed({0: STUCK, 1: Word(State.BROKEN, detail="no room"), 2: STUCK}) == [
+    assert blamed({0: STUCK, 1: RankResult(PartState.BROKEN, detail="no room"), 2: STUCK}) == [
         ("rank 1 on h2", "broke in all_reduce: no room")
     ]
 
 
 def test_then_who_came_least_far() -> None:
-    far = Word(State.STUCK, detail="random float32, large", num_begun=4)
+    far = RankResult(PartState.STUCK, detail="random float32, large", num_begun=4)
     expected = "no answer from all_reduce at known float32, small within 5 s"
     assert blamed({0: far, 1: STUCK, 2: far}) == [("rank 1 on h2", expected)]
     assert [subject for subject, _ in blamed({0: DONE, 1: far, 2: DONE})] == ["rank 1 on h2"]
@@ -54,7 +54,7 @@ def test_the_remedy_knows_the_process_if_it_has_introduced_itself() -> None:
     assert "on h2" in remedy
 
 
-def scopes(words: Mapping[int, Word], *hosts: str, entered: frozenset[int] | None = None) -> set[Scope]:
+def scopes(words: Mapping[int, RankResult], *hosts: str, entered: frozenset[int] | None = None) -> set[Scope]:
     there = frozenset(range(len(hosts))) if entered is None else entered
     verdicts = judge_attendance("collectives", Attendance("all_reduce", len(hosts), 5.0, words, there), members(*hosts))
     assert all(host_of(verdict.subject) in hosts for verdict in verdicts if verdict.scope is Scope.HOST)
@@ -73,7 +73,7 @@ def test_else_it_is_the_groups() -> None:
     # On a single host all ranks are stuck alike: nobody is singled out.
     assert scopes({0: STUCK, 1: STUCK}, "h1", "h1") == {Scope.GROUP}
     # What a rank raises is often about the other end.
-    assert scopes({0: DONE, 1: Word(State.BROKEN, detail="Connection closed by peer")}, "h1", "h2") == {Scope.GROUP}
+    assert scopes({0: DONE, 1: RankResult(PartState.BROKEN, detail="Connection closed by peer")}, "h1", "h2") == {Scope.GROUP}
 
 
 def test_many_culprits_stay_readable() -> None:

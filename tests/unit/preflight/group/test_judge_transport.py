@@ -1,14 +1,14 @@
-from elastictrain.preflight.group.chosen import Chosen, Planned
+from elastictrain.preflight.group.chosen import NcclChannels, Planned
 from elastictrain.preflight.group.judge_transport import judge_transport
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.group.ranks import H200, members
 
-DIRECT = Chosen(("IB",), (0,), True, ("P2P",))
-STAGED = Chosen(("IB",), (0,), False, ())
-SOCKET = Chosen(("Socket",), (0,), False, ())
+DIRECT = NcclChannels(("IB",), (0,), True, ("P2P",))
+STAGED = NcclChannels(("IB",), (0,), False, ())
+SOCKET = NcclChannels(("Socket",), (0,), False, ())
 
 
-def judge(first: Chosen, second: Chosen, *, planned: Planned | None) -> list[Verdict]:
+def judge(first: NcclChannels, second: NcclChannels, *, planned: Planned | None) -> list[Verdict]:
     group = members("h1", "h2", device=H200, planned=planned)
     return judge_transport({0: first, 1: second}, group, seconds=0.1)
 
@@ -42,17 +42,17 @@ def test_without_gpu_direct() -> None:
 
 
 def test_a_plugin_is_taken_as_it_is() -> None:
-    plugin = Chosen(("FasTrak",), (0,), False, ())
+    plugin = NcclChannels(("FasTrak",), (0,), False, ())
     assert [one.status for one in judge(plugin, plugin, planned="rdma")] == [Status.PASS]
 
 
 def test_one_host_has_no_network() -> None:
-    near = Chosen((), (), None, ("P2P",))
+    near = NcclChannels((), (), None, ("P2P",))
     [passed] = judge_transport({0: near, 1: near}, members("h1", "h1", device=H200, planned="rdma"), seconds=0.1)
     assert (passed.status, passed.measured) == (Status.PASS, "P2P")
 
 
 def test_a_log_that_says_nothing_is_a_skip() -> None:
-    [unread] = judge(Chosen(), Chosen(), planned="rdma")
+    [unread] = judge(NcclChannels(), NcclChannels(), planned="rdma")
     assert unread.status is Status.SKIP
     assert "NCCL_DEBUG_FILE" in unread.remedy

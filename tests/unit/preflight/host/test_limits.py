@@ -2,8 +2,8 @@ import pytest
 
 from elastictrain.preflight.host.cgroup import ProcessGroup
 from elastictrain.preflight.host.limits import (
-    Limit,
     LimitFacts,
+    ResourceLimit,
     judge_memlock,
     judge_open_files,
     judge_processes,
@@ -13,15 +13,15 @@ from elastictrain.preflight.host.limits import (
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
 
-NONE = Limit(None, None)
+NONE = ResourceLimit(None, None)
 IPC_LOCK, SYS_RESOURCE = 1 << 14, 1 << 24
 
 
 def facts(
     *,
-    memlock: Limit = NONE,
-    files: Limit = NONE,
-    processes: Limit = NONE,
+    memlock: ResourceLimit = NONE,
+    files: ResourceLimit = NONE,
+    processes: ResourceLimit = NONE,
     capabilities: int | None = 0,
     group: ProcessGroup | None = None,
 ) -> LimitFacts:
@@ -29,7 +29,7 @@ def facts(
 
 
 def test_memlock_matters_with_rdma_only() -> None:
-    low = facts(memlock=Limit(8 << 20, 8 << 20))
+    low = facts(memlock=ResourceLimit(8 << 20, 8 << 20))
     assert judge_memlock(low, host="h1", rdma=False).status is Status.PASS
     verdict = judge_memlock(low, host="h1", rdma=True)
     assert (verdict.status, verdict.measured, verdict.unit) == (Status.WARN, 0.00781, "GiB")
@@ -38,28 +38,28 @@ def test_memlock_matters_with_rdma_only() -> None:
 
 
 def test_memlock_that_may_be_raised() -> None:
-    verdict = judge_memlock(facts(memlock=Limit(65536, None), capabilities=None), host="h1", rdma=True)
+    verdict = judge_memlock(facts(memlock=ResourceLimit(65536, None), capabilities=None), host="h1", rdma=True)
     assert (verdict.status, verdict.remedy) == (Status.WARN, "`ulimit -l unlimited` before the start")
 
 
 def test_memlock_is_lifted_by_a_capability() -> None:
-    lifted = facts(memlock=Limit(65536, 65536), capabilities=IPC_LOCK)
+    lifted = facts(memlock=ResourceLimit(65536, 65536), capabilities=IPC_LOCK)
     assert judge_memlock(lifted, host="h1", rdma=True).status is Status.PASS
 
 
 @pytest.mark.parametrize(
     ("limit", "status", "remedy"),
     [
-        (Limit(None, None), Status.PASS, ""),
-        (Limit(4096, 4096), Status.PASS, ""),
-        (Limit(1024, 524288), Status.WARN, "ulimit -n 65536"),
-        (Limit(1024, None), Status.WARN, "ulimit -n 65536"),
-        (Limit(1024, 5000), Status.WARN, "ulimit -n 5000"),
-        (Limit(1024, 1024), Status.WARN, "LimitNOFILE=65536"),
-        (Limit(64, 1024), Status.FAIL, "LimitNOFILE=65536"),
+        (ResourceLimit(None, None), Status.PASS, ""),
+        (ResourceLimit(4096, 4096), Status.PASS, ""),
+        (ResourceLimit(1024, 524288), Status.WARN, "ulimit -n 65536"),
+        (ResourceLimit(1024, None), Status.WARN, "ulimit -n 65536"),
+        (ResourceLimit(1024, 5000), Status.WARN, "ulimit -n 5000"),
+        (ResourceLimit(1024, 1024), Status.WARN, "LimitNOFILE=65536"),
+        (ResourceLimit(64, 1024), Status.FAIL, "LimitNOFILE=65536"),
     ],
 )
-def test_open_files(limit: Limit, status: Status, remedy: str) -> None:
+def test_open_files(limit: ResourceLimit, status: Status, remedy: str) -> None:
     verdict = judge_open_files(facts(files=limit), host="h1")
     assert verdict.status is status
     assert remedy in verdict.remedy
@@ -68,14 +68,14 @@ def test_open_files(limit: Limit, status: Status, remedy: str) -> None:
 @pytest.mark.parametrize(
     ("limit", "capabilities", "status", "remedy"),
     [
-        (Limit(None, None), 0, Status.PASS, ""),
-        (Limit(512, 60000), 0, Status.WARN, "ulimit -u 60000"),
-        (Limit(512, 512), None, Status.WARN, "LimitNPROC=65536"),
-        (Limit(20, 512), 0, Status.FAIL, "LimitNPROC=65536"),
-        (Limit(20, 512), SYS_RESOURCE, Status.PASS, ""),
+        (ResourceLimit(None, None), 0, Status.PASS, ""),
+        (ResourceLimit(512, 60000), 0, Status.WARN, "ulimit -u 60000"),
+        (ResourceLimit(512, 512), None, Status.WARN, "LimitNPROC=65536"),
+        (ResourceLimit(20, 512), 0, Status.FAIL, "LimitNPROC=65536"),
+        (ResourceLimit(20, 512), SYS_RESOURCE, Status.PASS, ""),
     ],
 )
-def test_processes(limit: Limit, capabilities: int | None, status: Status, remedy: str) -> None:
+def test_processes(limit: ResourceLimit, capabilities: int | None, status: Status, remedy: str) -> None:
     verdict = judge_processes(facts(processes=limit, capabilities=capabilities), host="h1")
     assert verdict.status is status
     assert remedy in verdict.remedy

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.host.disk import DiskFacts, Folder, folders_of, judge_disks, local_path, read_disks
+from elastictrain.preflight.host.disk import CheckedFolder, DiskFacts, folders_of, judge_disks, local_path, read_disks
 from elastictrain.preflight.host.mounts import parse_mounts
 from elastictrain.preflight.host.shared_memory import SharedMemoryFacts, judge_shared_memory, read_shared_memory
 from elastictrain.preflight.host.space import Space, read_space
@@ -15,7 +15,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 def disk(free_bytes: int, *, inodes: int | None = 1_000_000) -> Verdict:
-    folder = Folder("/runs/a", "run.dir", "set run.dir elsewhere")
+    folder = CheckedFolder("/runs/a", "run.dir", "set run.dir elsewhere")
     (verdict,) = judge_disks([DiskFacts(folder, Space("/runs", 100 * GIB, free_bytes, inodes))], host="h1")
     return verdict
 
@@ -37,7 +37,7 @@ def test_inodes() -> None:
 
 
 def test_unknown_disk() -> None:
-    (verdict,) = judge_disks([DiskFacts(Folder("/runs/a", "run.dir", "x"), None)], host="h1")
+    (verdict,) = judge_disks([DiskFacts(CheckedFolder("/runs/a", "run.dir", "x"), None)], host="h1")
     assert (verdict.status, verdict.remedy) == (Status.WARN, "look at it on h1: `stat -f /runs/a`")
 
 
@@ -55,7 +55,7 @@ def test_local_path(url: str, path: str | None) -> None:
 
 
 def test_reading_a_real_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    (facts,) = read_disks(Surroundings(), [Folder(f"{tmp_path}/not/yet", "run.dir", "x")])
+    (facts,) = read_disks(Surroundings(), [CheckedFolder(f"{tmp_path}/not/yet", "run.dir", "x")])
     assert facts.space is not None
     assert facts.space.path == str(tmp_path)
     assert facts.space.total_bytes >= facts.space.free_bytes > 0

@@ -9,7 +9,7 @@ import pytest
 
 from elastictrain.errors import ObjectExistsError, PermanentStorageError, StorageFullError
 from elastictrain.preflight.host.mounts import Mount
-from elastictrain.preflight.host.storage_trip import Failure, TripFacts, judge_trip, parse_words
+from elastictrain.preflight.host.storage_trip import TripFacts, TripFailure, judge_trip, parse_words
 from elastictrain.preflight.host.trip import FOLDER, travel
 from elastictrain.preflight.verdict import Status, Verdict
 from elastictrain.storage.local import LocalStore
@@ -141,7 +141,7 @@ def test_slow_store() -> None:
 
 def failed(url: str, fault: str, number: int | None = None, environment: Mapping[str, str] | None = None) -> Verdict:
     mount = Mount("/", "/mnt/runs", "nfs4", frozenset()) if url.startswith("/") else None
-    facts = TripFacts(url, (), False, "create", Failure(fault, number, "the message"), mount=mount)
+    facts = TripFacts(url, (), False, "create", TripFailure(fault, number, "the message"), mount=mount)
     return judge_trip(facts, host="h1", environment=environment or {})
 
 

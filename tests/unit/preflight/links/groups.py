@@ -5,14 +5,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
+from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
 from tests.unit.preflight.table import Table
 
 QUICK = LinkOptions(roster_s=5.0, stream_s=0.05)
 """Short streams: on loopback, bytes flow at once."""
 
 
-def member(rank: int, num_hosts: int, **changed: Any) -> Member:
+def member(rank: int, num_hosts: int, **changed: Any) -> LinkMember:
     """Host `h1` of node rank 0, `h2` of 1 and so on: with addresses of their own on loopback."""
     facts: dict[str, Any] = {
         "name": f"h{rank + 1}",
@@ -22,7 +22,7 @@ def member(rank: int, num_hosts: int, **changed: Any) -> Member:
         "interface": "lo",
         "mtu": 65536,
     }
-    return Member(**{**facts, **changed})
+    return LinkMember(**{**facts, **changed})
 
 
 def run_group(
@@ -30,7 +30,7 @@ def run_group(
     *,
     options: LinkOptions = QUICK,
     started: tuple[int, ...] | None = None,
-    members: Mapping[int, Member] = {},
+    members: Mapping[int, LinkMember] = {},
     session: Callable[[LinkSession], None] = lambda session: None,
     **changed: Any,
 ) -> list[LinkReport]:

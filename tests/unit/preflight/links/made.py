@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elastictrain.preflight.links.measured import Contact, Flow, Introduction, Link, Roster
+from elastictrain.preflight.links.measured import Contact, Flow, HostIntroduction, Link, Roster
 
 
-def introduction(place: int, **changed: Any) -> Introduction:
+def introduction(place: int, **changed: Any) -> HostIntroduction:
     facts: dict[str, Any] = {
         "name": f"h{place + 1}",
         "node_rank": place,
@@ -17,7 +17,7 @@ def introduction(place: int, **changed: Any) -> Introduction:
         "udp_port": 29501,
         "nonce": f"{place:032x}",
     }
-    return Introduction(**{**facts, **changed})
+    return HostIntroduction(**{**facts, **changed})
 
 
 def roster(num_hosts: int, *, absent: tuple[int, ...] = ()) -> Roster:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.links.measured import (
     Contact,
-    Findings,
     Flow,
     GarbledError,
+    LinkFindings,
     decode_findings,
     decode_introduction,
     decode_roster,
@@ -22,7 +22,7 @@ from tests.unit.examples import examples
 from tests.unit.preflight.links.made import introduction, roster
 from tests.unit.preflight.made import verdict
 
-FINDINGS = Findings(
+FINDINGS = LinkFindings(
     contacts=(Contact(source=0, target=1, blocked=((1, "refused"),), largest=None, intended=9000, latency_s=0.1),),
     flows=(Flow(source=1, target=0, gbps=2.5, both=True),),
 )

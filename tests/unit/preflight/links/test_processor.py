@@ -2,12 +2,12 @@ import time
 
 import pytest
 
-from elastictrain.preflight.links.processor import Waiting, read_waited_s
+from elastictrain.preflight.links.processor import ProcessorWait, read_waited_s
 
 
 def waited(*, passed_s: float, before: float | None, after: float | None) -> float:
     times, readings = iter([10.0, 10.0 + passed_s]), iter([before, after])
-    return Waiting(clock=lambda: next(times), read=lambda: next(readings)).part()
+    return ProcessorWait(clock=lambda: next(times), read=lambda: next(readings)).part()
 
 
 def test_the_part_of_the_time_without_a_processor() -> None:
@@ -25,6 +25,6 @@ def test_what_the_kernel_does_not_tell_counts_as_none() -> None:
 def test_sleeping_is_not_waiting() -> None:
     found = read_waited_s()
     assert found is None or found >= 0.0
-    waiting = Waiting()
+    waiting = ProcessorWait()
     time.sleep(0.05)
     assert waiting.part() < 0.9

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.facts import Facts, read_facts
-from elastictrain.preflight.transport.interfaces import Interface, Kind
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface
 from elastictrain.preflight.transport.route import Probe
 from elastictrain.preflight.transport.settings import Setting
 
@@ -127,8 +127,8 @@ def mapped(address: str) -> str:
     return "0000:0000:0000:0000:0000:ffff:" + ipaddress.IPv6Address(f"::ffff:{address}").exploded[-9:]
 
 
-def ethernet(name: str, *addresses: str, kind: Kind = Kind.PHYSICAL, index: int = 2) -> Interface:
-    return Interface(name=name, kind=kind, index=index, running=True, addresses=addresses)
+def ethernet(name: str, *addresses: str, kind: Kind = Kind.PHYSICAL, index: int = 2) -> NetworkInterface:
+    return NetworkInterface(name=name, kind=kind, index=index, running=True, addresses=addresses)
 
 
 def set_by_hand(**values: str) -> dict[str, Setting]:

@@ -5,13 +5,13 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.apply import apply
-from elastictrain.preflight.transport.plan import TransportPlan, Variable
+from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan
 from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, read_settings
 
 
 def plan(**values: str) -> TransportPlan:
-    variables = tuple(Variable(name, value, "why") for name, value in values.items())
+    variables = tuple(PlannedVariable(name, value, "why") for name, value in values.items())
     return TransportPlan("h1", variables, (), "eth0", Rdma.NONE, (), None)
 
 

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Interface, Kind, read_interfaces, system_addresses
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, read_interfaces, system_addresses
 from tests.unit.preflight.transport.made import MadeHost
 
 
-def read(host: MadeHost) -> dict[str, Interface]:
+def read(host: MadeHost) -> dict[str, NetworkInterface]:
     found = read_interfaces(host.surroundings(), addresses=lambda: host.addresses)
     return {one.name: one for one in found}
 
@@ -17,7 +17,7 @@ def read(host: MadeHost) -> dict[str, Interface]:
 def test_a_card(tmp_path: Path) -> None:
     host = MadeHost(tmp_path)
     host.card("ens1f0np0", ("10.0.0.1", "fd00::1"), speed="100000")
-    assert read(host)["ens1f0np0"] == Interface(
+    assert read(host)["ens1f0np0"] == NetworkInterface(
         name="ens1f0np0",
         kind=Kind.PHYSICAL,
         index=2,

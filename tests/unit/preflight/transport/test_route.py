@@ -2,12 +2,12 @@ import socket
 
 import pytest
 
-from elastictrain.preflight.transport.interfaces import Interface, Kind
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface
 from elastictrain.preflight.transport.route import Route, ask_kernel, find_route
 from tests.unit.preflight.transport.made import ethernet
 
 INTERFACES = (
-    Interface(name="lo", kind=Kind.LOOPBACK, addresses=("127.0.0.1", "::1")),
+    NetworkInterface(name="lo", kind=Kind.LOOPBACK, addresses=("127.0.0.1", "::1")),
     ethernet("eth0", "10.0.0.1", "fd00::1", "fe80::1"),
     ethernet("eth1", "10.1.0.1", "fe80::1"),
 )

@@ -13,7 +13,7 @@ from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class HostReport:
     """`kinds`: what RDMA this host could do; `hcas`: the ports that it plans to use."""
 
     verdicts: tuple[Verdict, ...]
@@ -32,14 +32,14 @@ class Word:
         return json.dumps(row).encode()
 
 
-def word_from_bytes(data: bytes) -> Word | None:
+def host_report_from_bytes(data: bytes) -> HostReport | None:
     """The inverse of `to_bytes`; None for what another release says."""
     try:
         row = json.loads(data)
         likeness = alike.decode(str(row["likeness"]).encode())
         if likeness is None:
             return None
-        return Word(
+        return HostReport(
             verdicts=tuple(from_json(row["verdicts"])),
             likeness=likeness,
             kinds=frozenset(Rdma(kind) for kind in row["kinds"]),
@@ -49,7 +49,7 @@ def word_from_bytes(data: bytes) -> Word | None:
         return None
 
 
-def judge_words(words: Mapping[str, Word | None], *, agreed: Rdma, waited_s: float) -> list[Verdict]:
+def judge_host_reports(words: Mapping[str, HostReport | None], *, agreed: Rdma, waited_s: float) -> list[Verdict]:
     """What hosts found of themselves, and what they have unlike each other. A host whose word is None said nothing, or nothing
     that is understood."""
     verdicts = [verdict for word in words.values() if word is not None for verdict in word.verdicts]

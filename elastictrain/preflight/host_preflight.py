@@ -18,10 +18,11 @@ from elastictrain.errors import PreflightError
 from elastictrain.preflight.alone import OwnChecks, check_host
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.host.alike import describe
+from elastictrain.preflight.host_layout import HostLayout
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkReport, LinkSession, Member
+from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
+from elastictrain.preflight.messages import HostReport, host_report_from_bytes, judge_host_reports, relabel
 from elastictrain.preflight.outcome import Outcome, decide
-from elastictrain.preflight.place import Place
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.table import from_json, to_json
@@ -35,7 +36,6 @@ from elastictrain.preflight.transport.rdma import Rdma, common, kinds_here
 from elastictrain.preflight.transport.route import ask_kernel, find_route
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, worst_first
-from elastictrain.preflight.words import Word, judge_words, relabel, word_from_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ _FOLLOW_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PreflightRequest:
     """What is asked of every host alike."""
 
     own: OwnChecks
@@ -88,11 +88,11 @@ class Report:
 
 
 @dataclass(slots=True)
-class Seat:
+class HostPreflight:
     """One rank's part. `environment` is what process groups will read."""
 
-    place: Place
-    asked: Asked
+    layout: HostLayout
+    asked: PreflightRequest
     exchange: Exchange
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
     surroundings: Surroundings = field(default_factory=Surroundings)
@@ -107,14 +107,14 @@ class Seat:
         """
         began = self.clock()
         plan = None
-        if self.place.acts:
-            plan = self._act(began)
+        if self.layout.leads_host:
+            plan = self._lead_host(began)
         else:
-            self._follow()
+            self._follow_host()
         result = self._result if self._result is not None else self._hear_result(began)
         return Report(
             verdicts=tuple(result),
-            outcome=decide(result, host=self.place.host, hosts=self.place.hosts),
+            outcome=decide(result, host=self.layout.host, hosts=self.layout.hosts),
             seconds=self.clock() - began,
             alone=self._alone,
             plan=plan,
@@ -125,11 +125,11 @@ class Seat:
         if data is None:
             raise self._silence("what the preflight found")
         result = from_json(data.decode())
-        if self.place.acts and failures(result):
-            self.exchange.put(f"read/{self.place.node_rank}", b"")
+        if self.layout.leads_host and failures(result):
+            self.exchange.put(f"read/{self.layout.node_rank}", b"")
         return result
 
-    def _act(self, began: float) -> TransportPlan:
+    def _lead_host(self, began: float) -> TransportPlan:
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
@@ -137,33 +137,36 @@ class Seat:
         peers = {}
         if links.roster is not None:
             labels = zip(links.roster.labels(), links.roster.hosts, strict=True)
-            peers = {label: host.address for label, host in labels if host.node_rank != self.place.node_rank}
+            peers = {label: host.address for label, host in labels if host.node_rank != self.layout.node_rank}
         facts = self._facts(peers)
         kinds = kinds_here(facts.devices, settings=facts.settings)
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         agreed = self._agree_on_rdma(kinds, gone, began)
         plan = decide_transport(facts, Wishes(after_failure=self.asked.after_failure, rdma=agreed))
         done = apply(plan, self.environment)
-        self.exchange.put(f"environment/{self.place.node_rank}", json.dumps(done).encode())
+        self.exchange.put(f"environment/{self.layout.node_rank}", json.dumps(done).encode())
         thread.join(max(0.0, self._left_s(began)))
         if own:
             # One whose checks do not end says nothing, and is named for it.
             found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
-            word = Word(
-                verdicts=(*relabel(found, name=self.surroundings.host, label=self.place.host), *self._own_links(links)),
+            word = HostReport(
+                verdicts=(*relabel(found, name=self.surroundings.host, label=self.layout.host), *self._own_links(links)),
                 likeness=describe(self.asked.packages, config=self.asked.config),
                 kinds=kinds,
                 hcas=plan.hcas,
             )
-            self.exchange.put(f"word/{self.place.node_rank}", word.to_bytes())
-        if self.place.leads:
-            verdicts = [*links.verdicts, *judge_words(self._words(gone, began), agreed=agreed, waited_s=self.asked.limit_s)]
+            self.exchange.put(f"word/{self.layout.node_rank}", word.to_bytes())
+        if self.layout.leads_group:
+            verdicts = [
+                *links.verdicts,
+                *judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self.asked.limit_s),
+            ]
             self._publish(worst_first(apply_modes(verdicts, self.asked.own.modes)), gone)
         return plan
 
     @property
     def _alone(self) -> bool:
-        return len(self.place.hosts) == 1
+        return len(self.layout.hosts) == 1
 
     def _check_own(self) -> list[Verdict]:
         try:
@@ -179,7 +182,7 @@ class Seat:
         def read(rendezvous: str | None) -> Facts:
             return read_facts(self.surroundings, rendezvous=rendezvous, peers=peers, alone=self._alone)
 
-        return within(_LOOK_UP_S, lambda: read(self.place.rendezvous)) or read(None)
+        return within(_LOOK_UP_S, lambda: read(self.layout.rendezvous)) or read(None)
 
     def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
         """As the first host. What passed matters to nobody but the rank that shows it."""
@@ -190,19 +193,19 @@ class Seat:
             return
         # This host leaves, and may take the store along: the others should have heard why before.
         deadline = self.clock() + _READ_S
-        for node, host in enumerate(self.place.hosts):
-            if node != self.place.node_rank and host not in gone:
+        for node, host in enumerate(self.layout.hosts):
+            if node != self.layout.node_rank and host not in gone:
                 self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
 
     def _own_links(self, links: LinkReport) -> tuple[Verdict, ...]:
         """What a host that could not take part in the link checks says of it; else the first host speaks for all."""
-        return links.verdicts if links.roster is None and not self.place.leads else ()
+        return links.verdicts if links.roster is None and not self.layout.leads_group else ()
 
-    def _follow(self) -> None:
+    def _follow_host(self) -> None:
         """Take over what the rank that acts for this host has decided."""
-        data = self.exchange.get(f"environment/{self.place.node_rank}", limit_s=self.asked.limit_s)
+        data = self.exchange.get(f"environment/{self.layout.node_rank}", limit_s=self.asked.limit_s)
         if data is None:
-            message = f"the first rank of {self.place.host} did not decide on its interfaces within {self.asked.limit_s:g} s"
+            message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self.asked.limit_s:g} s"
             raise PreflightError(message)
         done: dict[str, str] = json.loads(data)
         for name, value in done.items():
@@ -216,10 +219,10 @@ class Seat:
             # The first host may meet the others at a name that means loopback to itself.
             route = find_route(_ANYWHERE, interfaces=facts.interfaces, probe=ask_kernel)
             interface = facts.interface(route.interface)
-        member = Member(
-            name=self.place.host,
-            node_rank=self.place.node_rank,
-            num_hosts=len(self.place.hosts),
+        member = LinkMember(
+            name=self.layout.host,
+            node_rank=self.layout.node_rank,
+            num_hosts=len(self.layout.hosts),
             address=route.local or "127.0.0.1",
             interface=interface.name if interface is not None else "",
             mtu=interface.mtu_bytes if interface is not None else None,
@@ -230,16 +233,16 @@ class Seat:
             exchange=self.exchange,
             full=self.asked.own.level is Level.FULL,
             options=replace(self.links, roster_s=self.asked.wait_s),
-            names=dict(enumerate(self.place.hosts)),
+            names=dict(enumerate(self.layout.hosts)),
         )
         return session.run()
 
     def _agree_on_rdma(self, kinds: frozenset[Rdma], gone: Set[str], began: float) -> Rdma:
         """What all hosts can do; those that do not say are named later."""
-        self.exchange.put(f"kinds/{self.place.node_rank}", json.dumps(sorted(kinds)).encode())
-        if self.place.leads:
+        self.exchange.put(f"kinds/{self.layout.node_rank}", json.dumps(sorted(kinds)).encode())
+        if self.layout.leads_group:
             told: dict[str, frozenset[Rdma]] = {}
-            for node, host in enumerate(self.place.hosts):
+            for node, host in enumerate(self.layout.hosts):
                 limit_s = min(_KINDS_S, self._left_s(began) / 2) if host not in gone else 0.0
                 data = self.exchange.get(f"kinds/{node}", limit_s=limit_s)
                 if data is not None:
@@ -250,19 +253,19 @@ class Seat:
             raise self._silence("what all hosts can use")
         return Rdma(data.decode())
 
-    def _words(self, gone: Set[str], began: float) -> dict[str, Word | None]:
+    def _words(self, gone: Set[str], began: float) -> dict[str, HostReport | None]:
         """Of all hosts. Who is known to be gone is not waited for long, nor named again; but a host that could not listen for
         the others counts as gone, too, and tells here why."""
-        words: dict[str, Word | None] = {}
-        for node, host in enumerate(self.place.hosts):
+        words: dict[str, HostReport | None] = {}
+        for node, host in enumerate(self.layout.hosts):
             limit_s = min(_LATE_WORD_S, self._left_s(began)) if host in gone else self._left_s(began)
             data = self.exchange.get(f"word/{node}", limit_s=limit_s)
             if data is not None or host not in gone:
-                words[host] = None if data is None else word_from_bytes(data)
+                words[host] = None if data is None else host_report_from_bytes(data)
         return words
 
     def _silence(self, what: str) -> PreflightError:
-        return PreflightError(f"{self.place.hosts[0]}, the first host, did not say {what} within {self.asked.limit_s:g} s")
+        return PreflightError(f"{self.layout.hosts[0]}, the first host, did not say {what} within {self.asked.limit_s:g} s")
 
     def _left_s(self, began: float) -> float:
         return max(0.0, self.asked.limit_s - (self.clock() - began))

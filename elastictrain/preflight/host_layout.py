@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class HostLayout:
     """`hosts` are in the order of their first ranks; names that several have are told apart by their node rank."""
 
     hosts: tuple[str, ...]
@@ -24,17 +24,17 @@ class Place:
         return self.hosts[self.node_rank]
 
     @property
-    def acts(self) -> bool:
+    def leads_host(self) -> bool:
         """Whether this rank checks on behalf of its host."""
         return self.local_rank == 0
 
     @property
-    def leads(self) -> bool:
+    def leads_group(self) -> bool:
         """Whether this rank brings the words of all hosts together."""
-        return self.acts and self.node_rank == 0
+        return self.leads_host and self.node_rank == 0
 
 
-def find_place(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> Place:
+def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
     """`ranks`: host and local world size of each rank, those of a host one after another, as torchrun numbers them."""
     firsts: list[int] = []
     begin = 0
@@ -43,7 +43,7 @@ def find_place(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, 
         begin += max(1, ranks[begin][1])
     names = [ranks[first][0] for first in firsts]
     labels = [name if names.count(name) == 1 else f"{name} (node rank {node})" for node, name in enumerate(names)]
-    return Place(
+    return HostLayout(
         hosts=tuple(labels),
         node_rank=_node(firsts, rank),
         local_rank=local_rank,

@@ -10,20 +10,22 @@ from word_folder import WordFolder
 
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.place import Place
+from elastictrain.preflight.host_layout import HostLayout
+from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.showing import show
-from elastictrain.preflight.together import Asked, Seat
 
 
 def main() -> int:
     name, node_rank, names, first, level, run_dir, port, folder = sys.argv[1:]
-    place = Place(hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first)
+    layout = HostLayout(
+        hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first
+    )
     options = HostOptions(run_dir=run_dir, several_hosts=True, towards=first)
     own = OwnChecks(level=Level(level), options=options)
-    asked = Asked(own=own, wait_s=20.0, limit_s=60.0, ports=(int(port),))
-    report = Seat(place=place, asked=asked, exchange=WordFolder(Path(folder))).check()
-    if place.leads:
+    asked = PreflightRequest(own=own, wait_s=20.0, limit_s=60.0, ports=(int(port),))
+    report = HostPreflight(layout=layout, asked=asked, exchange=WordFolder(Path(folder))).check()
+    if layout.leads_group:
         show(report.verdicts, as_json=True)
     if report.outcome.exit_code:
         sys.stderr.write(f"elastictrain: {name}: {report.outcome.reason}\n")

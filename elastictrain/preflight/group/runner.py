@@ -11,13 +11,13 @@ from elastictrain.identity import Identity
 from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.entries import Attendance, Entries
 from elastictrain.preflight.group.judge_attendance import judge_attendance
-from elastictrain.preflight.group.lane import Act, Lane
-from elastictrain.preflight.group.members import Known, Member, introduced, strangers
+from elastictrain.preflight.group.lane import Act, DeadlineThread
+from elastictrain.preflight.group.members import GroupMember, Known, introduced, strangers
 from elastictrain.preflight.group.sweep import free_memory
 from elastictrain.preflight.verdict import Verdict
 
 
-class Together:
+class GroupCheckRunner:
     """One rank's side. After a part that not all came through, nothing further may be run."""
 
     def __init__(
@@ -33,14 +33,14 @@ class Together:
     ) -> None:
         self.group = group
         self.identity = identity
-        self.members: tuple[Member, ...] = strangers(hosts)
+        self.members: tuple[GroupMember, ...] = strangers(hosts)
         self.culprits: list[Verdict] = []
         """Who is to blame that the checks ended early."""
 
         self._on_part = on_part
         self._clock = clock
         self._entries = Entries(exchange, rank=identity.rank, world_size=identity.world_size, grace_s=grace_s, clock=clock)
-        self._lane = Lane(self._take_device)
+        self._lane = DeadlineThread(self._take_device)
 
     def introduce(self, known: Known, *, limit_s: float) -> Attendance | None:
         """The first part: every rank says that it is there. As for `run`."""

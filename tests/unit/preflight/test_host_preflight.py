@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from elastictrain.errors import PreflightError
-from elastictrain.preflight import together
+from elastictrain.preflight import host_preflight
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.host_layout import find_layout
+from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.place import find_place
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.together import Asked, Report, Seat
 from elastictrain.preflight.verdict import Status, Verdict, failures
 from tests.unit.preflight.made import verdict
 from tests.unit.preflight.table import Table
@@ -31,7 +31,9 @@ LINKS = LinkOptions(grace_s=0.3)
 def own(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Verdict]]:
     """What hosts find of themselves, by host."""
     found: dict[str, list[Verdict]] = {}
-    monkeypatch.setattr(together, "check_host", lambda surroundings, _: found.get(surroundings.host, [verdict(check="disk")]))
+    monkeypatch.setattr(
+        host_preflight, "check_host", lambda surroundings, _: found.get(surroundings.host, [verdict(check="disk")])
+    )
     return found
 
 
@@ -53,8 +55,8 @@ def check(
         firsts += [len(firsts)] * ranks[len(firsts)][1]
 
     def run(rank: int, local_rank: int) -> None:
-        place = find_place(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
-        asked = Asked(
+        layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
+        asked = PreflightRequest(
             # Hosts on loopback are what this check is against.
             own=OwnChecks(
                 level=Level.QUICK, modes={"interface": "off", **modes}, options=HostOptions(memory_dir=str(tmp_path))
@@ -63,8 +65,8 @@ def check(
             limit_s=limit_s,
             ports=ports,
         )
-        seat = Seat(
-            place=place,
+        one = HostPreflight(
+            layout=layout,
             asked=asked,
             exchange=table,
             environment=environments[rank],
@@ -72,7 +74,7 @@ def check(
             links=links,
         )
         try:
-            results[rank] = seat.check()
+            results[rank] = one.check()
         except Exception as error:  # noqa: BLE001
             results[rank] = error
 
@@ -154,7 +156,7 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
             released.wait(30)
         return [verdict(check="disk", subject=surroundings.host)]
 
-    monkeypatch.setattr(together, "check_host", stuck)
+    monkeypatch.setattr(host_preflight, "check_host", stuck)
     results = check([("a", 1), ("b", 1)], tmp_path, limit_s=4.0)
     released.set()
     for result in results.values():
@@ -171,7 +173,7 @@ def test_a_host_whose_checks_break_does_not_pass_for_well(
             raise OSError("no home")
         return [verdict(check="disk", subject=surroundings.host)]
 
-    monkeypatch.setattr(together, "check_host", broken)
+    monkeypatch.setattr(host_preflight, "check_host", broken)
     results = check([("a", 1), ("b", 1)], tmp_path)
     codes = {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)}
     assert codes == {0: 71, 1: 69}
@@ -201,7 +203,7 @@ def test_hosts_of_one_name_are_told_apart_in_verdicts(
         seen.append(surroundings.host)
         return [verdict("fail" if len(seen) == 1 else "pass", check="disk", subject=surroundings.host)]
 
-    monkeypatch.setattr(together, "check_host", both)
+    monkeypatch.setattr(host_preflight, "check_host", both)
     results = check([("x", 1), ("x", 1)], tmp_path)
     # Each looks up its own name as it is.
     assert seen == ["x", "x"]
@@ -237,17 +239,17 @@ class Slow(Table):
 def test_the_first_host_leaves_when_the_others_have_read_why_but_does_not_wait_for_ever(
     loses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: dict[str, list[Verdict]]
 ) -> None:
-    monkeypatch.setattr(together, "_READ_S", 1.0)
+    monkeypatch.setattr(host_preflight, "_READ_S", 1.0)
     own["b"] = [verdict("fail", check="storage", subject="b")]
     published, left = [], []
-    publish = Seat._publish
+    publish = HostPreflight._publish
 
-    def timed(seat: Seat, *arguments: Any) -> None:
+    def timed(one: HostPreflight, *arguments: Any) -> None:
         published.append(time.monotonic())
-        publish(seat, *arguments)
+        publish(one, *arguments)
         left.append(time.monotonic())
 
-    monkeypatch.setattr(Seat, "_publish", timed)
+    monkeypatch.setattr(HostPreflight, "_publish", timed)
     table = Slow(loses_acknowledgements=loses)
     results = check([("a", 1), ("b", 1)], tmp_path, table=table)
     assert [one.outcome.exit_code for _, one in sorted(results.items()) if isinstance(one, Report)] == [71, 69]
