@@ -19,7 +19,7 @@ from random import Random
 
 from elastictrain.preflight.links.culprit import Way
 from elastictrain.preflight.links.judge_flows import flow_blame, suspect_rounds
-from elastictrain.preflight.links.measured import Flow, Link
+from elastictrain.preflight.links.messages import Flow, Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round, first_rounds
 

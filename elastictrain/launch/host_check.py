@@ -7,8 +7,7 @@ from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
 from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.host.ports import WantedPort
-from elastictrain.preflight.outcome import describe
-from elastictrain.preflight.policy import Level
+from elastictrain.preflight.policy import Level, describe
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import failures
 

@@ -24,11 +24,10 @@ from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.outcome import decide
-from elastictrain.preflight.policy import Level
-from elastictrain.preflight.showing import show
+from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.speed import add_speed, run_speed
 from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.table import show
 
 _EXIT_INTERRUPTED = 130
 MEMORY_DIR = CheckpointGroup().memory_dir

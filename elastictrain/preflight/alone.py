@@ -6,17 +6,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from elastictrain.distributed.bounded import within
-from elastictrain.preflight.check import Check, run_checks
+from elastictrain.preflight.check import Check, Once, run_checks
 from elastictrain.preflight.devices.checks import LocalDevices, device_checks
 from elastictrain.preflight.host.checks import HostOptions, host_checks
-from elastictrain.preflight.once import Once
 from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.facts import read_facts
-from elastictrain.preflight.transport.infiniband import read_devices
+from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
 from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
 from elastictrain.preflight.transport.judge_interface import judge_interface
-from elastictrain.preflight.transport.rdma import Rdma, kinds_here
 from elastictrain.preflight.transport.settings import read_settings
 from elastictrain.preflight.verdict import Verdict
 

@@ -20,9 +20,8 @@ from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Requ
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.host_layout import HostLayout, find_layout
 from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
-from elastictrain.preflight.outcome import decide
-from elastictrain.preflight.policy import Level, apply_modes
-from elastictrain.preflight.showing import show
+from elastictrain.preflight.policy import Level, apply_modes, decide
+from elastictrain.preflight.table import show
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0

@@ -22,18 +22,16 @@ from elastictrain.preflight.host_layout import HostLayout
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
 from elastictrain.preflight.messages import HostReport, host_report_from_bytes, judge_host_reports, relabel
-from elastictrain.preflight.outcome import Outcome, decide
-from elastictrain.preflight.policy import Level, apply_modes
+from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.table import from_json, to_json
-from elastictrain.preflight.transport.apply import apply
 from elastictrain.preflight.transport.facts import Facts, read_facts
+from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
+from elastictrain.preflight.transport.interfaces import ask_kernel, find_route
 from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
 from elastictrain.preflight.transport.judge_interface import judge_interface
-from elastictrain.preflight.transport.plan import TransportPlan, Wishes
+from elastictrain.preflight.transport.plan import TransportPlan, Wishes, apply
 from elastictrain.preflight.transport.plan import decide as decide_transport
-from elastictrain.preflight.transport.rdma import Rdma, common, kinds_here
-from elastictrain.preflight.transport.route import ask_kernel, find_route
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, worst_first
 

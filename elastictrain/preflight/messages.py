@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from elastictrain.preflight.host import alike
 from elastictrain.preflight.host.alike import Likeness
 from elastictrain.preflight.table import from_json, to_json
+from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.judge_infiniband import judge_alike
-from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 
 

@@ -1,11 +1,20 @@
-"""How much is checked, and what a failure of a check means. Pure."""
+"""How much is checked, what a failure of a check means, and what each host then does. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastictrain.errors import EXIT_TRANSPORT
-from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.errors import (
+    EXIT_CONFIG,
+    EXIT_OK,
+    EXIT_TRANSPORT,
+    EXIT_UNFIT,
+    ConfigError,
+    ElasticTrainError,
+    HostUnfitError,
+    PreflightError,
+)
+from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 
 
 class Level(StrEnum):
@@ -55,3 +64,74 @@ def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[V
         demoted = mode == "warn" and verdict.status is Status.FAIL
         kept.append(replace(verdict, status=Status.WARN) if demoted else verdict)
     return kept
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The exit code with which a host leaves (0: it goes on), and the sentence that says why."""
+
+    exit_code: int
+    reason: str = ""
+
+    def error(self) -> ElasticTrainError | None:
+        """What to raise; None if the host goes on."""
+        match self.exit_code:
+            case 0:
+                return None
+            case code if code == EXIT_CONFIG:
+                return ConfigError(self.reason)
+            case code if code == EXIT_UNFIT:
+                return HostUnfitError(self.reason)
+        return PreflightError(self.reason)
+
+
+def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> Outcome:
+    """What `host` does, one of `hosts`.
+
+    - Nothing failed: go on.
+    - Every host failed the same check by itself: no other host would do better, so nothing is tried again (78), unless it may
+      pass by itself (71).
+    - This host failed a check of hosts: it is unfit (69), and may be replaced.
+    - Somebody else did, or a link or the group failed: start again without the culprit, or with another try (71).
+    """
+    failed = failures(verdicts)
+    if not failed:
+        return Outcome(EXIT_OK)
+    own = [verdict for verdict in failed if verdict.scope is Scope.HOST and host_of(verdict.subject) == host]
+    if len(hosts) > 1 and (alike := _failed_everywhere(failed, hosts)):
+        passing = any(one.may_pass for one in failed if one.check == alike.check)
+        reason = f"every host fails the check {alike.check}: {describe(alike)}"
+        return Outcome(EXIT_TRANSPORT if passing else EXIT_CONFIG, reason)
+    if own:
+        return Outcome(EXIT_UNFIT, f"this host is unfit: {describe(own[0])}")
+    return Outcome(EXIT_TRANSPORT, f"preflight failed: {describe(failed[0])}")
+
+
+def host_of(subject: str) -> str:
+    """The host that a verdict's subject names: "h3", "GPU 3 on h3", "rank 5 on h3"."""
+    return subject.rpartition(" on ")[2]
+
+
+def describe(verdict: Verdict) -> str:
+    """One sentence: who, what was measured, what to do."""
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    measured = f" is {shown(verdict.measured)}{unit}" if verdict.measured is not None else ""
+    expected = f" (should be {shown(verdict.expected)}{unit})" if verdict.expected is not None else ""
+    return f"{verdict.subject}: {verdict.check}{measured}{expected}; {verdict.remedy}"
+
+
+def shown(figure: float | str | None) -> str:
+    """A figure as a person reads it; nothing for None."""
+    if figure is None:
+        return ""
+    if isinstance(figure, float) and not figure.is_integer():
+        return f"{figure:.4g}"
+    return str(int(figure)) if isinstance(figure, float) else str(figure)
+
+
+def _failed_everywhere(failed: Sequence[Verdict], hosts: Sequence[str]) -> Verdict | None:
+    culprits: dict[str, set[str]] = {}
+    for verdict in failed:
+        if verdict.scope is Scope.HOST:
+            culprits.setdefault(verdict.check, set()).add(host_of(verdict.subject))
+    return next((verdict for verdict in failed if culprits.get(verdict.check, set()) >= set(hosts)), None)

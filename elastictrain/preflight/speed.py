@@ -5,8 +5,7 @@ import secrets
 import sys
 import threading
 
-from elastictrain.preflight.links.sizes import parse_size
-from elastictrain.preflight.links.speedtest import PORT, Listener, Transfer, measure_speed
+from elastictrain.preflight.links.speedtest import PORT, Listener, Transfer, measure_speed, parse_size
 
 
 def add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,12 +1,15 @@
-"""Verdicts as a person sees them on a terminal, and as a script reads them. Pure."""
+"""Verdicts as a table for people, as JSON for programs, and how they get to the terminal."""
 
 import json
+import os
+import shutil
+import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 
-from elastictrain.preflight.outcome import shown
+from elastictrain.preflight.policy import shown
 from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict, worst_first
 
 _COLOURS = {Status.PASS: "32", Status.SKIP: "90", Status.WARN: "33", Status.FAIL: "1;31"}
@@ -98,3 +101,13 @@ def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str) -> list[
             line = f"\033[{colour}m{line[: len(row[0])]}\033[0m{line[len(row[0]) :]}"
         lines.append(line)
     return lines
+
+
+def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
+    """Write them to the terminal, or for a script, the worst first."""
+    if as_json:
+        sys.stdout.write(f"{to_json(worst_first(verdicts))}\n")
+        return
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((120, 24)).columns
+    sys.stdout.write(f"{render(verdicts, colour=colour, width=width)}\n")

@@ -22,7 +22,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.errors import CheckpointError
 from elastictrain.identity import Identity
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.own import own_address
+from elastictrain.preflight.transport.settings import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
 from elastictrain.train.peers import OtherHosts

@@ -22,14 +22,13 @@ from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.group.checks import GroupChecks, Request
-from elastictrain.preflight.group.chosen import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
+from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.history import PastFindings, Repeated, find_repeated
 from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.host_layout import HostLayout, find_layout
 from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report
-from elastictrain.preflight.outcome import decide
-from elastictrain.preflight.outcome import describe as describe_verdict
-from elastictrain.preflight.policy import Level, apply_modes, choose_level
+from elastictrain.preflight.policy import Level, apply_modes, choose_level, decide
+from elastictrain.preflight.policy import describe as describe_verdict
 from elastictrain.preflight.table import count, render, summary
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables

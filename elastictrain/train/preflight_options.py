@@ -1,12 +1,11 @@
 """What the configuration and the transport plan say to the checks of a preflight. Pure."""
 
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.preflight.group.chosen import Planned
-from elastictrain.preflight.group.members import Known
+from elastictrain.preflight.group.members import Known, Planned
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan
-from elastictrain.preflight.transport.rdma import Rdma
 
 
 def link_options(config: PreflightGroup) -> LinkOptions:

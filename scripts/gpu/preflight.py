@@ -18,7 +18,7 @@ from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
-from elastictrain.preflight.group.chosen import debug_variables
+from elastictrain.preflight.group.nccl_transport import debug_variables
 from elastictrain.preflight.verdict import Status, worst_first
 
 TOLERANCE = 0.05

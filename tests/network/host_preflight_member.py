@@ -13,7 +13,7 @@ from elastictrain.preflight.host.checks import HostOptions
 from elastictrain.preflight.host_layout import HostLayout
 from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.showing import show
+from elastictrain.preflight.table import show
 
 
 def main() -> int:

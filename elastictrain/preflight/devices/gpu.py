@@ -1,8 +1,10 @@
-"""One GPU, and what a vendor's tool said about all of them. Facts only; None always means unknown or not applicable."""
+"""GPUs as their vendor's tool describes them, and verdicts on their memory and their clocks. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
+
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 
 class Vendor(StrEnum):
@@ -99,3 +101,103 @@ def counted_names(report: GpuReport) -> str:
     """For example "8 x NVIDIA H200"."""
     names = Counter(gpu.name or "unknown GPU" for gpu in report.gpus)
     return ", ".join(f"{count} x {name}" for name, count in names.items())
+
+
+_ecc, _row_remap, _throttle = Reporter("ecc"), Reporter("row_remap"), Reporter("throttle")
+
+
+def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
+    """Uncorrected memory errors since the driver was loaded. Any at all is a failure, as it is for DCGM's health watch."""
+    found = []
+    for gpu in report.gpus:
+        if gpu.worn_out:
+            found.append(_ecc(subject(gpu, host), Status.FAIL, "too many uncorrected SRAM errors", "below the vendor's limit",
+                f"replace the host, or have GPU {where(gpu)} replaced: its count of uncorrected SRAM errors calls for it",
+            ))  # fmt: skip
+        elif gpu.uncorrected:
+            found.append(_ecc(subject(gpu, host), Status.FAIL, gpu.uncorrected, 0, _reset(gpu, report.vendor), unit="errors"))
+    switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
+    if len(switched) == 2:
+        off = [gpu for gpu in report.gpus if gpu.ecc_on is False]
+        found += [
+            _ecc(subject(gpu, host), Status.WARN, "off", "on, as on the other GPUs",
+                f"as root, with the GPU idle: nvidia-smi -i {where(gpu)} -e 1; then reboot the host",
+            )
+            for gpu in off
+        ]  # fmt: skip
+    if found or not report.gpus:
+        return found
+    counting = sum(gpu.uncorrected is not None for gpu in report.gpus)
+    if counting:
+        return [_ecc(host, Status.PASS, f"no uncorrected errors on {counting} GPUs")]
+    if all(gpu.ecc_on is None for gpu in report.gpus):
+        return [
+            _ecc(
+                host,
+                Status.SKIP,
+                "no error counts",
+                remedy=f"none: these GPUs, or what {report.tool} may see here, count no memory errors",
+            )
+        ]
+    remedy = "to have memory errors found, as root: nvidia-smi -e 1, then reboot"
+    return [_ecc(host, Status.SKIP, "ECC is off" if switched == {False} else "no error counts", remedy=remedy)]
+
+
+def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
+    """Bad memory rows (before Ampere: pages) that were not replaced by spare ones, or not yet."""
+    found = []
+    for gpu in report.gpus:
+        if gpu.remap_failed:
+            found.append(_row_remap(subject(gpu, host), Status.FAIL, "remapping failed", "no failure",
+                f"replace the host, or have GPU {where(gpu)} replaced: it has no spare memory left",
+            ))  # fmt: skip
+        elif gpu.remap_pending:
+            found.append(
+                _row_remap(subject(gpu, host), Status.WARN, "remapping pending", "none pending", _reset(gpu, report.vendor))
+            )
+    if found or not report.gpus:
+        return found
+    if all(gpu.remap_pending is None and gpu.remap_failed is None for gpu in report.gpus):
+        return [
+            _row_remap(
+                host,
+                Status.SKIP,
+                "not reported",
+                remedy="none: these GPUs do not remap memory, or not under this driver or mode",
+            )
+        ]
+    return [_row_remap(host, Status.PASS, "none pending")]
+
+
+def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
+    """Clocks held down by heat or power supply before the run has even begun."""
+    found = []
+    for gpu in report.gpus:
+        if not gpu.slowed:
+            continue
+        heat = f", {gpu.temperature_c:g} C" if gpu.temperature_c is not None else ""
+        if any("power brake" in reason for reason in gpu.slowed):
+            remedy = (
+                "check the host's power supplies (ipmitool sdr type 'Power Supply') and its power limit; or replace the host"
+            )
+        elif report.vendor is Vendor.AMD:
+            remedy = f"check fans, airflow and inlet temperature: amd-smi metric -g {gpu.index} --temperature --power"
+        else:
+            remedy = f"check fans, airflow and inlet temperature: nvidia-smi -q -i {where(gpu)} -d TEMPERATURE,PERFORMANCE"
+        measured = ", ".join(gpu.slowed) + heat
+        found.append(_throttle(subject(gpu, host), Status.WARN, measured, "clocks not held down", remedy))
+    if found or not report.gpus:
+        return found
+    if all(gpu.slowed is None for gpu in report.gpus):
+        return [
+            _throttle(
+                host, Status.SKIP, "not reported", remedy=f"none: {report.tool} does not say here why clocks are held down"
+            )
+        ]
+    hottest = max((gpu.temperature_c for gpu in report.gpus if gpu.temperature_c is not None), default=None)
+    return [_throttle(host, Status.PASS, "none" if hottest is None else f"none, at most {hottest:g} C")]
+
+
+def _reset(gpu: Gpu, vendor: Vendor) -> str:
+    command = f"nvidia-smi --gpu-reset -i {where(gpu)}" if vendor is Vendor.NVIDIA else f"amd-smi reset -G -g {gpu.index}"
+    return f"as root, with no process on any GPU: {command} (or reboot the host); if it comes back, replace the host"

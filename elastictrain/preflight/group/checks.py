@@ -11,13 +11,8 @@ import torch
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.group.backend import BackendCollectives, Collectives
-from elastictrain.preflight.group.bandwidth import Point
-from elastictrain.preflight.group.blame import agreed
-from elastictrain.preflight.group.chosen import NcclChannels, log_path, parse_log
-from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import WrongResult, make_examination
-from elastictrain.preflight.group.entries import Attendance
+from elastictrain.preflight.group.attendance import Attendance
+from elastictrain.preflight.group.collectives import BackendCollectives, Collective, Collectives, WrongResult, make_examination
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
     judge_pairs,
@@ -26,13 +21,12 @@ from elastictrain.preflight.group.judge import (
     judge_results,
     stragglers,
 )
-from elastictrain.preflight.group.judge_transport import judge_transport
-from elastictrain.preflight.group.matrix import matmul_tflops
+from elastictrain.preflight.group.judge_attendance import agreed
+from elastictrain.preflight.group.measurements import Point, Reach, Sweep, matmul_tflops, measure_pairs
 from elastictrain.preflight.group.members import Known, neighbours
+from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
 from elastictrain.preflight.group.options import GroupOptions
-from elastictrain.preflight.group.p2p import Reach, measure_pairs
 from elastictrain.preflight.group.runner import GroupCheckRunner
-from elastictrain.preflight.group.sweep import Sweep
 from elastictrain.preflight.verdict import Verdict
 
 CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")

@@ -4,14 +4,12 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from elastictrain.preflight.group.bandwidth import Point, size_text
-from elastictrain.preflight.group.blame import scope_of
-from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import WrongResult
+from elastictrain.preflight.group.collectives import Collective, WrongResult
 from elastictrain.preflight.group.expected import group_limit
+from elastictrain.preflight.group.judge_attendance import scope_of
+from elastictrain.preflight.group.measurements import Point, Reach, size_text
 from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.group.options import GroupOptions
-from elastictrain.preflight.group.p2p import Reach
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 
 _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"

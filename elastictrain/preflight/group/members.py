@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
-from elastictrain.preflight.group.chosen import Planned
 from elastictrain.preflight.group.expected import Links
+
+Planned = Literal["rdma", "socket"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

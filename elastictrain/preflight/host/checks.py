@@ -5,13 +5,19 @@ from dataclasses import dataclass
 
 from elastictrain.preflight.check import Check
 from elastictrain.preflight.host.cpu import judge_cpu, judge_load, read_cpu
-from elastictrain.preflight.host.disk import folders_of, judge_disks, read_disks
+from elastictrain.preflight.host.disk import folders_of, judge_disks, judge_shared_memory, read_disks, read_shared_memory
 from elastictrain.preflight.host.limits import judge_memlock, judge_open_files, judge_processes, read_limits
-from elastictrain.preflight.host.lookups import Resolver, SystemResolver
 from elastictrain.preflight.host.memory import judge_memory, read_memory
-from elastictrain.preflight.host.names import LIMIT_S, judge_lookups, judge_name, read_lookups, read_name
+from elastictrain.preflight.host.names import (
+    LIMIT_S,
+    Resolver,
+    SystemResolver,
+    judge_lookups,
+    judge_name,
+    read_lookups,
+    read_name,
+)
 from elastictrain.preflight.host.ports import WantedPort, judge_ports, read_ports
-from elastictrain.preflight.host.shared_memory import judge_shared_memory, read_shared_memory
 from elastictrain.preflight.host.storage_trip import LIMIT_S as TRIP_LIMIT_S
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
 from elastictrain.preflight.surroundings import Surroundings

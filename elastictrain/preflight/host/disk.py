@@ -1,15 +1,47 @@
-"""Check `disk`: room, in bytes and in inodes, for the run's folder and for temporary files."""
+"""Room on file systems: for the run, for temporary files, and in memory for snapshots."""
 
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.gibibytes import GIB, MIB, in_gib
-from elastictrain.preflight.host.mounts import read_mounts
-from elastictrain.preflight.host.space import Space, read_space
+from elastictrain.preflight.host.memory import GIB, MIB, in_gib
+from elastictrain.preflight.host.mounts import Mount, mount_of, read_mounts
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them."""
+
+    path: str
+    total_bytes: int
+    free_bytes: int
+    free_inodes: int | None
+    kind: str | None = None
+    """Such as "tmpfs"; None if unknown."""
+
+
+def read_space(path: str, *, mounts: list[Mount]) -> Space | None:
+    """Of a folder, or of the nearest one above it that exists; None if the system does not tell."""
+    try:
+        nearest = os.path.realpath(os.path.expanduser(path))  # noqa: PTH111
+        while not os.path.isdir(nearest) and nearest != "/":  # noqa: PTH112
+            nearest = os.path.dirname(nearest)  # noqa: PTH120
+        found = os.statvfs(nearest)
+    except (OSError, ValueError):
+        return None
+    mount = mount_of(nearest, mounts)
+    return Space(
+        path=nearest,
+        total_bytes=found.f_blocks * found.f_frsize,
+        free_bytes=found.f_bavail * found.f_frsize,
+        # Btrfs and many network file systems make inodes as they need them, and say 0 of 0.
+        free_inodes=found.f_favail if found.f_files else None,
+        kind=mount.kind if mount else None,
+    )
+
 
 LEAST_BYTES = 64 * MIB
 """Below it not even events, logs and compiled kernels fit for long: the run would die of it in minutes."""
@@ -95,3 +127,50 @@ def _judge(folder: CheckedFolder, space: Space | None, report: Reporter) -> Verd
     if inodes is not None and inodes < LOW_INODES:
         return report.warned(inodes, expected=LOW_INODES, unit=f"inodes {place}", remedy=inodes_remedy)
     return report.passed(free, expected=in_gib(LOW_BYTES), unit=f"GiB {place}")
+
+
+CONTAINER_BYTES = 64 * MIB
+"""What Docker, containerd and Kubernetes give a container unless they are told otherwise. Source: `docker run --shm-size`."""
+
+LEAST_SHARED_BYTES = 16 * MIB
+"""Below it NCCL and gloo cannot set up their buffers between ranks of one host."""
+
+_SUGGESTED_BYTES = 16 << 30
+_MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryFacts:
+    """The folder `checkpoint.memory_dir`, and the room it has, if known."""
+
+    folder: str
+    space: Space | None
+
+
+def read_shared_memory(surroundings: Surroundings, *, memory_dir: str) -> SharedMemoryFacts:
+    """Asks the file system."""
+    return SharedMemoryFacts(memory_dir, read_space(memory_dir, mounts=read_mounts(surroundings)))
+
+
+def judge_shared_memory(facts: SharedMemoryFacts, *, host: str) -> Verdict:
+    """A run can go on with little of it, but keeps no snapshots in memory then."""
+    report, space, folder = Reporter("shared_memory", host), facts.space, facts.folder
+    elsewhere = "or set checkpoint.memory_dir to a tmpfs"
+    if space is None:
+        return report.warned(f"nothing known of {folder}", remedy=f"look at it on {host}: `df -h {folder}`, {elsewhere}")
+    size, unit = _SUGGESTED_BYTES >> 30, f"GiB free in {folder}"
+    larger = (
+        f"give {folder} on {host} {size} GiB: `docker run --shm-size={size}g`, in Kubernetes an "
+        f"emptyDir with `medium: Memory` on {folder}, on a plain host `mount -o remount,size={size}g {folder}`"
+    )
+    free, expected = in_gib(space.free_bytes), in_gib(LEAST_SHARED_BYTES)
+    if space.kind is not None and space.kind not in _MEMORY_KINDS:
+        measured = f"{folder} is on {space.kind}"
+        remedy = f"mount a tmpfs: `mount -t tmpfs tmpfs {folder}`, {elsewhere} such as /dev/shm"
+        return report.warned(measured, expected="a file system in memory", remedy=remedy)
+    if space.free_bytes < LEAST_SHARED_BYTES:
+        remedy = f"`ls -la {folder}` shows what fills it on {host}: remove what dead processes left; {larger}"
+        return report.failed(free, expected=expected, unit=unit, remedy=remedy)
+    if space.total_bytes <= CONTAINER_BYTES:
+        return report.warned(free, expected=size, unit=unit, remedy=larger)
+    return report.passed(free, expected=expected, unit=unit)

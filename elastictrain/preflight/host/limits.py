@@ -4,7 +4,7 @@ import resource
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.cgroup import ProcessGroup, read_allowance
-from elastictrain.preflight.host.gibibytes import in_gib
+from elastictrain.preflight.host.memory import in_gib
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 

@@ -3,9 +3,17 @@
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.cgroup import MemoryGroup, read_allowance
-from elastictrain.preflight.host.gibibytes import GIB, MIB, in_gib
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def in_gib(num_bytes: float) -> float:
+    """Bytes as GiB with three significant digits."""
+    return float(f"{num_bytes / GIB:.3g}")
+
 
 LEAST_BYTES = 512 * MIB
 """`import torch` alone takes about 224 MiB per process, and a rank has company."""

@@ -4,7 +4,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 
-from elastictrain.preflight.links.measured import Link
+from elastictrain.preflight.links.messages import Link
 
 
 def offsets_from_group(offsets: Mapping[Link, float], *, num_hosts: int) -> dict[int, float]:

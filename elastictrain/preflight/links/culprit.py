@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastictrain.preflight.links.measured import Link
+from elastictrain.preflight.links.messages import Link
 
 TooBad = Callable[[float, float], bool]
 """Whether a figure (first) is too bad against what is typical (second)."""

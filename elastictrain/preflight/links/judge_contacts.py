@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from elastictrain.preflight.links import remedies
 from elastictrain.preflight.links.clocks import offsets_from_group
 from elastictrain.preflight.links.culprit import LinkBlame, Way, blame, find_broken
-from elastictrain.preflight.links.measured import Contact, Link, Roster
+from elastictrain.preflight.links.messages import Contact, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from elastictrain.preflight.links import remedies
 from elastictrain.preflight.links.culprit import BadLink, Culprit, LinkBlame, Way, best_of, blame, blame_twice
 from elastictrain.preflight.links.judge_contacts import Speaker
-from elastictrain.preflight.links.measured import Flow, Link, Roster
+from elastictrain.preflight.links.messages import Flow, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round, num_second_rounds, second_rounds
 from elastictrain.preflight.verdict import Status, Verdict

@@ -8,15 +8,23 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.board import LinkExchange
-from elastictrain.preflight.links.judge import Evidence, judge
+from elastictrain.preflight.links.follower import Actor, LinkExchange
+from elastictrain.preflight.links.judge import Evidence, Silence, judge
 from elastictrain.preflight.links.judge_contacts import suspicious_contacts
 from elastictrain.preflight.links.judge_flows import suspect_rounds
-from elastictrain.preflight.links.judge_roster import Silence
-from elastictrain.preflight.links.measured import Contact, GarbledError, HostIntroduction, Link, LinkFindings, Roster, merged
+from elastictrain.preflight.links.messages import (
+    Adopt,
+    Contact,
+    GarbledError,
+    HostIntroduction,
+    Link,
+    LinkFindings,
+    MakeContact,
+    Measure,
+    Roster,
+    merged,
+)
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.orders import Adopt, MakeContact, Measure
 from elastictrain.preflight.links.rounds import Round, contacts, first_rounds
 from elastictrain.preflight.verdict import Verdict
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from elastictrain.preflight.links.culprit import Way
-from elastictrain.preflight.links.measured import HostIntroduction
+from elastictrain.preflight.links.messages import HostIntroduction
 
 _MOST_NAMES = 8
 

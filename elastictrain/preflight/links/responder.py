@@ -10,8 +10,7 @@ from contextlib import suppress
 
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.handshakes import BACKLOG, HandshakeListener
-from elastictrain.preflight.links.processor import ProcessorWait
-from elastictrain.preflight.links.rates import drain
+from elastictrain.preflight.links.rates import ProcessorWait, drain
 from elastictrain.preflight.links.wire import (
     CHUNK_BYTES,
     ECHO,

@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.links.acting import Actor
-from elastictrain.preflight.links.board import LinkExchange
-from elastictrain.preflight.links.judge_roster import claimed_twice, leaderless, unheard
+from elastictrain.preflight.links.follower import Actor, LinkExchange
+from elastictrain.preflight.links.judge import claimed_twice, leaderless, unheard
 from elastictrain.preflight.links.leader import Leader, gather_roster
-from elastictrain.preflight.links.measured import GarbledError, HostIntroduction, Roster
+from elastictrain.preflight.links.messages import Adopt, GarbledError, HostIntroduction, Order, Roster
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.orders import Adopt, Order
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 

@@ -4,13 +4,15 @@ Whoever knows the token may use it; both sides are given the same one.
 """
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 
-from elastictrain.errors import TransportError
+from elastictrain.errors import TransportError, UsageError
 from elastictrain.preflight.links.rates import drain
 from elastictrain.preflight.links.responder import Responder, send_for
 from elastictrain.preflight.links.wire import (
@@ -26,6 +28,23 @@ from elastictrain.preflight.links.wire import (
     connect,
     introduce,
 )
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+
+MOST_BYTES = 1 << 50
+
+
+def parse_size(text: str) -> int:
+    """Bytes; units are powers of 1024: `64M` is 67108864. Raises: UsageError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"a size must be a number with K, M, G or T, such as 64M or 10G, but is {text!r}")
+    num_bytes = int(Decimal(match[1]) * _UNITS[match[2].upper()])
+    if not 1 <= num_bytes <= MOST_BYTES:
+        raise UsageError(f"a size must be from 1 byte to 1024T, but is {text!r}")
+    return num_bytes
+
 
 PORT = 29477
 """Where it listens, if nothing else is said."""

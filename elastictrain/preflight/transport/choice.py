@@ -4,9 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Route
 from elastictrain.preflight.transport.patterns import NcclPattern, counts, gloo_names
-from elastictrain.preflight.transport.route import Route
 
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"

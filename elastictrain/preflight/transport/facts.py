@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Device, read_devices
-from elastictrain.preflight.transport.interfaces import Addresses, NetworkInterface, read_interfaces, system_addresses
-from elastictrain.preflight.transport.route import Probe, Route, ask_kernel, find_route
+from elastictrain.preflight.transport.interfaces import (
+    Addresses,
+    NetworkInterface,
+    Probe,
+    Route,
+    ask_kernel,
+    find_route,
+    read_interfaces,
+    system_addresses,
+)
 from elastictrain.preflight.transport.settings import Setting, read_settings
 
 

@@ -1,12 +1,15 @@
-"""Facts about InfiniBand, RoCE and similar devices, from sysfs."""
+"""Devices and ports below /sys/class/infiniband, and what kinds of RDMA they allow."""
 
 import ipaddress
 import math
 import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
 from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.patterns import NcclPattern
+from elastictrain.preflight.transport.settings import Setting
 
 _FOLDER = "/sys/class/infiniband"
 ACTIVE = "ACTIVE"
@@ -142,3 +145,179 @@ def _rate(text: str | None) -> float | None:
     match = re.match(r"(\d+(?:\.\d+)?) Gb/sec\b", text or "", re.ASCII)
     rate = float(match.group(1)) if match else 0.0
     return rate if 0 < rate < math.inf else None
+
+
+HCA = "NCCL_IB_HCA"
+GID_INDEX = "NCCL_IB_GID_INDEX"
+DISABLE = "NCCL_IB_DISABLE"
+NET = "NCCL_NET"
+
+_BY_HAND = {GID_INDEX, "NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION_NUM"}
+"""Who sets one of these knows of RoCE that we would not take, over IPv6 or of version 1: it is not switched off."""
+
+SLOW_PORT = 0.5
+"""A port with less than this share of the fastest one's rate is another network (storage, management), or broken: NCCL would
+give it a share of the work all the same."""
+
+
+class Rdma(StrEnum):
+    """How hosts move data other than through sockets, the better ones first."""
+
+    INFINIBAND = "infiniband"
+    ROCE = "roce"
+    EFA = "efa"
+    """AWS's own, which NCCL uses through a plugin and needs no variable for."""
+
+    NONE = "none"
+    UNKNOWN = "unknown"
+    """There are devices, and what they are cannot be read: NCCL is left to find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A port that NCCL can use."""
+
+    device: Device
+    port: Port
+
+    @property
+    def name(self) -> str:
+        """DEVICE:PORT, as NCCL_IB_HCA takes it."""
+        return f"{self.device.name}:{self.port.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPlan:
+    """The kind and its ports. `gid_index`: the one that is right for all of them; None where none is, or none is needed."""
+
+    kind: Rdma
+    endpoints: tuple[Endpoint, ...] = ()
+    gid_index: int | None = None
+    reason: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rate_gbps(self) -> float | None:
+        """Of all ports together."""
+        rates = [endpoint.port.rate_gbps for endpoint in self.endpoints]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known and len(known) == len(rates) else None
+
+
+def kind_of(device: Device, port: Port) -> Rdma:
+    """What this port is good for now."""
+    if device.is_software or device.can_be_opened is False or device.node_type == RNIC:
+        return Rdma.NONE
+    if port.state is None:
+        return Rdma.UNKNOWN
+    if port.state != ACTIVE:
+        return Rdma.NONE
+    if device.driver == "efa":
+        return Rdma.EFA
+    if port.link_layer is LinkLayer.INFINIBAND:
+        return Rdma.INFINIBAND
+    if port.link_layer is LinkLayer.ETHERNET:
+        if not port.gids_are_known:
+            return Rdma.UNKNOWN
+        return Rdma.ROCE if roce_v2_gids(port) else Rdma.NONE
+    return Rdma.UNKNOWN if port.link_layer is None else Rdma.NONE
+
+
+def roce_v2_gids(port: Port) -> list[Gid]:
+    """GIDs for RoCE v2 over IPv4, by index; those of link-local addresses only where there is no other.
+
+    Source: NCCL's own choice with NCCL_IB_ADDR_FAMILY=AF_INET and NCCL_IB_ROCE_VERSION_NUM=2, its defaults.
+    """
+    found = [gid for gid in port.gids if gid.roce_version == 2 and gid.ipv4 is not None]
+    return [gid for gid in found if gid.ipv4 is not None and not gid.ipv4.is_link_local] or found
+
+
+def endpoints(devices: Sequence[Device], settings: Mapping[str, Setting]) -> list[Endpoint]:
+    """All ports, or those that a person's NCCL_IB_HCA selects."""
+    pinned = settings.get(HCA)
+    pattern = NcclPattern.parse(pinned.value if pinned else "")
+    return [Endpoint(device, port) for device in devices for port in device.ports if pattern.matches(device.name, port.number)]
+
+
+def kinds_here(devices: Sequence[Device], *, settings: Mapping[str, Setting]) -> frozenset[Rdma]:
+    """What this host can use, to be compared with the others' by `common`."""
+    if switched_off(settings) is not None:
+        return frozenset()
+    found = frozenset(kind_of(one.device, one.port) for one in endpoints(devices, settings)) - {Rdma.NONE}
+    if not found and _BY_HAND & settings.keys() and any(_is_active_ethernet(one) for one in endpoints(devices, settings)):
+        return frozenset({Rdma.UNKNOWN})
+    return found - {Rdma.UNKNOWN} or found
+
+
+def common(kinds: Mapping[str, Set[Rdma]]) -> Rdma:
+    """The best that every host (by name) can do: NCCL with InfiniBand on one end and sockets on the other hangs or fails.
+
+    Where a host does not know what it can do, nothing is decided for anybody.
+    """
+    if any(Rdma.UNKNOWN in one for one in kinds.values()):
+        return Rdma.UNKNOWN
+    for kind in (Rdma.INFINIBAND, Rdma.ROCE, Rdma.EFA):
+        if kinds and all(kind in one for one in kinds.values()):
+            return kind
+    return Rdma.NONE
+
+
+def decide_rdma(devices: Sequence[Device], *, settings: Mapping[str, Setting], agreed: Rdma | None) -> RdmaPlan:
+    """InfiniBand before RoCE, never both: NCCL does not join ports of the two. `agreed`: what all hosts can do, if known."""
+    if (off := switched_off(settings)) is not None:
+        return RdmaPlan(Rdma.NONE, reason=off)
+    here = kinds_here(devices, settings=settings)
+    kind = next((kind for kind in Rdma if kind in here), Rdma.NONE) if agreed is None else agreed
+    if kind is Rdma.NONE:
+        own = " or ".join(sorted(here - {Rdma.UNKNOWN}))
+        missing = (
+            f"this host has {own}, but not every host of the run has it" if own else "no port that is ACTIVE can be used here"
+        )
+        return RdmaPlan(Rdma.NONE, reason=missing)
+    usable = [one for one in endpoints(devices, settings) if kind_of(one.device, one.port) is kind]
+    if kind in (Rdma.EFA, Rdma.UNKNOWN) or not usable:
+        return RdmaPlan(kind)
+    chosen, notes = (usable, []) if HCA in settings else _sift(usable)
+    plan = RdmaPlan(kind, tuple(chosen), reason=f"all that are ACTIVE: {kind.value}", notes=tuple(notes))
+    return _with_gid_index(plan) if kind is Rdma.ROCE else plan
+
+
+def _is_active_ethernet(one: Endpoint) -> bool:
+    usable = not one.device.is_software and one.device.can_be_opened is not False
+    return usable and one.port.state == ACTIVE and one.port.link_layer is LinkLayer.ETHERNET
+
+
+def switched_off(settings: Mapping[str, Setting]) -> str | None:
+    """How a person has told NCCL to use sockets only; None if nobody has."""
+    if (setting := settings.get(DISABLE)) is not None and setting.number:
+        return f"{DISABLE}={setting.value} is set in {setting.origin}"
+    if (setting := settings.get(NET)) is not None and setting.value.lower() == "socket":
+        return f"{NET}={setting.value} is set in {setting.origin}"
+    return None
+
+
+def _sift(usable: list[Endpoint]) -> tuple[list[Endpoint], list[str]]:
+    names = {one.device.name for one in usable}
+    notes = []
+    chosen = []
+    fastest = max((one.port.rate_gbps or 0.0 for one in usable), default=0.0)
+    for one in usable:
+        rate = one.port.rate_gbps
+        if one.device.physical_function in names:
+            notes.append(f"{one.name} is left out: a virtual function of {one.device.physical_function}, on the same cable")
+        elif rate is not None and rate < SLOW_PORT * fastest:
+            notes.append(f"{one.name} is left out: {rate:g} Gb/s, where the fastest port has {fastest:g} Gb/s")
+        else:
+            chosen.append(one)
+    return chosen, notes
+
+
+def _with_gid_index(plan: RdmaPlan) -> RdmaPlan:
+    """One variable is for all ports: where their indices differ, NCCL finds out by itself (since 2.21), port by port."""
+    indices = [{gid.index for gid in roce_v2_gids(endpoint.port)} for endpoint in plan.endpoints]
+    shared = set.intersection(*indices) if indices else set()
+    if shared:
+        return RdmaPlan(plan.kind, plan.endpoints, min(shared), plan.reason, plan.notes)
+    listed = ", ".join(f"{one.name}: {min(found)}" for one, found in zip(plan.endpoints, indices, strict=True))
+    note = (f"{GID_INDEX} is left to NCCL: RoCE v2 over IPv4 has another index on each port ({listed})",) if listed else ()
+    return RdmaPlan(plan.kind, plan.endpoints, None, plan.reason, (*plan.notes, *note))

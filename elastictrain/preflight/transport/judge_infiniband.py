@@ -3,13 +3,17 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.infiniband import ACTIVE, NO_LINK, RNIC, Device, LinkLayer, Port
-from elastictrain.preflight.transport.patterns import NcclPattern
-from elastictrain.preflight.transport.rdma import (
+from elastictrain.preflight.transport.infiniband import (
+    ACTIVE,
     GID_INDEX,
     HCA,
     NET,
+    NO_LINK,
+    RNIC,
+    Device,
     Endpoint,
+    LinkLayer,
+    Port,
     Rdma,
     endpoints,
     kind_of,
@@ -17,6 +21,7 @@ from elastictrain.preflight.transport.rdma import (
     roce_v2_gids,
     switched_off,
 )
+from elastictrain.preflight.transport.patterns import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 _verdict = Reporter("infiniband")

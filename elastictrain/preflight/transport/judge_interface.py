@@ -10,9 +10,8 @@ from elastictrain.preflight.transport.choice import (
     pinned_for_nccl,
 )
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.interfaces import NetworkInterface, is_loopback
+from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
 from elastictrain.preflight.transport.patterns import NcclPattern
-from elastictrain.preflight.transport.route import Route
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 RENDEZVOUS = "the rendezvous"

@@ -1,6 +1,7 @@
 """The transport plan: which variables of NCCL and gloo are set on this host, and why. Pure."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
 from elastictrain.preflight.transport.choice import (
@@ -10,7 +11,8 @@ from elastictrain.preflight.transport.choice import (
     choose_interface,
 )
 from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.rdma import DISABLE, GID_INDEX, HCA, Rdma, RdmaPlan, decide_rdma
+from elastictrain.preflight.transport.infiniband import DISABLE, GID_INDEX, HCA, Rdma, RdmaPlan, decide_rdma
+from elastictrain.preflight.transport.settings import OWN_VARIABLES, own_variables
 
 FAST_GBPS = 100.0
 """From here on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables."""
@@ -131,3 +133,20 @@ def _kept(facts: Facts, planned: list[PlannedVariable]) -> Iterator[PlannedVaria
         if (setting := facts.settings.get(one.name)) is not None:
             same = "as planned" if setting.value == one.value else f"{one.value} was planned: {one.reason}"
             yield PlannedVariable(one.name, setting.value, f"set in {setting.origin}; {same}")
+
+
+def apply(plan: TransportPlan, environment: MutableMapping[str, str]) -> dict[str, str]:
+    """Set the plan's variables, and take back those of an earlier plan; what anybody else has set stays. What was set.
+
+    To be done before the first process group: NCCL and gloo read each variable once.
+    """
+    for name, value in own_variables(environment).items():
+        if environment.get(name) == value:
+            del environment[name]
+    done: dict[str, str] = {}
+    for variable in plan.variables:
+        # Empty counts as not set, as it does for NCCL and gloo.
+        if not environment.get(variable.name):
+            environment[variable.name] = done[variable.name] = variable.value
+    environment[OWN_VARIABLES] = json.dumps(done)
+    return done

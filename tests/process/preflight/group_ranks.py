@@ -20,11 +20,10 @@ from torch import Tensor
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.identity import Identity, read_identity
-from elastictrain.preflight.group.backend import BackendCollectives
 from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, GroupFindings, Request
-from elastictrain.preflight.group.matrix import matmul_tflops
+from elastictrain.preflight.group.collectives import BackendCollectives
+from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
 from elastictrain.preflight.group.options import GroupOptions
-from elastictrain.preflight.group.p2p import measure_pairs
 
 HASTY = GroupOptions(present_s=1.0, collective_s=1.0, grace_s=0.5)
 

@@ -2,7 +2,7 @@ import pytest
 
 from elastictrain.preflight.host.alike import Likeness
 from elastictrain.preflight.messages import HostReport, host_report_from_bytes, judge_host_reports, relabel
-from elastictrain.preflight.transport.rdma import Rdma
+from elastictrain.preflight.transport.infiniband import Rdma
 from tests.unit.preflight.made import verdict
 
 

@@ -1,6 +1,18 @@
+from dataclasses import replace
+
 import pytest
 
-from elastictrain.preflight.policy import Ended, Level, apply_modes, choose_level, wanted_checks
+from elastictrain.preflight.policy import (
+    Ended,
+    Level,
+    apply_modes,
+    choose_level,
+    decide,
+    describe,
+    host_of,
+    shown,
+    wanted_checks,
+)
 from tests.unit.preflight.made import verdict
 
 HANG = [Ended(rank, 71) for rank in range(3)]
@@ -34,3 +46,61 @@ def test_what_is_off_is_left_out_and_what_only_warns_does_not_fail() -> None:
     kept = apply_modes(found, {"mtu": "warn", "disk": "off"})
     assert [(one.check, one.status) for one in kept] == [("mtu", "warn"), ("xid", "fail"), ("mtu", "pass")]
     assert wanted_checks(["mtu", "disk", "xid"], {"mtu": "warn", "disk": "off"}) == {"mtu", "xid"}
+
+
+HOSTS = ["a", "b", "c"]
+
+
+def test_nothing_failed() -> None:
+    found = [verdict(), verdict("warn"), verdict("skip")]
+    assert {decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {0}
+
+
+def test_the_unfit_host_leaves_and_the_others_start_again_without_it() -> None:
+    found = [verdict("fail", check="disk", subject="b"), verdict(check="disk", subject="a")]
+    assert {host: decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {"a": 71, "b": 69, "c": 71}
+    assert "b: disk" in decide(found, host="a", hosts=HOSTS).reason
+
+
+@pytest.mark.parametrize("subject", ["GPU 3 on b", "rank 5 on b", "b"])
+def test_devices_and_ranks_are_of_their_host(subject: str) -> None:
+    assert host_of(subject) == "b"
+    assert decide([verdict("fail", subject=subject)], host="b", hosts=HOSTS).exit_code == 69
+
+
+def test_what_fails_on_every_host_alike_is_not_tried_again() -> None:
+    found = [verdict("fail", check="storage", subject=host) for host in HOSTS]
+    outcomes = [decide(found, host=host, hosts=HOSTS) for host in HOSTS]
+    assert {outcome.exit_code for outcome in outcomes} == {78}
+    assert "every host fails the check storage" in outcomes[0].reason
+    assert decide(found[:2], host="c", hosts=HOSTS).exit_code == 71
+
+
+def test_what_may_pass_is_tried_again_even_if_it_fails_on_every_host() -> None:
+    found = [replace(verdict("fail", check="storage", subject=host), may_pass=host == "b") for host in HOSTS]
+    assert {decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {71}
+
+
+def test_a_host_that_is_alone_is_unfit() -> None:
+    assert decide([verdict("fail", subject="a")], host="a", hosts=["a"]).exit_code == 69
+
+
+@pytest.mark.parametrize(("scope", "subject"), [("link", "a -> b"), ("group", "all")])
+def test_links_and_groups_make_nobody_unfit(scope: str, subject: str) -> None:
+    found = [verdict("fail", scope=scope, subject=subject)]
+    assert {decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {71}
+
+
+def test_a_sentence_says_who_what_and_what_to_do() -> None:
+    one = verdict("fail", check="bandwidth", subject="b", measured=0.09212, expected=0.5, unit="Gb/s")
+    assert describe(one) == "b: bandwidth is 0.09212 Gb/s (should be 0.5 Gb/s); mend bandwidth of b"
+    assert describe(verdict("fail")) == "a: mtu; mend mtu of a"
+    assert [shown(one) for one in (None, "no", 20000.0, 0.5, 1e20, 1 / 3, -2.0)] == [
+        "",
+        "no",
+        "20000",
+        "0.5",
+        "100000000000000000000",
+        "0.3333",
+        "-2",
+    ]

@@ -22,10 +22,9 @@ from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.host_preflight import HostPreflight, Report
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.outcome import decide
-from elastictrain.preflight.policy import Ended, Level
+from elastictrain.preflight.policy import Ended, Level, decide
+from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan
-from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store

@@ -13,14 +13,12 @@ from torch import Tensor
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupDevices, GroupFindings, Request
-from elastictrain.preflight.group.matrix import matmul_tflops
+from elastictrain.preflight.group.measurements import Sweep, free_memory, matmul_tflops, pair_rounds
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.group.options import MB, GroupOptions
-from elastictrain.preflight.group.p2p import pair_rounds
-from elastictrain.preflight.group.sweep import Sweep, free_memory
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
-from tests.unit.preflight.group.test_entries import Table
+from tests.unit.preflight.group.test_attendance import Table
 
 CPU = torch.device("cpu")
 

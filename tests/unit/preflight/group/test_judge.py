@@ -2,9 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.preflight.group.bandwidth import Point
-from elastictrain.preflight.group.collectives import Collective
-from elastictrain.preflight.group.correct import WrongResult
+from elastictrain.preflight.group.collectives import Collective, WrongResult
 from elastictrain.preflight.group.judge import (
     judge_bandwidth,
     judge_pairs,
@@ -13,8 +11,8 @@ from elastictrain.preflight.group.judge import (
     judge_results,
     stragglers,
 )
+from elastictrain.preflight.group.measurements import Point, Reach
 from elastictrain.preflight.group.options import GroupOptions
-from elastictrain.preflight.group.p2p import Reach
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.group.ranks import H200, members
 

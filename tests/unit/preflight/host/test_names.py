@@ -4,14 +4,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from elastictrain.preflight.host.lookups import LookUp, SystemResolver, address_towards, look_up
 from elastictrain.preflight.host.names import (
     MAPPED_LOOPBACK,
+    LookUp,
     LookupFacts,
     NameFacts,
+    SystemResolver,
+    address_towards,
     is_loopback,
     judge_lookups,
     judge_name,
+    look_up,
     parse_hosts,
     read_lookups,
     read_name,

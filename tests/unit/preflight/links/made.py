@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from elastictrain.preflight.links.measured import Contact, Flow, HostIntroduction, Link, Roster
+from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, Roster
 
 
 def introduction(place: int, **changed: Any) -> HostIntroduction:

@@ -1,7 +1,7 @@
 import pytest
 
 from elastictrain.preflight.links.culprit import BadLink, Broken, Culprit, Way, best_of, blame, blame_twice, find_broken
-from elastictrain.preflight.links.measured import Link
+from elastictrain.preflight.links.messages import Link
 from tests.unit.preflight.links.made import all_links
 
 

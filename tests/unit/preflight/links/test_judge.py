@@ -1,7 +1,6 @@
 from dataclasses import replace
 
-from elastictrain.preflight.links.judge import Evidence, judge
-from elastictrain.preflight.links.judge_roster import Silence
+from elastictrain.preflight.links.judge import Evidence, Silence, judge
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Status, failures
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster

@@ -9,7 +9,7 @@ from elastictrain.preflight.links.judge_contacts import (
     judge_reach,
     suspicious_contacts,
 )
-from elastictrain.preflight.links.measured import Link
+from elastictrain.preflight.links.messages import Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.links.made import contacts, roster

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.preflight.links.judge_flows import judge_bandwidth, suspect_rounds
-from elastictrain.preflight.links.measured import Flow, Link
+from elastictrain.preflight.links.messages import Flow, Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.links.made import all_links, flows, roster

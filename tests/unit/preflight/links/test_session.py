@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.errors import TransportError
-from elastictrain.preflight.links.measured import Roster, encode
+from elastictrain.preflight.links.messages import Roster, encode
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 from tests.unit.preflight.links.groups import QUICK, member, run_group

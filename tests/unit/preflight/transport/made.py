@@ -6,8 +6,7 @@ from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.facts import Facts, read_facts
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface
-from elastictrain.preflight.transport.route import Probe
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Probe
 from elastictrain.preflight.transport.settings import Setting
 
 MELLANOX, AWS, GOOGLE = "0x15b3", "0x1d0f", "0x1ae0"

@@ -5,11 +5,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.infiniband import Device, LinkLayer, read_devices
+from elastictrain.preflight.transport.infiniband import (
+    Device,
+    LinkLayer,
+    Rdma,
+    RdmaPlan,
+    common,
+    decide_rdma,
+    kinds_here,
+    read_devices,
+)
 from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
 from elastictrain.preflight.transport.plan import Wishes, decide
+from elastictrain.preflight.transport.settings import Setting
 from tests.unit.examples import examples
-from tests.unit.preflight.transport.made import MadeHost, mapped
+from tests.unit.preflight.transport.made import MadeHost, mapped, set_by_hand
 
 
 def read(host: MadeHost) -> dict[str, Device]:
@@ -125,3 +135,137 @@ def test_garbled_files_are_unknown_and_never_stop_anything(
 
 def test_an_address_is_written_as_the_kernel_does() -> None:
     assert mapped("10.0.0.1") == "0000:0000:0000:0000:0000:ffff:0a00:0001"
+
+
+LOCAL = "fe80:0000:0000:0000:0e42:a1ff:fe00:0001"
+
+
+def plan(host: MadeHost, settings: dict[str, Setting] | None = None, *, agreed: Rdma | None = None) -> RdmaPlan:
+    return decide_rdma(read_devices(host.surroundings()), settings=settings or {}, agreed=agreed)
+
+
+def names(found: RdmaPlan) -> list[str]:
+    return [endpoint.name for endpoint in found.endpoints]
+
+
+def test_infiniband_before_roce(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.roce("mlx5_0", "10.0.0.1")
+    host.device("mlx5_1")
+    assert (plan(host).kind, names(plan(host))) == (Rdma.INFINIBAND, ["mlx5_1:1"])
+    assert names(plan(host, agreed=Rdma.ROCE)) == ["mlx5_0:1"]
+
+
+def test_what_others_have_not_is_not_used(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.device("mlx5_1")
+    found = plan(host, agreed=Rdma.NONE)
+    assert found.kind is Rdma.NONE
+    assert found.reason == "this host has infiniband, but not every host of the run has it"
+
+
+def test_several_gids_the_first_that_is_version_2_over_ipv4_and_routable(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    v1, v2 = "IB/RoCE v1", "RoCE v2"
+    gids = [(LOCAL, v1), (LOCAL, v2), (mapped("10.0.0.1"), v1), (mapped("169.254.3.1"), v2), (mapped("10.0.0.1"), v2)]
+    host.device("mlx5_0", link_layer="Ethernet", gids=[*gids, (mapped("10.2.0.1"), v2)])
+    assert plan(host).gid_index == 4
+    host.device("mlx5_0", link_layer="Ethernet", gids=gids[:4])
+    assert plan(host).gid_index == 3
+
+
+def test_one_index_for_all_ports_or_none(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.roce("mlx5_0", "10.0.0.1", at=3)
+    host.roce("mlx5_1", "10.0.1.1", at=3)
+    assert plan(host).gid_index == 3
+    host.roce("mlx5_2", "10.0.2.1", at=5)
+    found = plan(host)
+    assert (found.kind, found.gid_index, len(found.endpoints)) == (Rdma.ROCE, None, 3)
+    assert "mlx5_0:1: 3, mlx5_1:1: 3, mlx5_2:1: 5" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "gids",
+    [[], [(LOCAL, "IB/RoCE v1"), (LOCAL, "RoCE v2")], [(mapped("10.0.0.1"), "IB/RoCE v1")], [(mapped("10.0.0.1"), "RoCE v3")]],
+)
+def test_roce_without_version_2_over_ipv4(tmp_path: Path, gids: list[tuple[str, str]]) -> None:
+    host = MadeHost(tmp_path)
+    host.device("mlx5_0", link_layer="Ethernet", gids=gids)
+    assert plan(host).kind is Rdma.NONE
+    # Who sets the index by hand may know better.
+    assert plan(host, set_by_hand(NCCL_IB_GID_INDEX="1")).kind is Rdma.UNKNOWN
+
+
+def test_what_cannot_be_used_is_not(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.roce("rnic", "10.0.0.1", node_type="4: RNIC")
+    host.device("down", state="2: INIT")
+    host.device("closed", opened=False)
+    host.write("/sys/class/infiniband/rxe0/ports/1/state", "4: ACTIVE\n")
+    host.write("/sys/class/infiniband/rxe0/ports/1/link_layer", "InfiniBand\n")
+    assert plan(host) == RdmaPlan(Rdma.NONE, reason="no port that is ACTIVE can be used here")
+
+
+def test_efa_needs_no_variable(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    for layer in ("Unknown", "Ethernet", "Unspecified"):
+        host.device("rdmap0s6", link_layer=layer, driver="efa", node_type="8: <unknown>")
+        assert plan(host) == RdmaPlan(Rdma.EFA)
+
+
+def test_what_cannot_be_read_is_left_to_nccl(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.device("mlx5_0", state="?")
+    assert plan(host).kind is Rdma.UNKNOWN
+    host.device("mlx5_0", link_layer="")
+    assert plan(host).kind is Rdma.UNKNOWN
+    host.device("mlx5_1")
+    assert plan(host).kind is Rdma.INFINIBAND
+    assert kinds_here(read_devices(host.surroundings()), settings={}) == {Rdma.INFINIBAND}
+
+
+def test_slow_ports_and_virtual_functions_are_left_out(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.device("mlx5_0")
+    host.device("mlx5_1", rate="200 Gb/sec (4X HDR)")
+    host.device("mlx5_2", rate="100 Gb/sec (4X EDR)")
+    host.device("mlx5_3")
+    host.virtual_function("mlx5_3", "mlx5_0")
+    host.device("mlx5_4", rate="soon")
+    found = plan(host)
+    assert names(found) == ["mlx5_0:1", "mlx5_1:1", "mlx5_4:1"]
+    assert found.rate_gbps is None
+    assert len(found.notes) == 2
+    assert len(plan(host, set_by_hand(NCCL_IB_HCA="mlx5")).endpoints) == 5
+
+
+def test_in_a_container_with_a_virtual_function_that_one_is_used(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.device("mlx5_0", opened=False)
+    host.device("mlx5_3")
+    host.virtual_function("mlx5_3", "mlx5_0")
+    assert names(plan(host)) == ["mlx5_3:1"]
+
+
+def test_a_person_chooses_or_switches_off(tmp_path: Path) -> None:
+    host = MadeHost(tmp_path)
+    host.roce("mlx5_0", "10.0.0.1")
+    host.device("mlx5_1")
+    host.device("mlx5_10")
+    assert names(plan(host, set_by_hand(NCCL_IB_HCA="=mlx5_0"))) == ["mlx5_0:1"]
+    assert names(plan(host, set_by_hand(NCCL_IB_HCA="mlx5_1"))) == ["mlx5_1:1", "mlx5_10:1"]
+    for off in ({"NCCL_IB_DISABLE": "1"}, {"NCCL_NET": "Socket"}):
+        settings = set_by_hand(**off)
+        assert plan(host, settings).kind is Rdma.NONE
+        assert kinds_here(read_devices(host.surroundings()), settings=settings) == frozenset()
+    assert plan(host, set_by_hand(NCCL_IB_DISABLE="0", NCCL_NET="IB")).kind is Rdma.INFINIBAND
+
+
+def test_what_all_can_do() -> None:
+    both, ib, none = frozenset({Rdma.INFINIBAND, Rdma.ROCE}), frozenset({Rdma.INFINIBAND}), frozenset[Rdma]()
+    assert common({"h1": both, "h2": ib}) is Rdma.INFINIBAND
+    assert common({"h1": both, "h2": frozenset({Rdma.ROCE})}) is Rdma.ROCE
+    assert common({"h1": both, "h2": none}) is Rdma.NONE
+    assert common({"h1": both, "h2": frozenset({Rdma.UNKNOWN})}) is Rdma.UNKNOWN
+    assert common({}) is Rdma.NONE

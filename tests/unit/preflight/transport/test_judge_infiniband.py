@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
-from elastictrain.preflight.transport.rdma import Rdma
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.transport.made import MadeHost, mapped
 

@@ -6,18 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.links.measured import (
+from elastictrain.preflight.links.messages import (
+    Adopt,
     Contact,
     Flow,
     GarbledError,
     LinkFindings,
+    MakeContact,
+    Measure,
     decode_findings,
     decode_introduction,
+    decode_order,
     decode_roster,
     encode,
+    encode_order,
     merged,
 )
-from elastictrain.preflight.links.orders import Adopt, MakeContact, Measure, decode_order, encode_order
 from tests.unit.examples import examples
 from tests.unit.preflight.links.made import introduction, roster
 from tests.unit.preflight.made import verdict

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.own import own_address, usable_interfaces
+from elastictrain.preflight.transport.settings import own_address, usable_interfaces
 from tests.unit.preflight.transport.made import MadeHost
 
 
@@ -13,8 +13,8 @@ def made(tmp_path: Path) -> MadeHost:
 
 @pytest.fixture(autouse=True)
 def kernel(made: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.preflight.transport.own.ask_kernel", made.probe())
-    monkeypatch.setattr("elastictrain.preflight.transport.own.system_addresses", lambda: made.addresses)
+    monkeypatch.setattr("elastictrain.preflight.transport.settings.ask_kernel", made.probe())
+    monkeypatch.setattr("elastictrain.preflight.transport.settings.system_addresses", lambda: made.addresses)
 
 
 def address(made: MadeHost, *peers: str) -> str:
@@ -48,7 +48,7 @@ def test_names_that_nobody_knows_or_can_know(made: MadeHost, monkeypatch: pytest
             raise UnicodeError("label empty or too long")
         raise OSError("no way")
 
-    monkeypatch.setattr("elastictrain.preflight.transport.own.ask_kernel", ask)
+    monkeypatch.setattr("elastictrain.preflight.transport.settings.ask_kernel", ask)
     made.interface("docker0", ("172.17.0.1",), devtype="bridge")
     made.interface("eth0")
     made.interface("eth1", ("10.0.0.7", "fd00::7"))

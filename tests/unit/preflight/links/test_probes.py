@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.preflight.links.mtu import PathProbe, candidates
+from elastictrain.preflight.links.probes import PathProbe, candidates
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.wire import Secret, answer_frame, probe_frame, read_answer
 

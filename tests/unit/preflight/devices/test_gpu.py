@@ -2,8 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor
-from elastictrain.preflight.devices.health import judge_ecc, judge_row_remap, judge_throttle
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.devices.nvidia import parse_nvidia
 from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict

@@ -3,10 +3,20 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.host.disk import CheckedFolder, DiskFacts, folders_of, judge_disks, local_path, read_disks
+from elastictrain.preflight.host.disk import (
+    CheckedFolder,
+    DiskFacts,
+    SharedMemoryFacts,
+    Space,
+    folders_of,
+    judge_disks,
+    judge_shared_memory,
+    local_path,
+    read_disks,
+    read_shared_memory,
+    read_space,
+)
 from elastictrain.preflight.host.mounts import parse_mounts
-from elastictrain.preflight.host.shared_memory import SharedMemoryFacts, judge_shared_memory, read_shared_memory
-from elastictrain.preflight.host.space import Space, read_space
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.host.conftest import HostMaker

@@ -2,8 +2,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastictrain.preflight.group.entries import Attendance, Entries
-from elastictrain.preflight.group.lane import DeadlineThread, PartState, RankResult
+from elastictrain.preflight.group.attendance import Attendance, DeadlineThread, Entries, PartState, RankResult
 from tests.unit.preflight.table import Table
 
 DONE = RankResult(PartState.DONE, {"figure": 1.5})

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.preflight.group.bandwidth import Point, factor, fitting_sizes, has_time, num_rounds, size_text
+from elastictrain.preflight.group.measurements import Point, factor, fitting_sizes, has_time, num_rounds, size_text
 
 GB = 1 << 30
 
