@@ -8,11 +8,18 @@ from pathlib import Path
 from elastictrain.preflight.check import Check, Once
 from elastictrain.preflight.devices import counters
 from elastictrain.preflight.devices.amd import judge_xgmi, read_amd
-from elastictrain.preflight.devices.fabric import judge_fabric, read_fabric, switched_fabric
 from elastictrain.preflight.devices.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.devices.kernel_log import judge_xids, read_kernel_log
 from elastictrain.preflight.devices.nvidia import read_nvidia
-from elastictrain.preflight.devices.nvlink import Topology, judge_nvlink, read_links, read_topology
+from elastictrain.preflight.devices.nvlink import (
+    Topology,
+    judge_fabric,
+    judge_nvlink,
+    read_fabric,
+    read_links,
+    read_topology,
+    switched_fabric,
+)
 from elastictrain.preflight.devices.pci import NVIDIA, gpu_lanes, judge_pcie, read_pci, read_port_lanes
 from elastictrain.preflight.devices.visible import judge_visible, select
 from elastictrain.preflight.surroundings import Surroundings

@@ -1,10 +1,11 @@
 """Verdicts about reach, MTU, latency and clocks, from what hosts found of each other. Pure."""
 
+import statistics
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.clocks import offsets_from_group
 from elastictrain.preflight.links.culprit import LinkBlame, Way, blame, find_broken
 from elastictrain.preflight.links.messages import Contact, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
@@ -264,3 +265,34 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, options: L
 
 def _milliseconds(negative_s: float) -> float:
     return float(f"{-1000 * negative_s:.3g}")
+
+
+def offsets_from_group(offsets: Mapping[Link, float], *, num_hosts: int) -> dict[int, float]:
+    """How far each host's clock is ahead of the group's, in seconds; hosts that nobody has asked are left out.
+
+    `offsets`: by link, the second host's clock minus the first's. Along a chain of links they add up, so that not all ask the
+    first host. Three hosts or more have their median as the time of the group, else the first host has it.
+    """
+    neighbours: dict[int, dict[int, float]] = {}
+    for (source, target), offset in sorted(offsets.items()):
+        neighbours.setdefault(source, {}).setdefault(target, offset)
+        neighbours.setdefault(target, {}).setdefault(source, -offset)
+    ahead = _from_first(neighbours)
+    if len(ahead) < 2:
+        return {}
+    middle = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
+    return {host: ahead[host] - middle for host in range(num_hosts) if host in ahead}
+
+
+def _from_first(neighbours: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+    if not neighbours:
+        return {}
+    start = min(neighbours)
+    ahead, queue = {start: 0.0}, deque([start])
+    while queue:
+        host = queue.popleft()
+        for other, offset in neighbours[host].items():
+            if other not in ahead:
+                ahead[other] = ahead[host] + offset
+                queue.append(other)
+    return ahead

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from elastictrain.preflight.links.clocks import exchange_offset
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rates import Meter, ProcessorWait, drain
@@ -306,3 +305,8 @@ class _Rate:
 
     def flow(self, source: int, target: int, *, both: bool) -> Flow:
         return Flow(source=source, target=target, gbps=self.gbps, both=both, waited=round(self.waited, 3))
+
+
+def exchange_offset(asked: float, received: float, answered: float, heard: float) -> float:
+    """The other's clock minus ours. The second and third time are the other's. Source: RFC 5905, section 8."""
+    return ((received - asked) + (answered - heard)) / 2

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from elastictrain.preflight.transport.choice import (
+from elastictrain.preflight.transport.facts import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
+    Facts,
     choose_interface,
     pinned_for_gloo,
     pinned_for_nccl,
 )
-from elastictrain.preflight.transport.facts import Facts
 from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
 from elastictrain.preflight.transport.patterns import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict

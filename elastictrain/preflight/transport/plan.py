@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 
-from elastictrain.preflight.transport.choice import (
+from elastictrain.preflight.transport.facts import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
     Choice,
+    Facts,
     choose_interface,
 )
-from elastictrain.preflight.transport.facts import Facts
 from elastictrain.preflight.transport.infiniband import DISABLE, GID_INDEX, HCA, Rdma, RdmaPlan, decide_rdma
 from elastictrain.preflight.transport.settings import OWN_VARIABLES, own_variables
 

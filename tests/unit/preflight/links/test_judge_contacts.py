@@ -7,6 +7,7 @@ from elastictrain.preflight.links.judge_contacts import (
     judge_latency,
     judge_mtu,
     judge_reach,
+    offsets_from_group,
     suspicious_contacts,
 )
 from elastictrain.preflight.links.messages import Link
@@ -163,3 +164,22 @@ def test_all_that_looks_bad_is_tried_again() -> None:
     }
     found = contacts(4, lambda link: changes.get(link, {}))
     assert suspicious_contacts(found, options=OPTIONS) == sorted(changes)
+
+
+def test_offsets_add_up_along_a_ring_and_the_median_is_the_time() -> None:
+    true = {0: 20.0, 1: 0.0, 2: 0.1, 3: -0.1}
+    ring = {(a, (a + 1) % 4): true[(a + 1) % 4] - true[a] for a in range(3)}
+    found = offsets_from_group(ring, num_hosts=4)
+    assert {host: round(offset, 6) for host, offset in found.items()} == {0: 20.0, 1: 0.0, 2: 0.1, 3: -0.1}
+
+
+def test_of_two_hosts_the_first_has_the_time() -> None:
+    assert offsets_from_group({(1, 0): 5.0}, num_hosts=2) == {0: 0.0, 1: -5.0}
+
+
+def test_nobody_asked_nothing_known() -> None:
+    assert offsets_from_group({}, num_hosts=3) == {}
+
+
+def test_who_was_not_reached_is_left_out() -> None:
+    assert offsets_from_group({(0, 1): 0.0}, num_hosts=3).keys() == {0, 1}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.preflight.links.probes import PathProbe, candidates
+from elastictrain.preflight.links.probes import PathProbe, candidates, exchange_offset
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.wire import Secret, answer_frame, probe_frame, read_answer
 
@@ -80,3 +80,7 @@ def test_frames_of_strangers_are_not_answered() -> None:
 @given(st.binary(max_size=80))
 def test_garbage_is_not_answered(data: bytes) -> None:
     assert answer_frame(Secret(TOKEN, b"n"), data) is None
+
+
+def test_an_exchange_does_not_count_the_way() -> None:
+    assert exchange_offset(asked=100.0, received=120.5, answered=120.6, heard=101.1) == 20.0
