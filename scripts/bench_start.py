@@ -18,7 +18,7 @@ from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import EVENTS, FINISHED_S
 from elastictrain.lease.records import Claim
-from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, Start, Starts
+from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
@@ -37,7 +37,7 @@ def fill(store: Store, num_objects: int) -> int:
 
         def records_of(number: int) -> None:
             Chain(store).create(Claim(number, "bench", over=True))
-            Starts(store).write(Start(number, f"{number:06d}-aa", 1))
+            Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
             if number > num_objects - LINEAGE_KEPT:
                 Lineage(store).write(Origin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
 

@@ -57,7 +57,7 @@ def default_cache_dir(environment: Mapping[str, str]) -> Path:
     return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "elastictrain"
 
 
-class Lease:
+class CacheLease:
     """A folder in the cache that stays there until the lease is closed or its process ends."""
 
     def __init__(self, folder: Path, *, lock: int) -> None:
@@ -91,7 +91,7 @@ class CacheFolder:
         self._root = root
         self._budget_bytes = budget_bytes
 
-    def lease(self, name: str, *, size_bytes: int, source: str) -> Lease:
+    def lease(self, name: str, *, size_bytes: int, source: str) -> CacheLease:
         """Make room for the entry `name` with `size_bytes` at most, and hold it; `source` is for messages.
 
         Raises: DataError if the cache is too small; HostUnfitError if this host's disk is full.
@@ -105,7 +105,7 @@ class CacheFolder:
                 folder.mkdir(exist_ok=True)
                 # Space is reserved before it is used: another process that makes room counts it from now on.
                 (folder / "size.json").write_text(json.dumps(size_bytes))
-                lease = Lease(folder, lock=os.open(folder / "use.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+                lease = CacheLease(folder, lock=os.open(folder / "use.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
                 fcntl.flock(lease.lock, fcntl.LOCK_SH)
                 os.utime(lease.lock)
         return lease

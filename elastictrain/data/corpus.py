@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from elastictrain.data.cache import CacheFolder, Lease
+from elastictrain.data.cache import CacheFolder, CacheLease
 from elastictrain.data.index import TokenIndex
 from elastictrain.data.plan import DEFAULT_SHARD_TOKENS, Document
 from elastictrain.data.prepare import prepare
@@ -69,7 +69,7 @@ def content_digest(documents: tuple[Document, ...]) -> str:
     return digest.hexdigest()
 
 
-def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Path, Lease]:
+def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Path, CacheLease]:
     """The corpus as token files in the cache: its index, its folder, and the lease that keeps it there.
 
     Safe to call from any number of processes at once: one prepares, the others wait and find it done.

@@ -11,7 +11,7 @@ from threading import Event, Lock
 import xxhash
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.data.cache import CacheFolder, Lease, explained
+from elastictrain.data.cache import CacheFolder, CacheLease, explained
 from elastictrain.data.index import Shard, TokenIndex
 from elastictrain.errors import DataError, ObjectNotFoundError
 from elastictrain.storage.store import Store
@@ -22,7 +22,7 @@ _NUM_THREADS = 4
 _VERIFIED_FILE = "verified.json"
 
 
-def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tuple[tuple[Path, ...], Lease]:
+def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tuple[tuple[Path, ...], CacheLease]:
     """Local paths of all shards, and the lease that keeps them there.
 
     Raises: DataError if a shard is not what the index says; StorageError.

@@ -169,7 +169,7 @@ def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int,
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TextPiece:
     document: int
     offset_bytes: int
     text: bytes
@@ -208,16 +208,16 @@ class _TokenStream:
         return taken
 
 
-def _encode(pieces: Iterator[_Piece], *, tokenizer: Tokenizer) -> Iterator[tuple[_Piece, npt.NDArray[np.uint32]]]:
+def _encode(pieces: Iterator[_TextPiece], *, tokenizer: Tokenizer) -> Iterator[tuple[_TextPiece, npt.NDArray[np.uint32]]]:
     separator = np.array([tokenizer.description.separator], dtype=np.uint32)
     for batch in iter(lambda: _next_batch(pieces), []):
         for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
             yield piece, np.concatenate((tokens, separator)) if piece.ends_document else tokens
 
 
-def _next_batch(pieces: Iterator[_Piece]) -> list[_Piece]:
+def _next_batch(pieces: Iterator[_TextPiece]) -> list[_TextPiece]:
     """Several small documents, or one large piece: what a tokenizer encodes in parallel, bounded in memory."""
-    batch: list[_Piece] = []
+    batch: list[_TextPiece] = []
     size = 0
     for piece in islice(pieces, _BATCH_DOCUMENTS):
         batch.append(piece)
@@ -227,14 +227,14 @@ def _next_batch(pieces: Iterator[_Piece]) -> list[_Piece]:
     return batch
 
 
-def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_Piece]:
+def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_TextPiece]:
     offset = start.offset_bytes
     for number in range(start.document, len(documents)):
         document = documents[number]
         while offset < document.size_bytes:
             data = _read(document, offset=offset)
             text = data[: cut(data, final=offset + len(data) >= document.size_bytes)]
-            yield _Piece(number, offset, text, ends_document=offset + len(text) == document.size_bytes)
+            yield _TextPiece(number, offset, text, ends_document=offset + len(text) == document.size_bytes)
             offset += len(text)
         offset = 0
 

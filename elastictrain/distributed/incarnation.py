@@ -105,7 +105,7 @@ def check_alike(incarnation: Incarnation) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class KeepWaiting:
     """Rank 0 cannot go on yet: these ranks are missing, at this stage."""
 
     ranks: tuple[int, ...]
@@ -126,16 +126,16 @@ class Go:
 
 def coordinate(
     hellos: Mapping[int, str], *, world_size: int, proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
-) -> Wait | Publish | Go:
+) -> KeepWaiting | Publish | Go:
     """What rank 0 does next. `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal `proposed`."""
     silent = tuple(rank for rank in range(world_size) if rank not in hellos)
     if silent:
-        return Wait(silent, "say hello")
+        return KeepWaiting(silent, "say hello")
     nonces = tuple(hellos[rank] for rank in range(world_size))
     if nonces != proposed:
         return Publish(nonces)
     pending = tuple(rank for rank in range(world_size) if rank not in acknowledged)
-    return Wait(pending, "acknowledge") if pending else Go()
+    return KeepWaiting(pending, "acknowledge") if pending else Go()
 
 
 def agree(  # noqa: PLR0913 -- clocks are handed in
@@ -229,7 +229,7 @@ class _Seat:
         self._proposed: tuple[str, ...] | None = None
         self._name = ""
         self._acknowledged: set[int] = set()
-        self._waiting: Wait | None = None
+        self._waiting: KeepWaiting | None = None
         self._joined: Incarnation | None = None
 
     def lead(self) -> None:
@@ -248,7 +248,7 @@ class _Seat:
             proposed=self._proposed,
             acknowledged=frozenset(self._acknowledged),
         )
-        self._waiting = decision if isinstance(decision, Wait) else None
+        self._waiting = decision if isinstance(decision, KeepWaiting) else None
         if isinstance(decision, Publish):
             self._proposed = decision.nonces
             self._acknowledged = set()

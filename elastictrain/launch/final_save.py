@@ -22,7 +22,7 @@ _CONNECT_S = 2.0
 _TURN_S = 0.1
 
 
-class SaverProcess(Protocol):
+class SaverHandle(Protocol):
     """A saver that was asked to write what only host memory has."""
 
     pid: int
@@ -90,7 +90,7 @@ def await_final_save(
     *,
     until_s: float,
     committed_step: Callable[[], int | None],
-    ask: Callable[[], SaverProcess | None],
+    ask: Callable[[], SaverHandle | None],
     say: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -119,7 +119,7 @@ def await_final_save(
     return FinalSave(committed, wanted_step, saver.pid if writes else 0)
 
 
-def _describe(saver: SaverProcess, step: int) -> str:
+def _describe(saver: SaverHandle, step: int) -> str:
     return f"the saver ({describe_process(saver.pid)}) to write step {step} from host memory to storage"
 
 

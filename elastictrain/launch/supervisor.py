@@ -14,7 +14,7 @@ from elastictrain.fault.exits import PREVIOUS_EXIT_TIMEOUT_S
 from elastictrain.fault.reasons import read_begun, read_noted_step
 from elastictrain.fault.stop import StopNote, StopRequest, write_stop_note
 from elastictrain.launch.attempt import Attempt, judge_end, read_remains
-from elastictrain.launch.final_save import FinalSave, SaverProcess, await_final_save, exit_message, waiting_message
+from elastictrain.launch.final_save import FinalSave, SaverHandle, await_final_save, exit_message, waiting_message
 from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.decide import decide
@@ -78,7 +78,7 @@ class SupervisorParts:
     remembered_step: Callable[[], int]
     """The newest step in this host's memory."""
 
-    ask_to_flush: Callable[[], SaverProcess | None]
+    ask_to_flush: Callable[[], SaverHandle | None]
     """Have this host's saver write what only memory has; None if there is no saver."""
 
     say: Callable[[str], None]

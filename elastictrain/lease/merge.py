@@ -17,7 +17,7 @@ from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTo
 from elastictrain.lease.merge_plan import (
     EVENTS,
     LARGE_BYTES,
-    Journal,
+    JournalObject,
     Merge,
     Merged,
     launcher_log,
@@ -155,7 +155,7 @@ def _range(one: Merged) -> tuple[int, int, str]:
     return one.first, one.last, one.writer
 
 
-def _cover(journal: Journal, merged: Iterable[Merged]) -> tuple[int, int, str] | None:
+def _cover(journal: JournalObject, merged: Iterable[Merged]) -> tuple[int, int, str] | None:
     """The merged objects that may hold lines of a journal."""
     covers = (_range(one) for one in merged if one.first <= journal.number <= one.last and one.writer == journal.writer)
     return next(covers, None)

@@ -39,7 +39,7 @@ _LAUNCHER = re.compile(rf"({EVENTS}/launcher-[^/]+?)(?:\.part-\d+)?\.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class JournalObject:
     """One object of a journal that is not merged."""
 
     key: str
@@ -85,14 +85,14 @@ def launcher_log(key: str) -> str | None:
     return match[1] if match is not None else None
 
 
-def parse_journal(key: str, *, launchers: Mapping[str, int]) -> Journal | None:
+def parse_journal(key: str, *, launchers: Mapping[str, int]) -> JournalObject | None:
     """None if this is no journal. `launchers` are the generations with which logs of launchers begin."""
     if (log := launcher_log(key)) is not None:
-        return Journal(key, launchers[log], log, LAUNCHERS) if log in launchers else None
+        return JournalObject(key, launchers[log], log, LAUNCHERS) if log in launchers else None
     match = _JOURNAL.fullmatch(key)
     if match is None:
         return None
-    return Journal(key, int(match[2]), match[1], FIRST_RANK if match[3] == FIRST_RANK else OTHERS)
+    return JournalObject(key, int(match[2]), match[1], FIRST_RANK if match[3] == FIRST_RANK else OTHERS)
 
 
 def parse_merged(key: str) -> Merged | None:
@@ -112,7 +112,7 @@ def plan_merges(infos: Iterable[ObjectInfo], *, launchers: Mapping[str, int], ne
     `FINISHED_S`: until then it may still be appended to.
     """
     merged: list[Merged] = []
-    blocks: dict[tuple[int, tuple[str, ...]], list[tuple[Journal, ObjectInfo]]] = {}
+    blocks: dict[tuple[int, tuple[str, ...]], list[tuple[JournalObject, ObjectInfo]]] = {}
     for info in infos:
         if (one := parse_merged(info.key)) is not None:
             merged.append(one)
@@ -134,7 +134,7 @@ def _block(number: int) -> int:
     return (number - 1) // BLOCK
 
 
-def _plan_block(journals: Sequence[tuple[Journal, ObjectInfo]], merged: Sequence[Merged]) -> list[Merge]:
+def _plan_block(journals: Sequence[tuple[JournalObject, ObjectInfo]], merged: Sequence[Merged]) -> list[Merge]:
     total_bytes: dict[str, int] = {}
     for journal, info in journals:
         total_bytes[journal.log] = total_bytes.get(journal.log, 0) + info.size_bytes

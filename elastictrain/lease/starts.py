@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"(\d{6,})-\w+")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartRecord:
     """One incarnation of the run, from the moment that its ranks had met."""
 
     number: int
@@ -49,11 +49,11 @@ class Starts:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def write(self, start: Start) -> None:
+    def write(self, start: StartRecord) -> None:
         """Note that a start's ranks have met."""
         self._store.write(_key(start.number), json.dumps(asdict(start)).encode())
 
-    def last(self, before: int, *, count: int) -> list[Start]:
+    def last(self, before: int, *, count: int) -> list[StartRecord]:
         """Those among the `count` numbers before `before` whose ranks had met, the newest last."""
         numbers = {_key(number): number for number in range(max(1, before - count), before)}
         found = read_all(self._store, numbers)
@@ -106,9 +106,9 @@ def _traces(incarnation: str) -> list[str]:
     return keys
 
 
-def _parse(number: int, data: bytes) -> Start | None:
+def _parse(number: int, data: bytes) -> StartRecord | None:
     try:
-        start = Start(**parse_json(data))
+        start = StartRecord(**parse_json(data))
     except (ValueError, TypeError):
         return None
     sound = start.number == number and isinstance(start.incarnation, str) and isinstance(start.world_size, int)

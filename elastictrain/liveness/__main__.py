@@ -11,11 +11,11 @@ from typing import NoReturn
 from elastictrain.errors import EXIT_OK
 from elastictrain.events import Hang, Journal
 from elastictrain.liveness.leftovers import sweep
-from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.rank_monitor import RankMonitor, clear
 
 
-def main(folder: str, facts: HostFacts) -> NoReturn:
+def main(folder: str, facts: MonitoredHost) -> NoReturn:
     """Watch until nobody is left."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     # It ends when its workers have, whoever asks it or them to end.
@@ -28,7 +28,7 @@ def main(folder: str, facts: HostFacts) -> NoReturn:
     os._exit(EXIT_OK)
 
 
-def keep(hang: Hang, stacks: str, facts: HostFacts) -> None:
+def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
     """Record a hang in the run's folder; in a thread that nobody waits for."""
     # Imported when there is something to keep: it takes long, and most watchers never do.
     from elastictrain.storage.appendlog import open_append_log
@@ -44,10 +44,10 @@ def keep(hang: Hang, stacks: str, facts: HostFacts) -> None:
     store.write(key, stacks.encode())
 
 
-def read_facts(text: str) -> HostFacts:
+def read_facts(text: str) -> MonitoredHost:
     """What the worker wrote that started this process."""
     facts = json.loads(text)
-    return HostFacts(**{**facts, "ranks": tuple(facts["ranks"])})
+    return MonitoredHost(**{**facts, "ranks": tuple(facts["ranks"])})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
 
 
 @dataclass(frozen=True, slots=True)
-class HostFacts:
+class MonitoredHost:
     """What the watcher of a host has to know of an incarnation."""
 
     incarnation: str
@@ -43,7 +43,7 @@ class HostFacts:
 class RankMonitorClient:
     """One worker. Its files and its watcher go with `close`; where a worker ends otherwise, the watcher removes them."""
 
-    def __init__(self, facts: HostFacts, *, rank: int, options: FaultGroup, parent: str = "") -> None:
+    def __init__(self, facts: MonitoredHost, *, rank: int, options: FaultGroup, parent: str = "") -> None:
         """From the main thread. Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
         self._facts = facts
         self._options = options

@@ -17,7 +17,7 @@ from elastictrain.events import Hang
 from elastictrain.fault.reasons import Reason, leave_reason
 from elastictrain.liveness.kill_decision import PULSE_S, KillDecision, Seen, judge
 from elastictrain.liveness.leftovers import remove_folder
-from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.progress_file import ProgressFileReader
 from elastictrain.liveness.stacks import look_at, take_stacks
@@ -35,7 +35,7 @@ _NOBODY_S = 10.0
 """The marks of the first worker are there before its watcher: without any, that worker is gone."""
 
 
-class Worker(Protocol):
+class MonitoredWorker(Protocol):
     """One watched process."""
 
     def look(self, awake_s: float) -> Seen | None:
@@ -99,9 +99,9 @@ class RankMonitor:
     def __init__(
         self,
         folder: str,
-        facts: HostFacts,
+        facts: MonitoredHost,
         *,
-        find: Callable[[str, int], Worker] = LiveWorker,
+        find: Callable[[str, int], MonitoredWorker] = LiveWorker,
         record: Callable[[Hang, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +112,7 @@ class RankMonitor:
         self._record = record
         self._clock = clock
         self._last_s = self._began_s = clock()
-        self._workers: dict[int, Worker] = {}
+        self._workers: dict[int, MonitoredWorker] = {}
         self._ended: set[int] = set()
         self._vanished: set[int] = set()
         """Ranks that will never show anything: their number may soon be another process's."""

@@ -25,7 +25,7 @@ _STATES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class KernelThread:
     """A process, or one thread of it."""
 
     pid: int
@@ -45,10 +45,14 @@ class Task:
         return f"{self.name} ({self.pid}) {_STATES.get(self.state, f'is in state {self.state}')}{where}"
 
 
-def look_at(pid: int, *, proc: Path = Path("/proc")) -> Task | None:
+def look_at(pid: int, *, proc: Path = Path("/proc")) -> KernelThread | None:
     """A process or thread; None if it is gone."""
     stat = read_stat(proc / str(pid))
-    return Task(pid, stat.name, stat.state, stat.parent, stat.exiting, _where(proc / str(pid))) if stat is not None else None
+    return (
+        KernelThread(pid, stat.name, stat.state, stat.parent, stat.exiting, _where(proc / str(pid)))
+        if stat is not None
+        else None
+    )
 
 
 def describe_process(pid: int, *, proc: Path = Path("/proc")) -> str:
@@ -58,14 +62,14 @@ def describe_process(pid: int, *, proc: Path = Path("/proc")) -> str:
     return "\n".join(lines)
 
 
-def _threads(pid: int, *, proc: Path) -> Iterator[Task]:
+def _threads(pid: int, *, proc: Path) -> Iterator[KernelThread]:
     with suppress(OSError):
         for name in sorted(os.listdir(proc / str(pid) / "task"), key=int):  # noqa: PTH208
             if (task := look_at(int(name), proc=proc / str(pid) / "task")) is not None:
                 yield task
 
 
-def _children(pid: int, *, proc: Path) -> Iterator[Task]:
+def _children(pid: int, *, proc: Path) -> Iterator[KernelThread]:
     for name in os.listdir(proc):  # noqa: PTH208
         if name.isdecimal() and (task := look_at(int(name), proc=proc)) is not None and task.parent == pid:
             yield task

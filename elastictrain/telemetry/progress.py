@@ -65,7 +65,7 @@ class Bar:
         self._bar.close()
 
 
-class Lines:
+class LineProgress:
     """One line for each logged step; for files and pipes."""
 
     def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, clock: Callable[[], float]) -> None:
@@ -119,4 +119,4 @@ def open_progress(mode: Mode, *, stream: TextIO, total_steps: int, start_step: i
         return MessagesOnly(stream)
     if mode == "bar" or (mode == "auto" and stream.isatty()):
         return Bar(stream, total_steps=total_steps, start_step=start_step, clock=clock)
-    return Lines(stream, total_steps=total_steps, start_step=start_step, clock=clock)
+    return LineProgress(stream, total_steps=total_steps, start_step=start_step, clock=clock)

@@ -47,7 +47,7 @@ from elastictrain.train.preflight import RunPreflight
 from elastictrain.train.runfolder import check_run_folder
 from elastictrain.train.samples import Samples, open_samples
 from elastictrain.train.signing import signing_key
-from elastictrain.train.state_size import Memory, Spread, judge_fit, measure_state
+from elastictrain.train.state_size import MemorySize, Spread, judge_fit, measure_state
 from elastictrain.train.task import HasBlocks, Task
 
 logger = logging.getLogger(__name__)
@@ -222,11 +222,11 @@ def _check_memory(task: Task, config: RunConfig, identity: Identity, *, backend:
     device = None
     if backend == "nccl":
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
-        device = Memory(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
+        device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
     found = psutil.virtual_memory()
     # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
     total_bytes = min([int(found.total), *(limit for limit, _ in group_limits())])
-    host = Memory("this host", total_bytes, min(total_bytes, int(found.available)))
+    host = MemorySize("this host", total_bytes, min(total_bytes, int(found.available)))
     fit = judge_fit(size, spread, device=device, host=host)
     if fit.problem:
         raise ConfigError(fit.problem) if fit.nowhere else HostUnfitError(fit.problem)

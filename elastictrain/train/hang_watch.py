@@ -12,7 +12,7 @@ from elastictrain.events import Hang
 from elastictrain.identity import Identity
 from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose, paragraph
 from elastictrain.liveness.flight_record import Entered, last_entered
-from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
@@ -139,7 +139,7 @@ class HangWatch:
 
     def _open_outpost(self, met: Met) -> RankMonitorClient:
         config, identity = self._config, self._identity
-        facts = HostFacts(
+        facts = MonitoredHost(
             incarnation=met.incarnation.name,
             host=identity.host,
             ranks=tuple(identity.host_ranks),

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class SnapshotMemory:
     """This rank's way to host memory."""
 
     folder: str
@@ -95,7 +95,7 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
     return link
 
 
-def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: SaverLink | None) -> Memory | None:
+def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: SaverLink | None) -> SnapshotMemory | None:
     """Make the keepers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
     if config.checkpoint.buffers == 0:
         return None
@@ -135,7 +135,7 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
         remote=others,
         names=[str(row[1]) for row in rows],
     )
-    return Memory(recall.folder, recall.run, link, recall, others, trouble, kept)
+    return SnapshotMemory(recall.folder, recall.run, link, recall, others, trouble, kept)
 
 
 def _meet(link: SaverLink, roster: Message) -> str:

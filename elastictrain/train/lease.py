@@ -16,7 +16,7 @@ from elastictrain.identity import Identity
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Lease, Owner, Waiting, take
 from elastictrain.lease.records import name_of
-from elastictrain.lease.starts import Start, Starts
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.temporaries import Writer, start_of, this_writer
@@ -74,7 +74,7 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
     def note() -> None:
         starts = Starts(without_sync(store))
         try:
-            starts.write(Start(number, incarnation, world_size))
+            starts.write(StartRecord(number, incarnation, world_size))
             starts.trim(number)
         except StorageError as error:
             logger.warning("the next start will know less of this one: %s", error)

@@ -64,7 +64,7 @@ def copy_limit_s(left: float | None, *, most_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LeaveDecision:
     """Waiting for the save of one step is over, on all ranks alike."""
 
     tier: Tier
@@ -77,7 +77,7 @@ class Verdict:
     """Why the save came to nothing, while there is time to try it again."""
 
 
-def judge(words: Sequence[Word], *, replicating: bool) -> Verdict | None:
+def judge(words: Sequence[Word], *, replicating: bool) -> LeaveDecision | None:
     """Whether waiting is over, from what the ranks say in one round; None if not.
 
     `replicating`: whether replicas of the step were asked for. Storage is waited for as long as there is time, and what the
@@ -86,12 +86,12 @@ def judge(words: Sequence[Word], *, replicating: bool) -> Verdict | None:
     left = least([word.left_s for word in words])
     limited = left is not None
     if any(word.saved for word in words):
-        return Verdict("storage", limited)
+        return LeaveDecision("storage", limited)
     tier: Tier = "peer" if replicating and not any(word.sending or word.unsent for word in words) else "memory"
     if left is not None and left <= 0:
-        return Verdict(tier, limited)
+        return LeaveDecision(tier, limited)
     error = next((word.error for word in words if word.error), "")
-    return Verdict(tier, limited, error) if error else None
+    return LeaveDecision(tier, limited, error) if error else None
 
 
 def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) -> str:

@@ -32,7 +32,7 @@ from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
 from elastictrain.identity import Identity
 from elastictrain.train.bringup import Started
-from elastictrain.train.keepers import Memory
+from elastictrain.train.keepers import SnapshotMemory
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.snapshot_saving import SnapshotSaving
 
@@ -40,7 +40,13 @@ logger = logging.getLogger(__name__)
 
 
 def make_saving(
-    memory: Memory | None, parts: SavingParts, *, config: RunConfig, identity: Identity, started: Started, in_storage: bool
+    memory: SnapshotMemory | None,
+    parts: SavingParts,
+    *,
+    config: RunConfig,
+    identity: Identity,
+    started: Started,
+    in_storage: bool,
 ) -> Saving:
     """Room for snapshots where hosts have it; else training waits for checkpoints.
 
@@ -100,7 +106,7 @@ def make_saving(
     )
 
 
-def _without_memory(memory: Memory, parts: SavingParts, *, config: RunConfig, in_storage: bool) -> SynchronousSaving:
+def _without_memory(memory: SnapshotMemory, parts: SavingParts, *, config: RunConfig, in_storage: bool) -> SynchronousSaving:
     """Training waits for checkpoints, and host memory is given back. Collective: yes."""
     saving, link = SynchronousSaving(parts), memory.link
     if memory.others is not None:
@@ -126,7 +132,7 @@ def _check_alike(tensors: Mapping[str, Tensor], parts: SavingParts) -> None:
 
 
 def _agree_on_buffers(
-    memory: Memory, layout: RankLayout, parts: SavingParts, *, config: RunConfig, identity: Identity
+    memory: SnapshotMemory, layout: RankLayout, parts: SavingParts, *, config: RunConfig, identity: Identity
 ) -> Buffers:
     """What all hosts have room for. Collective: yes."""
     options, group = config.checkpoint, parts.group
@@ -153,7 +159,9 @@ def _agree_on_buffers(
     return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
 
 
-def _choose_slots(memory: Memory, layout: RankLayout, parts: SavingParts, *, wanted: int, in_storage: bool) -> Sequence[int]:
+def _choose_slots(
+    memory: SnapshotMemory, layout: RankLayout, parts: SavingParts, *, wanted: int, in_storage: bool
+) -> Sequence[int]:
     """The numbers of this rank's slots: as many on all ranks, which speak of them by their places. Collective: yes."""
     restored_step = None if in_storage else parts.state.step
     size_bytes = layout.file_bytes
@@ -163,7 +171,7 @@ def _choose_slots(memory: Memory, layout: RankLayout, parts: SavingParts, *, wan
     return indices[: min(int(str(count)) for count in gather_json(len(indices), group=parts.group))]
 
 
-def _replicas_held(memory: Memory, *, rank: int, size_bytes: int) -> int:
+def _replicas_held(memory: SnapshotMemory, *, rank: int, size_bytes: int) -> int:
     """How many slots for replicas of a rank this host has already and uses again."""
     if rank not in memory.kept:
         return 0
@@ -175,7 +183,7 @@ def _replicas_held(memory: Memory, *, rank: int, size_bytes: int) -> int:
 
 
 def _agree_on_steps(
-    memory: Memory, indices: Sequence[int], parts: SavingParts, *, restored: SnapshotSet | None, layout: str
+    memory: SnapshotMemory, indices: Sequence[int], parts: SavingParts, *, restored: SnapshotSet | None, layout: str
 ) -> list[int | None]:
     """Of the snapshots that every rank holds in the same slot already: only the one that was restored counts.
 

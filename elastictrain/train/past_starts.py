@@ -8,7 +8,7 @@ from typing import Any
 from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.errors import ObjectNotFoundError, StorageError
-from elastictrain.lease.starts import Start, Starts
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.preflight.history import STARTS, PastFindings
 from elastictrain.preflight.policy import Ended
 from elastictrain.storage.appendlog import last_part, part_key
@@ -55,7 +55,7 @@ class PastStarts:
             return []
         return [one for data in found for one in findings_in(data)]
 
-    def _end_of(self, start: Start, rank: int) -> bytes:
+    def _end_of(self, start: StartRecord, rank: int) -> bytes:
         """The last records of a rank; the last object of a log has the last word."""
         stem = _stem(start, rank)
         key = f"{stem}.jsonl"
@@ -66,7 +66,7 @@ class PastStarts:
             return self._store.read(part_key(stem, number))[-_READ_BYTES:] if number else b""
         return self._store.read(key, start=max(0, size_bytes - _READ_BYTES))
 
-    def _begin_of(self, start: Start) -> bytes:
+    def _begin_of(self, start: StartRecord) -> bytes:
         """The first records of rank 0: a preflight is among the first that happens."""
         stem = _stem(start, 0)
         for key in (f"{stem}.jsonl", part_key(stem, 1)):
@@ -77,7 +77,7 @@ class PastStarts:
         return b""
 
 
-def _stem(start: Start, rank: int) -> str:
+def _stem(start: StartRecord, rank: int) -> str:
     return f"events/{start.incarnation}-r{rank:05d}"
 
 

@@ -9,7 +9,7 @@ from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.pending_saves import Saved
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
-from elastictrain.train.leaving import Verdict, Word, judge, least
+from elastictrain.train.leaving import LeaveDecision, Word, judge, least
 from elastictrain.train.saving import SavingParts, tell_failure
 
 _ROUND_S = 0.1
@@ -33,7 +33,7 @@ class SaveWait:
             self.saved_step = max(self.saved_step, *(one.step for one in saved))
             self._parts.committed(self.saved_step)
 
-    def until_safe(self, step: int, *, can_replicate: bool, in_a_row: int, deadline_s: float) -> Verdict:
+    def until_safe(self, step: int, *, can_replicate: bool, in_a_row: int, deadline_s: float) -> LeaveDecision:
         """Until a step whose snapshot is whole on all ranks is in storage, has failed to get there, or this run has to go.
 
         If it has to go soon, and `can_replicate`, the step is sent to the peers as well. `in_a_row`: saves that have failed;

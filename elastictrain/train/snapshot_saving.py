@@ -15,7 +15,7 @@ from elastictrain.errors import CheckpointError
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.cadence import SaveReason
-from elastictrain.train.leaving import Reached, Verdict, copy_limit_s, describe_kept
+from elastictrain.train.leaving import LeaveDecision, Reached, copy_limit_s, describe_kept
 from elastictrain.train.save_wait import SHARE, SaveWait
 from elastictrain.train.saving import SavingParts, SynchronousSaving, tell_failure
 
@@ -23,7 +23,7 @@ _PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundSlot:
     """What came of looking for a slot: its place, or None; `late`: because this run has to go."""
 
     place: int | None
@@ -258,7 +258,7 @@ class SnapshotSaving:
     def _succeeded(self) -> None:
         self._told_in_a_row = self._unheard = 0
 
-    def _wait_for_slot(self) -> _Found:
+    def _wait_for_slot(self) -> _FoundSlot:
         """The slot for a snapshot that cannot be put off. Collective: yes."""
         deadline = self._clock() + SHARE * self._parts.save_timeout_s
         step = 1 << 62
@@ -275,7 +275,7 @@ class SnapshotSaving:
                 assert isinstance(of_rank, list)  # noqa: S101
                 its_busy, its_torn, it_cannot, its_left_s = of_rank
                 if it_cannot:
-                    return _Found(None)
+                    return _FoundSlot(None)
                 busy = [a or bool(b) for a, b in zip(busy, its_busy, strict=True)]  # type: ignore[arg-type]
                 torn = [a or bool(b) for a, b in zip(torn, its_torn, strict=True)]  # type: ignore[arg-type]
                 out_of_time |= isinstance(its_left_s, int | float) and its_left_s <= 0
@@ -284,9 +284,9 @@ class SnapshotSaving:
             place = self._book.choose() if place is None else place
             self._none_had = place is None
             if place is not None:
-                return _Found(place)
+                return _FoundSlot(place)
             if out_of_time:
-                return _Found(None, late=True)
+                return _FoundSlot(None, late=True)
             if self._parts.rank == 0:
                 notice.tell(lambda: f"the saver ({describe_process(self._link.pid)}) to free host memory", until_s=deadline)
             time.sleep(_PAUSE_S)
@@ -301,7 +301,7 @@ class SnapshotSaving:
             return Reached(max(0, self._wait.saved_step), "storage" if self._wait.saved_step >= 0 else "nothing")
         return Reached(in_memory, "storage" if self._wait.saved_step >= in_memory else "memory")
 
-    def _outcome(self, step: int) -> Verdict:
+    def _outcome(self, step: int) -> LeaveDecision:
         """Waits until the snapshot of a step is whole, and then as long as there is time for storage. Collective: yes.
 
         The watchdog takes both for one phase, so they have one limit.
@@ -316,7 +316,7 @@ class SnapshotSaving:
         told = [row for row in gather_json([error, left is not None], group=self._parts.group) if isinstance(row, list)]
         errors = [str(row[0]) for row in told if row[0]]
         if errors:
-            return Verdict("nothing", any(row[1] for row in told), errors[0])
+            return LeaveDecision("nothing", any(row[1] for row in told), errors[0])
         can_replicate, in_a_row = self._rounds is not None, self._failed.in_a_row
         return self._wait.until_safe(step, can_replicate=can_replicate, in_a_row=in_a_row, deadline_s=deadline_s)
 

@@ -47,7 +47,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemorySize:
     """Of one GPU, or of this host."""
 
     name: str
@@ -98,7 +98,7 @@ def size_of(model: nn.Module) -> StateSize:
     )
 
 
-def judge_fit(size: StateSize, spread: Spread, *, device: Memory | None, host: Memory) -> Fit:
+def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> Fit:
     """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU."""
     of_rank = size.of_rank(shards=spread.shards)
     ranks = 1 if device is not None else spread.local_world_size

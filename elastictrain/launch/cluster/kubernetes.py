@@ -29,7 +29,7 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _PodOrder:
     number: int
     """-1 if nothing tells."""
 
@@ -117,20 +117,20 @@ def _doubts(world_size: int | None, per_host: Sequence[int]) -> tuple[str, ...]:
     return (f"WORLD_SIZE={world_size} is taken as a number of pods; {doubt}",)
 
 
-def _order(variables: Variables, torchrun_env: TorchrunEnvironment) -> _Order:
+def _order(variables: Variables, torchrun_env: TorchrunEnvironment) -> _PodOrder:
     # RANK numbers the pods: the operator knows nothing of the processes in them.
     rank = variables.whole("RANK")
     if torchrun_env.order >= 0:
         if rank is not None and rank != torchrun_env.order:
             message = f"must be {torchrun_env.order}, the pod's number in PET_NODE_RANK, in the environment, but is {rank}"
             variables.refuse("RANK", message)
-        return _Order(torchrun_env.order, "PET_NODE_RANK")
+        return _PodOrder(torchrun_env.order, "PET_NODE_RANK")
     if variables.first("PET_NODE_RANK"):
-        return _Order(-1, "")
+        return _PodOrder(-1, "")
     if variables.first("RANK"):
-        return _Order(-1 if rank is None else rank, "RANK")
+        return _PodOrder(-1 if rank is None else rank, "RANK")
     index = variables.whole("JOB_COMPLETION_INDEX")
-    return _Order(-1, "") if index is None else _Order(index, "JOB_COMPLETION_INDEX")
+    return _PodOrder(-1, "") if index is None else _PodOrder(index, "JOB_COMPLETION_INDEX")
 
 
 def _address(variables: Variables) -> str:
@@ -143,6 +143,6 @@ def _address(variables: Variables) -> str:
     return text
 
 
-def _peers(variables: Variables, torchrun_env: TorchrunEnvironment, order: _Order) -> tuple[str, ...]:
+def _peers(variables: Variables, torchrun_env: TorchrunEnvironment, order: _PodOrder) -> tuple[str, ...]:
     master = torchrun_env.master or other_host(variables.text("MASTER_ADDR"))
     return (master,) if master and order.number != 0 else ()

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from elastictrain.launch.cluster.gpus import count, visible_gpus, workers_for
 from elastictrain.launch.cluster.place import ClusterPlace, Role
-from elastictrain.launch.cluster.slurm_step import Step, read_step
+from elastictrain.launch.cluster.slurm_step import SlurmStep, read_step
 from elastictrain.launch.cluster.variables import Variables
 
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
@@ -84,7 +84,7 @@ def _is_step(variables: Variables) -> bool:
     return int(text) % 2**32 not in _SPECIAL_STEPS
 
 
-def _without_step(variables: Variables) -> Step:
+def _without_step(variables: Variables) -> SlurmStep:
     """A batch script or an interactive shell: on the first host of the job only, or on none."""
     num_nodes = variables.whole(*_NODES, least=1) or 1
     node_id = variables.whole("SLURM_NODEID")
@@ -103,10 +103,10 @@ def _without_step(variables: Variables) -> Step:
         variables.refuse("SLURM_NODEID", f"must be 0 in the environment of a job of one host, but is {node_id}")
     own = variables.text("SLURMD_NODENAME")
     sentence = "this host alone: started without srun in a job of one host"
-    return Step(order=node_id or 0, names=(own,), own=own, local_id=0, local_tasks=1, conclusions=(sentence,), warnings=())
+    return SlurmStep(order=node_id or 0, names=(own,), own=own, local_id=0, local_tasks=1, conclusions=(sentence,), warnings=())
 
 
-def _workers(variables: Variables, step: Step) -> _Workers:
+def _workers(variables: Variables, step: SlurmStep) -> _Workers:
     gpus, source = _gpus(variables, local_tasks=step.local_tasks)
     if step.local_tasks == 1:
         number, sentence = workers_for(gpus, source=source, environment=variables.environment) if gpus else (0, "")

@@ -18,7 +18,7 @@ _NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class SlurmStep:
     """The hosts of a step, and this task among them."""
 
     order: int
@@ -35,7 +35,7 @@ class Step:
     warnings: tuple[str, ...] = field(default=())
 
 
-def read_step(variables: Variables) -> Step:
+def read_step(variables: Variables) -> SlurmStep:
     """Problems are left in `variables`; the result then means nothing."""
     names = _names(variables)
     order = variables.whole("SLURM_NODEID")
@@ -55,7 +55,7 @@ def read_step(variables: Variables) -> Step:
         f"{count(len(names), 'host')} ({variables.show(*_NAMES, *_NUM_NODES)})",
         f"this is host {order} (SLURM_NODEID), counted from 0",
     )
-    return Step(
+    return SlurmStep(
         order=order or 0,
         names=names,
         own=own or (names[order] if order is not None and names else ""),

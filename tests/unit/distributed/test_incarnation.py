@@ -11,8 +11,8 @@ from elastictrain.distributed.incarnation import (
     Go,
     Incarnation,
     Introduction,
+    KeepWaiting,
     Publish,
-    Wait,
     agree,
     check_alike,
     coordinate,
@@ -285,11 +285,11 @@ def test_rank_0_waits_then_publishes_then_waits_then_goes(
     current = tuple(hellos.get(rank, "") for rank in ranks)
     pending = tuple(rank for rank in ranks if rank not in acknowledged)
     if silent:
-        assert decision == Wait(silent, "say hello")
+        assert decision == KeepWaiting(silent, "say hello")
     elif current != proposed:
         assert decision == Publish(current)
     elif pending:
-        assert decision == Wait(pending, "acknowledge")
+        assert decision == KeepWaiting(pending, "acknowledge")
     else:
         assert decision == Go()
 

@@ -12,7 +12,7 @@ from elastictrain.lease.chain import Chain
 from elastictrain.lease.merge import merge_finished, read_events
 from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS, LARGE_BYTES, parse_merged, plan_merges
 from elastictrain.lease.records import Claim
-from elastictrain.lease.starts import Start, Starts
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
@@ -297,7 +297,7 @@ def test_much_is_merged_into_several_objects() -> None:
 def test_one_start_in_a_few_merges(newest: int, merges: bool) -> None:
     store = Dated()
     fill(store, range(1, 3))
-    Starts(store).write(Start(newest, f"{newest:06d}-aa", 1))
+    Starts(store).write(StartRecord(newest, f"{newest:06d}-aa", 1))
     Starts(store).merge_events(newest)
     assert (len(keys(store)) == 2) == merges
 
@@ -305,7 +305,7 @@ def test_one_start_in_a_few_merges(newest: int, merges: bool) -> None:
 def test_a_start_that_has_a_successor_merges_nothing_more() -> None:
     store = Dated()
     fill(store, range(1, BLOCK + 3))
-    Starts(store).write(Start(4 * BLOCK, f"{4 * BLOCK:06d}-aa", 1))
+    Starts(store).write(StartRecord(4 * BLOCK, f"{4 * BLOCK:06d}-aa", 1))
 
     def succeed(operation: str, key: str) -> None:
         if operation == "create" and key.startswith("events/"):

@@ -3,7 +3,7 @@ import pytest
 from elastictrain.lease.chain import Chain, newest_record, point_at
 from elastictrain.lease.holder import Owner, take
 from elastictrain.lease.records import Claim
-from elastictrain.lease.starts import KEPT, Start, Starts
+from elastictrain.lease.starts import KEPT, StartRecord, Starts
 from elastictrain.storage.appendlog import last_part, part_key
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.lease.made import Scene
@@ -22,7 +22,7 @@ def run_with(num_starts: int, *, num_events: int) -> Counted:
     store = Counted()
     for number in range(max(1, num_starts - KEPT), num_starts + 1):
         Chain(store).create(Claim(number, "first", "host1", 17, ("first",)))
-        Starts(store).write(Start(number, f"{number:06d}-aa", 2))
+        Starts(store).write(StartRecord(number, f"{number:06d}-aa", 2))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(num_events)}
     point_at(store, num_starts)
     return store
@@ -38,7 +38,7 @@ def start_once(store: Counted, number: int) -> list[str]:
     starts = Starts(store)
     assert len(starts.last(lease.number, count=5)) == 5
     assert starts.known([f"{number:06d}-aa", f"{number:06d}-bb"]) == [f"{number:06d}-aa"]
-    starts.write(Start(lease.number, f"{lease.number:06d}-cc", 2))
+    starts.write(StartRecord(lease.number, f"{lease.number:06d}-cc", 2))
     starts.trim(lease.number)
     return asked
 

@@ -9,11 +9,11 @@ import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.liveness.leftovers import hold, sweep
-from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.progress_file import ProgressFile
 from elastictrain.liveness.stacks import STACKS_SIGNAL
 
-FACTS = HostFacts("000002-abc", "b", (0, 1), "/run", 1.0, 1.0)
+FACTS = MonitoredHost("000002-abc", "b", (0, 1), "/run", 1.0, 1.0)
 UNKNOWN_HERE = 2**22 + 1
 
 

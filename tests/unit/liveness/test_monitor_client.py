@@ -8,13 +8,13 @@ import pytest
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.liveness import monitor_client as module
-from elastictrain.liveness.monitor_client import HostFacts, RankMonitorClient, workers_of
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, workers_of
 from elastictrain.liveness.progress import Phase, ProgressMark
 from elastictrain.liveness.progress_file import ProgressFileReader, progress_path
 from elastictrain.liveness.rank_monitor import LiveWorker
 from elastictrain.liveness.stacks import STACKS_SIGNAL
 
-FACTS = HostFacts("000001-abc", "b", (4, 5), "/run", 1.0, 1.0)
+FACTS = MonitoredHost("000001-abc", "b", (4, 5), "/run", 1.0, 1.0)
 OPTIONS = FaultGroup(step_timeout_s=40.0)
 
 

@@ -10,7 +10,7 @@ from elastictrain.events import Hang
 from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
 from elastictrain.liveness import rank_monitor as module
 from elastictrain.liveness.kill_decision import Seen
-from elastictrain.liveness.monitor_client import HostFacts
+from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.rank_monitor import RankMonitor
 from tests.unit.liveness.observed_ranks import seen
@@ -48,7 +48,7 @@ class Host:
         self.found: list[int] = []
         self.asked: list[tuple[int, int]] = []
         monkeypatch.setattr(module, "take_stacks", self._stacks)
-        facts = HostFacts("000001-abc", "b", (0, 1), "/run", 1.0, 1.0, launcher_folder=str(folder))
+        facts = MonitoredHost("000001-abc", "b", (0, 1), "/run", 1.0, 1.0, launcher_folder=str(folder))
         self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)
 
     def turn(self, after_s: float = 0.2) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from elastictrain.telemetry.log import LogPrefix, WorkerHandler
-from elastictrain.telemetry.progress import Bar, Lines, MessagesOnly, Mode, open_progress
+from elastictrain.telemetry.progress import Bar, LineProgress, MessagesOnly, Mode, open_progress
 from elastictrain.telemetry.reading import Reading
 
 
@@ -27,9 +27,9 @@ def reading(step: int) -> Reading:
     ("mode", "stream", "kind"),
     [
         ("auto", Terminal(), Bar),
-        ("auto", io.StringIO(), Lines),
+        ("auto", io.StringIO(), LineProgress),
         ("bar", io.StringIO(), Bar),
-        ("lines", Terminal(), Lines),
+        ("lines", Terminal(), LineProgress),
         ("off", Terminal(), MessagesOnly),
     ],
 )
@@ -50,7 +50,7 @@ def test_off_still_gives_messages() -> None:
 
 def test_one_line_for_each_logged_step_with_the_time_to_go() -> None:
     stream = io.StringIO()
-    progress = Lines(stream, total_steps=100, start_step=90, clock=counting_clock(step_s=2.0))
+    progress = LineProgress(stream, total_steps=100, start_step=90, clock=counting_clock(step_s=2.0))
     for step in (91, 92):
         progress.advance(step)
     progress.show(reading(92))

@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from elastictrain.lease.merge_plan import FINISHED_S
-from elastictrain.lease.starts import Start, Starts
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.train.lease import note_start
 
@@ -22,4 +22,4 @@ def test_a_start_is_noted_and_merges_events_of_finished_ones(tmp_path: Path) -> 
         time.sleep(0.01)
     assert left == ["000001-to-000002.part-00001-r00000.jsonl", "000200-aa-r00000.jsonl"]
     assert (tmp_path / "events" / left[0]).read_bytes() == b'{"number": 1}\n{"number": 2}\n'
-    assert Starts(store).last(257, count=1) == [Start(256, "000256-bb", 2)]
+    assert Starts(store).last(257, count=1) == [StartRecord(256, "000256-bb", 2)]

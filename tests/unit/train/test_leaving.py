@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.fault.stop import StopRequest
-from elastictrain.train.leaving import Reached, Tier, Verdict, Word, copy_limit_s, describe, judge, least, left_s
+from elastictrain.train.leaving import LeaveDecision, Reached, Tier, Word, copy_limit_s, describe, judge, least, left_s
 
 LATE = "storage was not reached in time, and is still written to as long as they live, for up to 12 h"
 WAITS = Word(None, sending=False, unsent=False)
@@ -43,19 +43,19 @@ def test_a_copy_has_some_seconds_however_late_it_is(left: float | None, limit: f
     ("words", "replicating", "verdict"),
     [
         ([WAITS, WAITS], False, None),
-        ([replace(WAITS, saved=True), WAITS], False, Verdict("storage", limited=False)),
+        ([replace(WAITS, saved=True), WAITS], False, LeaveDecision("storage", limited=False)),
         ([WAITS, replace(WAITS, left_s=1.0)], True, None),
-        ([replace(WAITS, saved=True), replace(WAITS, left_s=-1.0)], True, Verdict("storage", limited=True)),
-        ([WAITS, replace(WAITS, left_s=0.0)], False, Verdict("memory", limited=True)),
-        ([WAITS, replace(WAITS, left_s=0.0)], True, Verdict("peer", limited=True)),
-        ([replace(WAITS, sending=True), replace(WAITS, left_s=0.0)], True, Verdict("memory", limited=True)),
-        ([replace(WAITS, unsent=True), replace(WAITS, left_s=0.0)], True, Verdict("memory", limited=True)),
-        ([replace(WAITS, error="503"), WAITS], False, Verdict("memory", limited=False, error="503")),
-        ([replace(WAITS, error="503"), replace(WAITS, left_s=2.0)], True, Verdict("peer", limited=True, error="503")),
-        ([replace(WAITS, error="503"), replace(WAITS, left_s=-2.0)], True, Verdict("peer", limited=True)),
+        ([replace(WAITS, saved=True), replace(WAITS, left_s=-1.0)], True, LeaveDecision("storage", limited=True)),
+        ([WAITS, replace(WAITS, left_s=0.0)], False, LeaveDecision("memory", limited=True)),
+        ([WAITS, replace(WAITS, left_s=0.0)], True, LeaveDecision("peer", limited=True)),
+        ([replace(WAITS, sending=True), replace(WAITS, left_s=0.0)], True, LeaveDecision("memory", limited=True)),
+        ([replace(WAITS, unsent=True), replace(WAITS, left_s=0.0)], True, LeaveDecision("memory", limited=True)),
+        ([replace(WAITS, error="503"), WAITS], False, LeaveDecision("memory", limited=False, error="503")),
+        ([replace(WAITS, error="503"), replace(WAITS, left_s=2.0)], True, LeaveDecision("peer", limited=True, error="503")),
+        ([replace(WAITS, error="503"), replace(WAITS, left_s=-2.0)], True, LeaveDecision("peer", limited=True)),
     ],
 )
-def test_when_waiting_is_over(words: list[Word], replicating: bool, verdict: Verdict | None) -> None:
+def test_when_waiting_is_over(words: list[Word], replicating: bool, verdict: LeaveDecision | None) -> None:
     assert judge(words, replicating=replicating) == verdict
 
 

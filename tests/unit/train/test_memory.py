@@ -21,7 +21,7 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train import keepers as train_keepers
 from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
-from elastictrain.train.keepers import Memory, meet_keepers
+from elastictrain.train.keepers import SnapshotMemory, meet_keepers
 from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
 from elastictrain.train.peers import OtherHosts
 from elastictrain.train.replica_comparison import ReplicaComparison
@@ -107,7 +107,7 @@ def parts_of(scene: Scene) -> SavingParts:
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
     recall = Recall(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
-    memory = Memory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
+    memory = SnapshotMemory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
     return make_saving(
         memory, parts_of(scene), config=config(steps=100), identity=ALONE, started=cast(Started, None), in_storage=in_storage
     )
@@ -143,7 +143,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
     recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     recall.look()
-    memory = Memory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
+    memory = SnapshotMemory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
 
     def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
         return _agree_on_steps(memory, [0, 1, 2], parts_of(Scene()), restored=restored, layout=layout)
@@ -153,7 +153,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     assert steps(None) == [None] * 3
 
 
-def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> Memory:
+def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> SnapshotMemory:
     """With another host whose keeper has a port, and says `others` to every question of what is wrong."""
 
     def gather(value: JsonValue, *, group: object) -> list[JsonValue]:
@@ -228,7 +228,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
     monkeypatch.setattr(train_memory, "gather_json", gather)
     monkeypatch.setattr(train_memory, "memory_of", memory_of)
     recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
-    memory = Memory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
+    memory = SnapshotMemory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
     parts, identity = parts_of(Scene()), Identity(0, 3, 0, 1, "here", launched=True)
     found = _agree_on_buffers(memory, layout, parts, config=config(steps=100), identity=identity)
     assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
@@ -237,7 +237,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
 def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
-    memory = Memory(str(tmp_path), RUN, None, recall, None)
+    memory = SnapshotMemory(str(tmp_path), RUN, None, recall, None)
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)
     layout = layout_of(rows=600)

@@ -17,7 +17,7 @@ from elastictrain.distributed.incarnation import Incarnation, Introduction
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
-from elastictrain.lease.starts import Start, Starts
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.host_preflight import HostPreflight, Report
@@ -95,7 +95,7 @@ def end(store: Store, incarnation: str, *codes: int | None) -> None:
         last = {"event": "failure", "exit_code": code} if code is not None else {"event": "step", "step": 3}
         store.write(f"events/{incarnation}-r{rank:05d}.jsonl", json.dumps(last).encode() + b"\n")
     if codes:
-        Starts(store).write(Start(int(incarnation[:6]), incarnation, len(codes)))
+        Starts(store).write(StartRecord(int(incarnation[:6]), incarnation, len(codes)))
 
 
 def test_a_first_start_is_checked_in_full(make: Make) -> None:
@@ -165,7 +165,7 @@ def test_what_was_found_is_recorded_and_shown(make: Make, store: Store, capsys: 
         assert [row["check"] for row in event.findings] == ["bandwidth"]
         row = {"event": "preflight", "stage": "hosts", "findings": list(event.findings)}
         store.write("events/000006-bb-r00000.jsonl", json.dumps(row).encode() + b"\n")
-        Starts(store).write(Start(6, "000006-bb", 1))
+        Starts(store).write(StartRecord(6, "000006-bb", 1))
     shown = capsys.readouterr().err
     assert "preflight (full, first start): 1 warning, 1 passed in 0.5 s" in shown
     assert "mend bandwidth of a" in shown
@@ -199,7 +199,7 @@ def test_the_last_word_of_a_rank(data: bytes, ended: Ended | None) -> None:
 
 def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Make) -> None:
     """Where a log is sent now and then, one that is killed at once leaves none."""
-    Starts(store).write(Start(6, "000006-bb", 3))
+    Starts(store).write(StartRecord(6, "000006-bb", 3))
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
@@ -211,7 +211,7 @@ def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Ma
 def test_of_a_long_log_its_ends_are_read() -> None:
     store = FakeStore()
     steps = b'{"event": "step"}\n' * 200_000
-    Starts(store).write(Start(6, "000006-bb", 1))
+    Starts(store).write(StartRecord(6, "000006-bb", 1))
     end = b'{"event": "failure", "exit_code": 71}\n'
     finding = b'{"event": "preflight", "stage": "hosts", "findings": [{"check": "mtu"}]}\n'
     store.write("events/000006-bb-r00000.jsonl", finding + steps + end)
@@ -232,7 +232,7 @@ def test_of_a_long_log_its_ends_are_read() -> None:
 
 def test_a_large_group_is_known_by_its_first_ranks() -> None:
     store = FakeStore()
-    Starts(store).write(Start(6, "000006-bb", 100))
+    Starts(store).write(StartRecord(6, "000006-bb", 100))
     for rank in range(100):
         store.write(f"events/000006-bb-r{rank:05d}.jsonl", b'{"event": "failure", "exit_code": 71}\n')
     ended, world_size = PastStarts(store, incarnation="000007-cc").ended()
@@ -363,7 +363,7 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
 
 
 def test_a_log_in_a_bucket_has_its_last_word_in_its_last_object(store: Store, make: Make) -> None:
-    Starts(store).write(Start(6, "000006-bb", 2))
+    Starts(store).write(StartRecord(6, "000006-bb", 2))
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "step"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')

@@ -5,7 +5,7 @@ import pytest
 
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.train import save_wait as module
-from elastictrain.train.leaving import Verdict
+from elastictrain.train.leaving import LeaveDecision
 from elastictrain.train.save_wait import SaveWait
 from elastictrain.train.saving import SavingParts
 
@@ -21,4 +21,4 @@ def test_a_host_without_a_keeper_says_so_and_nobody_waits_for_it(broken: str, mo
     assert word.error == broken
     if broken:
         verdict = wait.until_safe(5, can_replicate=False, in_a_row=0, deadline_s=0.0)
-        assert verdict == Verdict("memory", limited=False, error=broken)
+        assert verdict == LeaveDecision("memory", limited=False, error=broken)

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.distributed.group import leave
 from elastictrain.lease.chain import Chain, point_at
 from elastictrain.lease.records import Claim
-from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, Start, Starts
+from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import bringup
 from elastictrain.train.past_starts import PastStarts
@@ -54,7 +54,7 @@ def run_with(num_starts: int) -> Counted:
     store_config(store, of("fake://run"))
     for number in range(max(1, num_starts - KEPT + 1), num_starts + 1):
         Chain(store).create(Claim(number, "earlier", over=True))
-        Starts(store).write(Start(number, f"{number:06d}-aa", 1))
+        Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
     for number in range(max(1, num_starts - LINEAGE_KEPT + 1), num_starts + 1):
         Lineage(store).write(Origin(number, f"{number:06d}-aa", min(number, 2) - 1, f"{number - 1:06d}-aa"))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(1, num_starts + 1)}

@@ -12,7 +12,7 @@ from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
 from elastictrain.errors import EXIT_CONFIG, ConfigError
 from elastictrain.train.optimizer import make_optimizer
-from elastictrain.train.state_size import Memory, Spread, StateSize, judge_fit, measure_state, size_of
+from elastictrain.train.state_size import MemorySize, Spread, StateSize, judge_fit, measure_state, size_of
 
 GB = 10**9
 ALONE = Spread(kind="ddp", shards=1, local_world_size=1, world_size=1, snapshots=0)
@@ -23,8 +23,8 @@ def task(*arguments: str) -> object:
     return build_task(load(list(arguments)))
 
 
-def host(total: float, available: float | None = None) -> Memory:
-    return Memory("this host", int(total * GB), int((total if available is None else available) * GB))
+def host(total: float, available: float | None = None) -> MemorySize:
+    return MemorySize("this host", int(total * GB), int((total if available is None else available) * GB))
 
 
 def test_it_is_what_a_model_and_its_optimizer_really_take() -> None:
@@ -85,7 +85,7 @@ def test_sizes_beyond_64_bits_are_the_configurations_fault(arguments: tuple[str,
         (replace(ALONE, snapshots=2), host(40), False, True),
     ],
 )
-def test_on_the_cpu_all_ranks_share_the_hosts_memory(spread: Spread, memory: Memory, problem: bool, warning: bool) -> None:
+def test_on_the_cpu_all_ranks_share_the_hosts_memory(spread: Spread, memory: MemorySize, problem: bool, warning: bool) -> None:
     fit = judge_fit(MODEL, spread, device=None, host=memory)
     assert (bool(fit.problem), bool(fit.warning)) == (problem, warning)
     assert not fit.nowhere
