@@ -39,15 +39,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest
+from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.layout import Item, split_item
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
-from elastictrain.checkpoint.snapshot.boxes import own_items
-from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
+from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own, own_items
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.config.load import load
 from recipes.llama.config import LlamaConfig
@@ -216,7 +215,7 @@ def say_all(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> 
 
 def commit_seconds(told: list[bytes], world: World) -> tuple[bytes, int, dict[str, float]]:
     """The leader's work once all hosts have spoken: the manifest, how many chunks it has, and the seconds of each part."""
-    facts = SaveFacts(1, world.size, INCARNATION, 1.0, "0" * 32, {"torch": torch.__version__}, {"step": 1})
+    facts = Manifest(1, world.size, INCARNATION, 1.0, "0" * 32, {"torch": torch.__version__}, {"step": 1})
 
     def decode() -> list[WrittenItem]:
         parts = [part for text in told for part in decode_parts(text, where="a host")]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.memory.place import run_folder, run_name
-from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.identity import Identity
@@ -143,7 +143,7 @@ class Ours:
         # Snapshots count if their incarnation has left events.
         bench.started.met.journal.flush()
         dist.barrier(group=bench.group)
-        recall = Recall(
+        recall = MemoryRestore(
             run_folder(bench.config.checkpoint.memory_dir, bench.config.run.dir),
             run=run_name(bench.config.run.dir),
             host=bench.identity.rank - bench.identity.local_rank,
@@ -156,7 +156,7 @@ class Ours:
     def _from_storage(self) -> None:
         self._restore(None, tier="storage")
 
-    def _restore(self, recall: Recall | None, *, tier: str) -> None:
+    def _restore(self, recall: MemoryRestore | None, *, tier: str) -> None:
         bench = self._bench
         tensors = bench.built.loop.state.tensors()
         result = bench.checkpointer(bench.folder / "run").restore(tensors=tensors, reset=lambda: None, recall=recall)

@@ -14,34 +14,45 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
-from elastictrain.checkpoint.choose import Reject, Standing
-from elastictrain.checkpoint.commit import SaveFacts
+from elastictrain.checkpoint.candidate_search import CandidateSearch, RestoreCandidate, candidate_from_bytes
 from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
-from elastictrain.checkpoint.exchange import from_first, revive
+from elastictrain.checkpoint.exchange import describe, from_first, revive
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
+from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.prune import Pruner
-from elastictrain.checkpoint.recall import Recall, Recalled, ranks_of_files
-from elastictrain.checkpoint.restore import Loader
-from elastictrain.checkpoint.save_errors import save_error
+from elastictrain.checkpoint.restore import LoadAccepted, Loader, LoadFailed, rank_results
+from elastictrain.checkpoint.select_checkpoint import Reject, Standing
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.verified_read import Folder
-from elastictrain.checkpoint.votes import Accepted, Failed, judge
-from elastictrain.checkpoint.walk import Offer, Walk, offer_from_bytes
 from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.errors import ConfigError, LeaseLostError
+from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.store import Store
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
+
+
+def save_error(failures: Mapping[int, BaseException], *, url: str) -> ElasticTrainError:
+    """A StorageError of the first rank's kind if only the store failed; else a CheckpointError."""
+    lines = []
+    for rank in sorted(failures):
+        message = str(describe(failures[rank])["message"])
+        lines.append(message if len(failures) == 1 else f"rank {rank}: {message}")
+    message = f"{url} could not be saved: " + "; ".join(dict.fromkeys(lines))
+    first = failures[min(failures)]
+    only_store = all(isinstance(error, StorageError) for error in failures.values())
+    kind = describe(first)["type"] if only_store else CheckpointError.__name__
+    return revive({"type": kind, "message": message})
+
 
 _NOTHING = JobMemory()
 
@@ -125,7 +136,7 @@ class Checkpointer:
         if self._saved is not None and not folder:
             return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
         prepared = time.monotonic()
-        facts = SaveFacts(
+        facts = Manifest(
             step=step,
             world_size=self._world_size,
             incarnation=self._incarnation,
@@ -171,7 +182,7 @@ class Checkpointer:
         tensors: Mapping[str, Tensor],
         reset: Callable[[], None],
         optional: Collection[str] = (),
-        recall: Recall | None = None,
+        recall: MemoryRestore | None = None,
     ) -> RestoreResult | None:
         """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start.
 
@@ -189,7 +200,7 @@ class Checkpointer:
         After an error tensors may hold parts of a checkpoint.
         """
         begin = time.monotonic()
-        walk = Walk(
+        search = CandidateSearch(
             self._store,
             on_invalid=self._options.on_invalid,
             incarnation=self._incarnation,
@@ -200,17 +211,17 @@ class Checkpointer:
         )
         loader = Loader(tensors=tensors, optional=optional, group=self._group)
         if recall is not None:
-            self._look(recall, walk)
+            self._look(recall, search)
         while True:
             best = None if recall is None else recall.best()
-            offer = self._offer(walk, best)
+            candidate = self._next_candidate(search, best)
             chosen = time.monotonic()
-            if offer.in_memory:
+            if candidate.in_memory:
                 assert recall is not None  # noqa: S101
                 assert best is not None  # noqa: S101
                 restored = self._try_memory(recall, best, loader)
-            elif offer.folder:
-                restored = self._try_folder(walk, offer, loader)
+            elif candidate.folder:
+                restored = self._try_folder(search, candidate, loader)
             else:
                 if loader.touched:
                     reset()
@@ -219,16 +230,16 @@ class Checkpointer:
             if restored is not None:
                 return replace(restored, seconds={"choose": chosen - begin, "read": time.monotonic() - chosen})
 
-    def _look(self, recall: Recall, walk: Walk) -> None:
+    def _look(self, recall: MemoryRestore, search: CandidateSearch) -> None:
         """What hosts hold of this run. Collective: yes."""
         recall.look()
-        walk.in_memory = [InMemory(one.facts.incarnation, one.facts.step, recall.name_of(one)) for one in recall.held]
+        search.in_memory = [InMemory(one.facts.incarnation, one.facts.step, recall.name_of(one)) for one in recall.held]
         made = [(one.incarnation, one.step) for one in recall.whole()]
         if not made:
             return
 
         def judge_snapshots() -> bytes:
-            off_line = walk.off_line(made)
+            off_line = search.off_line(made)
             for incarnation, step in off_line:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
@@ -240,30 +251,30 @@ class Checkpointer:
         incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
-    def _offer(self, walk: Walk, best: SnapshotSet | None) -> Offer:
+    def _next_candidate(self, search: CandidateSearch, best: SnapshotSet | None) -> RestoreCandidate:
         """What to try next; asked again after each rejection. Collective: yes."""
         memory = None if best is None else Standing(best.on_line, best.step)
-        return offer_from_bytes(from_first(lambda: walk.offer(memory=memory).to_bytes(), group=self._group))
+        return candidate_from_bytes(from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group))
 
-    def _try_folder(self, walk: Walk, offer: Offer, loader: Loader) -> RestoreResult | None:
+    def _try_folder(self, search: CandidateSearch, candidate: RestoreCandidate, loader: Loader) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
-        folder = Folder(self._store, f"{ROOT}/{offer.folder}/")
-        manifest = parse_manifest(offer.manifest, where=folder.url("manifest.json"), key=self._signing)
+        folder = Folder(self._store, f"{ROOT}/{candidate.folder}/")
+        manifest = parse_manifest(candidate.manifest, where=folder.url("manifest.json"), key=self._signing)
         if manifest.signature and self._signing is None and self._rank == 0:
-            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", offer.folder)
-        verdict = self._load(loader, folder=folder, manifest=manifest, name=offer.folder)
-        if isinstance(verdict, Failed):
+            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", candidate.folder)
+        verdict = self._load(loader, folder=folder, manifest=manifest, name=candidate.folder)
+        if isinstance(verdict, LoadFailed):
             raise revive({"type": verdict.error, "message": verdict.message})
         if isinstance(verdict, Reject):
             if self._rank == 0:
-                walk.reject(verdict)
+                search.reject(verdict)
             return None
         if self._rank == 0:
-            walk.accepted(offer.folder)
+            search.accepted(candidate.folder)
         self._note_origin(step=manifest.step, parent=manifest.incarnation)
         return RestoreResult(
             step=manifest.step,
-            checkpoint=offer.folder,
+            checkpoint=candidate.folder,
             state=manifest.state,
             config_digest=manifest.config_digest,
             world_size=manifest.world_size,
@@ -283,7 +294,7 @@ class Checkpointer:
 
         from_first(write, group=self._group)
 
-    def _try_memory(self, recall: Recall, chosen: SnapshotSet, loader: Loader) -> RestoreResult | None:
+    def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, loader: Loader) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
         opened = recall.open(chosen)
         if not isinstance(opened, Recalled):
@@ -295,7 +306,7 @@ class Checkpointer:
             verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name)
         finally:
             opened.source.close()
-        if isinstance(verdict, Accepted):
+        if isinstance(verdict, LoadAccepted):
             self._note_origin(step=chosen.step, parent=chosen.incarnation)
             return RestoreResult(
                 step=chosen.step,
@@ -307,7 +318,7 @@ class Checkpointer:
                 seconds={},
                 tier=recall.tier(opened),
             )
-        if isinstance(verdict, Failed):
+        if isinstance(verdict, LoadFailed):
             if verdict.error == ConfigError.__name__:
                 raise revive({"type": verdict.error, "message": verdict.message})
             files, reason = verdict.files, verdict.message
@@ -317,15 +328,15 @@ class Checkpointer:
             self._pass_over(recall, chosen, chosen.sources[rank][0], reason)
         return None
 
-    def _pass_over(self, recall: Recall, chosen: SnapshotSet, held: Held, reason: str) -> None:
+    def _pass_over(self, recall: MemoryRestore, chosen: SnapshotSet, held: Held, reason: str) -> None:
         recall.forget(held)
         if self._rank == 0:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
 
-    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> Accepted | Reject | Failed:
-        verdict = judge(loader.fit_votes(folder, manifest), folder=name)
-        return judge(loader.load_votes(folder, manifest), folder=name) if isinstance(verdict, Accepted) else verdict
+    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> LoadAccepted | Reject | LoadFailed:
+        verdict = rank_results(loader.check_fit(folder, manifest), folder=name)
+        return rank_results(loader.load(folder, manifest), folder=name) if isinstance(verdict, LoadAccepted) else verdict
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""

@@ -1,11 +1,11 @@
 """Makes the files of all ranks a checkpoint, by creating its manifest. Free of torch."""
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 
 from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, JsonValue, Manifest, TensorRecord
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import WrittenItem
@@ -13,21 +13,8 @@ from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError
 from elastictrain.storage.store import Store
 
 
-@dataclass(frozen=True, slots=True)
-class SaveFacts:
-    """What a manifest says besides tensors and files."""
-
-    step: int
-    world_size: int
-    incarnation: str
-    created: float
-    config_digest: str
-    versions: Mapping[str, str]
-    state: Mapping[str, JsonValue]
-
-
-def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manifest:
-    """Puts together what all ranks wrote.
+def build_manifest(written: Iterable[WrittenItem], *, facts: Manifest) -> Manifest:
+    """Adds what all ranks wrote to `facts`, a manifest that has no files and tensors yet.
 
     Raises: CheckpointError if ranks disagree on a tensor's shape or element type.
     """
@@ -43,14 +30,8 @@ def build_manifest(written: Iterable[WrittenItem], *, facts: SaveFacts) -> Manif
                 f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
             )
         chunks.setdefault(item.name, []).extend(one.chunks)
-    return Manifest(
-        step=facts.step,
-        world_size=facts.world_size,
-        incarnation=facts.incarnation,
-        created=facts.created,
-        config_digest=facts.config_digest,
-        versions=facts.versions,
-        state=facts.state,
+    return replace(
+        facts,
         files=tuple(files[name] for name in sorted(files)),
         tensors={name: TensorRecord(first[name].dtype, first[name].shape, tuple(chunks[name])) for name in sorted(first)},
     )

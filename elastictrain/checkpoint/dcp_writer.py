@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
+from elastictrain.checkpoint.commit import build_manifest, check_files, commit
 from elastictrain.checkpoint.dcp_metadata import item_of
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT
@@ -38,7 +38,7 @@ class WriterOptions:
 class ManifestWriter(StorageWriter):
     """Writes one checkpoint into one folder; for one call of `dcp.save`."""
 
-    def __init__(self, store: Store, *, folder: str, facts: SaveFacts, options: WriterOptions, fence: Fence) -> None:
+    def __init__(self, store: Store, *, folder: str, facts: Manifest, options: WriterOptions, fence: Fence) -> None:
         self._store = store
         self._fence = fence
         self._folder = folder

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import xxhash
 
@@ -58,8 +58,10 @@ class Manifest:
     config_digest: str
     versions: Mapping[str, str]
     state: Mapping[str, JsonValue]
-    files: tuple[FileRecord, ...]
-    tensors: Mapping[str, TensorRecord]
+    files: tuple[FileRecord, ...] = ()
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
+    """Files and tensors are empty as long as not all ranks have told theirs; `commit.build_manifest` puts them in."""
+
     signature: str = ""
     """Empty if it is not signed."""
 

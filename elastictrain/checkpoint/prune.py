@@ -9,7 +9,7 @@ from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.marks import mark_committed
 from elastictrain.checkpoint.retention import Deletion, plan_retention
-from elastictrain.checkpoint.second_look import find_missing, is_there, read_twice
+from elastictrain.checkpoint.retry_read import find_missing, is_there, retry_read
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import (
@@ -118,7 +118,7 @@ def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = Non
     """
     key = key_of(folder, MANIFEST_NAME)
     try:
-        return read_twice(store, key, where=f"{store.url}/{key}", signing=signing)[1]
+        return retry_read(store, key, where=f"{store.url}/{key}", signing=signing)[1]
     except UntrustedCheckpointError:
         raise
     except (InvalidCheckpointError, ObjectNotFoundError):

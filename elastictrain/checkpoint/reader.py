@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest
-from elastictrain.checkpoint.second_look import read_twice
+from elastictrain.checkpoint.retry_read import retry_read
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.tensor_bytes import tensor_over
 from elastictrain.checkpoint.verified_read import Folder, plain_buffer, read_chunks
@@ -71,7 +71,7 @@ class ManifestReader(StorageReader):
         if self._manifest is None:
             url = self._folder.url(MANIFEST_NAME)
             try:
-                _, self._manifest = read_twice(
+                _, self._manifest = retry_read(
                     self._folder.store, f"{self._folder.prefix}{MANIFEST_NAME}", where=url, signing=self._signing
                 )
             except ObjectNotFoundError as error:

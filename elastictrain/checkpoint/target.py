@@ -5,7 +5,7 @@ from contextlib import suppress
 
 from elastictrain.checkpoint.folders import ROOT, Listing, SaveTarget, choose_target, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
-from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.opening import is_blocked

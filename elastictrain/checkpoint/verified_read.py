@@ -9,14 +9,42 @@ from functools import partial
 from threading import Event, local
 from typing import Protocol
 
-import xxhash
-
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, has_digest
 from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header, chunks_by_file
-from elastictrain.checkpoint.spans import Span, plan_spans
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
+
+SPAN_BYTES = 32 * 2**20
+GAP_BYTES = 256 * 2**10
+"""Unwanted bytes that are read to save a request: about what a request's latency costs on an object store."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One range of one file, with the chunks in it, in the order of their bytes."""
+
+    file: str
+    start: int
+    end: int
+    chunks: tuple[ChunkRecord, ...]
+
+
+def coalesced_reads(
+    chunks: Iterable[ChunkRecord], *, span_bytes: int = SPAN_BYTES, gap_bytes: int = GAP_BYTES
+) -> tuple[Span, ...]:
+    """Neighbours are read together, up to `span_bytes`; a larger chunk is a span of its own. Each chunk is read once."""
+    spans: list[Span] = []
+    for chunk in sorted(set(chunks), key=lambda chunk: (chunk.file, chunk.start, chunk.size_bytes)):
+        end = chunk.start + chunk.size_bytes
+        last = spans[-1] if spans else None
+        near = last is not None and last.file == chunk.file and chunk.start - last.end <= gap_bytes
+        if last is not None and near and end - last.start <= span_bytes:
+            spans[-1] = Span(last.file, last.start, max(last.end, end), (*last.chunks, chunk))
+        else:
+            spans.append(Span(chunk.file, chunk.start, end, (chunk,)))
+    return tuple(spans)
+
 
 READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
 READ_BYTES = 16 * 2**20
@@ -76,7 +104,7 @@ def read_chunks(
 
     Raises: DamagedFileError if bytes differ from their digest twice, or are gone; StorageError. Nothing unverified is taken.
     """
-    spans = plan_spans(chunks)
+    spans = coalesced_reads(chunks)
     buffers = local()
     stopped = Event()
 
@@ -157,22 +185,6 @@ def _check_header(folder: Folder, file: FileRecord, placed: Sequence[PlacedChunk
         check_shard_header(head, file=file, chunks=placed, where=where)
     except InvalidCheckpointError as error:
         raise DamagedFileError(str(error), file=file.name) from error
-
-
-def verify_file(folder: Folder, file: FileRecord) -> None:
-    """Reads all of a file and checks its size and digest.
-
-    Raises: DamagedFileError, StorageError.
-    """
-    _twice(lambda: _check_whole(folder, file))
-
-
-def _check_whole(folder: Folder, file: FileRecord) -> None:
-    digest = xxhash.xxh3_128()
-    for start in range(0, file.size_bytes, READ_BYTES):
-        digest.update(_read(folder, file, start, min(start + READ_BYTES, file.size_bytes)))
-    if digest.hexdigest() != file.digest:
-        raise DamagedFileError(f"{folder.url(file.name)} does not have its digest", file=file.name)
 
 
 def _read(folder: Folder, file: FileRecord, start: int, end: int) -> bytes:

@@ -12,9 +12,8 @@ import torch
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
-from elastictrain.checkpoint.peers.placement import wards_of
-from elastictrain.checkpoint.peers.roster import roster_from_json
-from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.memory_restore import MemoryRestore
+from elastictrain.checkpoint.peers.placement import replica_sources_of, roster_from_json
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import Message, RunFacts
 from elastictrain.checkpoint.signing import proof_of
@@ -39,7 +38,7 @@ class SnapshotMemory:
     folder: str
     run: str
     link: SaverLink | None
-    recall: Recall
+    recall: MemoryRestore
     others: OtherHosts | None
     """The way to other hosts' memory, where there are others."""
 
@@ -119,14 +118,15 @@ def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: 
     if not trouble and len(hosts) > 1 and all(isinstance(host, dict) and host["port"] for host in hosts):
         roster = roster_from_json(hosts)
         others = OtherHosts(roster, token=bytes.fromhex(token))
-        kept = tuple(rank for peer in roster if peer.number == own for ward in wards_of(peer, roster) for rank in ward.ranks)
+        sources = (one for peer in roster if peer.number == own for one in replica_sources_of(peer, roster))
+        kept = tuple(rank for one in sources for rank in one.ranks)
         if link is not None and identity.local_rank == 0:
             error = _meet(link, {"op": "roster", "hosts": hosts, "own": own, "token": token})
         # The others must not wait in vain for a rank whose keeper took no note.
         trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
     if trouble and identity.speaks:
         logger.warning("checkpoints are written while training waits: %s", trouble)
-    recall = Recall(
+    recall = MemoryRestore(
         run_folder(config.checkpoint.memory_dir, config.run.dir),
         run=run_name(config.run.dir),
         host=own,

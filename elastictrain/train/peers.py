@@ -6,8 +6,8 @@ from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.source import FileBytes
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
+from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import key_of
-from elastictrain.checkpoint.peers.roster import Peer
 from elastictrain.errors import TransientStorageError
 
 

@@ -7,7 +7,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.counters import counters_of
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.errors import DataError, Problem
@@ -38,7 +38,7 @@ def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -
 
 
 def restore(
-    checkpointer: Checkpointer, state: TrainState, *, on_change: str, recall: Recall | None, reset: Callable[[], None]
+    checkpointer: Checkpointer, state: TrainState, *, on_change: str, recall: MemoryRestore | None, reset: Callable[[], None]
 ) -> Resume:
     """Load the newest state in any tier into `state`; with `on_change` stop it must have been trained on the same data.
 

@@ -19,8 +19,8 @@ from elastictrain.checkpoint.commands.output import size_text
 from elastictrain.checkpoint.commands.survey import Checkpoint, split_url
 from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.checkpoint.safetensors_format import HeaderEntry, encode_header
-from elastictrain.checkpoint.second_look import is_there
 from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, read_tensor
 from elastictrain.errors import HostUnfitError, UsageError
 from elastictrain.storage.failures import fault_of, reason_of, storage_error

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.retention import Deletion, plan_retention
-from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.errors import EXIT_OK, InvalidCheckpointError, NoValidCheckpointError, UsageError
 
 Ask = Callable[[str], bool]

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
-from elastictrain.checkpoint.choose import FreshStart, Refuse, Reject, decide
 from elastictrain.checkpoint.commands.output import note
-from elastictrain.checkpoint.examine import examine
 from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.marks import quarantine_reason
-from elastictrain.checkpoint.second_look import is_there
+from elastictrain.checkpoint.retry_read import examine, is_there
+from elastictrain.checkpoint.select_checkpoint import FreshStart, Refuse, Reject, select_checkpoint
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.stored_config import CONFIG_NAME
 from elastictrain.checkpoint.verified_read import Folder
@@ -277,7 +276,7 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
             for folder in listing.folders
             if (step is None or folder.step == step) and location.folder in (None, folder.name)
         )
-        decision = decide(Listing(wanted, begun=False), rejected=rejects, on_invalid="stop")
+        decision = select_checkpoint(Listing(wanted, begun=False), rejected=rejects, on_invalid="stop")
         if isinstance(decision, FreshStart):
             raise NoValidCheckpointError(_nothing(location, listing, which=which))
         if isinstance(decision, Refuse):

@@ -10,8 +10,8 @@ from typing import Protocol
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.source import FileBytes
+from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Get, Put, SnapshotKey, get_to_json, put_to_json
-from elastictrain.checkpoint.peers.roster import Peer
 from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, WireError, introduce
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 

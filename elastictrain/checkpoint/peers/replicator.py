@@ -4,7 +4,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -13,13 +13,36 @@ from elastictrain.checkpoint.memory.records import load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.pace import Bucket, PaceOptions, StepTimes, decide_pace
+from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Put
-from elastictrain.checkpoint.peers.roster import Peer
-from elastictrain.checkpoint.peers.rounds import Offer, add_offer, complete_round
 from elastictrain.checkpoint.peers.wire import Limits
 from elastictrain.errors import ElasticTrainError, TransientStorageError
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaOffer:
+    """A snapshot that is ready, by the name of its slot."""
+
+    slot: str
+    facts: SnapshotFacts
+
+
+def add_offer(waiting: Mapping[int, ReplicaOffer], offer: ReplicaOffer) -> dict[int, ReplicaOffer]:
+    """What waits now, by rank: the newest of each."""
+    rank = offer.facts.rank
+    there = waiting.get(rank)
+    if there is not None and there.facts.step > offer.facts.step:
+        return dict(waiting)
+    return {**waiting, rank: offer}
+
+
+def complete_round(waiting: Mapping[int, ReplicaOffer], *, ranks: Iterable[int]) -> tuple[ReplicaOffer, ...]:
+    """The offers of all `ranks`, in their order, if they are of one step; else none."""
+    offers = tuple(waiting[rank] for rank in ranks if rank in waiting)
+    steps = {offer.facts.step for offer in offers}
+    return offers if len(steps) == 1 and len(offers) == len(tuple(ranks)) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +109,7 @@ class Replicator:
         self._connection = PeerConnection(buddy, token=token, limits=self._options.limits)
         self._buddy = buddy
         self._condition = threading.Condition()
-        self._waiting: dict[int, Offer] = {}
+        self._waiting: dict[int, ReplicaOffer] = {}
         self._failures = 0
         self._told: tuple[int, int, str] | None = None
         self._undigested = (-1, 0.0)
@@ -111,7 +134,7 @@ class Replicator:
     def offer(self, slot: str, facts: SnapshotFacts) -> None:
         """A whole snapshot lies in the slot of that name; an older one of its rank that still waits is given up."""
         with self._condition:
-            self._waiting = add_offer(self._waiting, Offer(slot, facts))
+            self._waiting = add_offer(self._waiting, ReplicaOffer(slot, facts))
             self._condition.notify_all()
 
     def step_took(self, seconds: float) -> None:
@@ -162,7 +185,7 @@ class Replicator:
                 self._put_back(offers, pause_s=longest * (0.5 + 0.5 * random.random()))
         self._connection.close()
 
-    def _next_round(self) -> tuple[Offer, ...]:
+    def _next_round(self) -> tuple[ReplicaOffer, ...]:
         """Waits for all ranks' offers of one step; none when closing."""
         with self._condition:
             while not self._closing.is_set():
@@ -181,14 +204,14 @@ class Replicator:
                 self._condition.wait(wait_until - now)
         return ()
 
-    def _put_back(self, offers: tuple[Offer, ...], *, pause_s: float) -> None:
+    def _put_back(self, offers: tuple[ReplicaOffer, ...], *, pause_s: float) -> None:
         """For another attempt, unless newer ones have come."""
         with self._condition:
             for offer in offers:
                 self._waiting = add_offer(self._waiting, offer)
             self._not_before = time.monotonic() + pause_s
 
-    def _wait_for_digests(self, offers: tuple[Offer, ...]) -> None:
+    def _wait_for_digests(self, offers: tuple[ReplicaOffer, ...]) -> None:
         step, now = offers[0].facts.step, time.monotonic()
         if self._undigested[0] != step:
             self._undigested = (step, now)
@@ -197,12 +220,12 @@ class Replicator:
         else:
             self._put_back(offers, pause_s=self._options.first_pause_s / 2)
 
-    def _give_up(self, offers: tuple[Offer, ...], reason: str) -> None:
+    def _give_up(self, offers: tuple[ReplicaOffer, ...], reason: str) -> None:
         """It is not tried again, so whoever waits for it must be told, also if the last word was the same."""
         self._told = None
         self._fail(offers[0], reason)
 
-    def _carry_out(self, offers: tuple[Offer, ...]) -> None:
+    def _carry_out(self, offers: tuple[ReplicaOffer, ...]) -> None:
         """One round. All its slots are held from the beginning: a step that loses one rank is of no use."""
         with ExitStack() as stack:
             stack.callback(self._connection.close)
@@ -219,7 +242,7 @@ class Replicator:
                     raise
         self._failures, self._told = 0, None
 
-    def _hold(self, offer: Offer, stack: ExitStack) -> Slot:
+    def _hold(self, offer: ReplicaOffer, stack: ExitStack) -> Slot:
         try:
             slot = Slot.open(f"{self._folder}/{offer.slot}")
         except OSError as error:
@@ -229,7 +252,7 @@ class Replicator:
             raise _GoneError(f"{offer.slot} holds something else by now")
         return slot
 
-    def _send(self, offer: Offer, slot: Slot) -> None:
+    def _send(self, offer: ReplicaOffer, slot: Slot) -> None:
         facts = offer.facts
         digests = load_digests(slot.path, facts)
         if digests is None:
@@ -264,7 +287,7 @@ class Replicator:
             )
             raise TransientStorageError(message)
 
-    def _fail(self, offer: Offer, reason: str) -> None:
+    def _fail(self, offer: ReplicaOffer, reason: str) -> None:
         told = (offer.facts.rank, offer.facts.step, reason)
         if told != self._told and not self._closing.is_set():
             self._told = told

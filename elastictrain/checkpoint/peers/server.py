@@ -4,19 +4,41 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.peers.keeping import RefusedError, ReplicaSlots
-from elastictrain.checkpoint.peers.reading import locked_snapshot
-from elastictrain.checkpoint.peers.requests import RequestError, get_from_json, put_from_json
+from elastictrain.checkpoint.memory.inventory import slot_names
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots
+from elastictrain.checkpoint.peers.requests import RequestError, SnapshotKey, get_from_json, key_of, put_from_json
 from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, PeerHandshake, WireError
 from elastictrain.errors import CheckpointError, TransportError
 from elastictrain.net.handshakes import BACKLOG, HandshakeListener
 from elastictrain.net.pending import PendingLimits
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def locked_snapshot(folder: str, key: SnapshotKey) -> Iterator[Slot | None]:
+    """The slot, own or replica, with exactly that snapshot, locked against its writer; None if there is none."""
+    for name in slot_names(folder):
+        if name.rank != key.rank:
+            continue
+        try:
+            slot = Slot.open(f"{folder}/{name}")
+        except OSError:
+            continue
+        try:
+            # Locked first: what is read then stays as it is.
+            if slot.lock(shared=True) and (facts := slot.facts) is not None and key_of(facts) == key:
+                yield slot
+                return
+        finally:
+            slot.close()
+    yield None
+
 
 CONNECTIONS = 64
 """Served at once, by a thread each; more that have the token wait for a place."""

@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.memory.inventory import look
 from elastictrain.checkpoint.peers.pace import PaceOptions
-from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
+from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of, roster_from_json
 from elastictrain.checkpoint.peers.replicator import Replicator, Reports
-from elastictrain.checkpoint.peers.roster import Peer, roster_from_json
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.saver.messages import MalformedError, Message, count, text
 from elastictrain.errors import TransportError
@@ -70,10 +69,10 @@ class ReplicaService:
         if own is None or not token:
             raise MalformedError("a roster must have a token, and this host in it")
         self._stop_sending()
-        self._own, self._buddy, self._token = own, buddy_of(own, roster), token
+        self._own, self._buddy, self._token = own, replica_target_of(own, roster), token
         if self._server is not None:
             self._server.set_token(token)
-            self._server.set_kept(rank for ward in wards_of(own, roster) for rank in ward.ranks)
+            self._server.set_kept(rank for ward in replica_sources_of(own, roster) for rank in ward.ranks)
 
     def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
         """Be ready to send snapshots to the buddy from now on, or send no more; `unpaced`: nobody trains who could be slowed

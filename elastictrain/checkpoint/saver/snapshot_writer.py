@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest, check_files, commit
+from elastictrain.checkpoint.commit import build_manifest, check_files, commit
 from elastictrain.checkpoint.fence import Fence, RunFolder
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.layout import Item
@@ -382,7 +382,7 @@ class SnapshotWriter:
 
     def _manifest(self, job: SaveJob, written: Sequence[WrittenItem]) -> Manifest:
         first = min(job.snapshots, key=lambda leased: leased.facts.rank).facts
-        facts = SaveFacts(
+        facts = Manifest(
             step=job.step,
             world_size=job.world_size,
             incarnation=job.incarnation,

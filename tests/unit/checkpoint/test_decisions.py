@@ -1,4 +1,4 @@
-"""The small deciding modules: spans, match, votes, failed saves, errors of a save."""
+"""The small deciding modules: spans, match, results, failed saves, errors of a save."""
 
 from dataclasses import replace
 from random import Random
@@ -7,15 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.choose import Reject
+from elastictrain.checkpoint.checkpointer import save_error
 from elastictrain.checkpoint.exchange import describe, revive
 from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
-from elastictrain.checkpoint.match import TensorFacts, describe_mismatch
-from elastictrain.checkpoint.save_errors import save_error
-from elastictrain.checkpoint.spans import plan_spans
-from elastictrain.checkpoint.verified_read import DamagedFileError
-from elastictrain.checkpoint.votes import Accepted, Failed, Vote, judge, vote_from_json
+from elastictrain.checkpoint.restore import (
+    LoadAccepted,
+    LoadFailed,
+    LoadResult,
+    TensorFacts,
+    describe_mismatch,
+    rank_results,
+    result_from_json,
+)
+from elastictrain.checkpoint.select_checkpoint import Reject
+from elastictrain.checkpoint.verified_read import DamagedFileError, coalesced_reads
 from elastictrain.errors import (
     CheckpointError,
     ConfigError,
@@ -38,7 +44,7 @@ def test_spans_cover_each_chunk_once_and_are_bounded(
     for gap, size in gaps_and_sizes:
         chunks.append(chunk("a" if position < 200 else "b", position + gap, size))
         position += gap + size
-    spans = plan_spans(random.sample(chunks, len(chunks)), span_bytes=span_bytes, gap_bytes=gap_bytes)
+    spans = coalesced_reads(random.sample(chunks, len(chunks)), span_bytes=span_bytes, gap_bytes=gap_bytes)
     assert [c for span in spans for c in span.chunks] == chunks
     for span in spans:
         assert all(c.file == span.file and span.start <= c.start and c.start + c.size_bytes <= span.end for c in span.chunks)
@@ -48,7 +54,7 @@ def test_spans_cover_each_chunk_once_and_are_bounded(
 
 
 def test_neighbours_are_read_together() -> None:
-    spans = plan_spans(
+    spans = coalesced_reads(
         [chunk("a", 0, 10), chunk("a", 10, 10), chunk("a", 25, 5), chunk("a", 90, 1)], span_bytes=100, gap_bytes=5
     )
     assert [(span.start, span.end) for span in spans] == [(0, 30), (90, 91)]
@@ -81,22 +87,22 @@ def test_mismatches_are_named() -> None:
     assert "and 14 more" in str(describe_mismatch(many, STORED, optional=()))
 
 
-LOADED, TORN = Vote("loaded", 5), Vote("damaged", file="a", message="a is torn")
-LATE = Vote("failed", error="TransientStorageError", message="late")
+LOADED, TORN = LoadResult("loaded", 5), LoadResult("damaged", file="a", message="a is torn")
+LATE = LoadResult("failed", error="TransientStorageError", message="late")
 
 
 def test_verdicts() -> None:
-    assert judge([LOADED, LOADED], folder="f") == Accepted(10)
-    assert judge([LOADED, TORN, LATE, TORN], folder="f") == Reject("f", "a", "a is torn")
-    assert judge([LOADED, LATE], folder="f") == Failed("TransientStorageError", "rank 1: late")
-    assert judge([LATE], folder="f") == Failed("TransientStorageError", "late")
+    assert rank_results([LOADED, LOADED], folder="f") == LoadAccepted(10)
+    assert rank_results([LOADED, TORN, LATE, TORN], folder="f") == Reject("f", "a", "a is torn")
+    assert rank_results([LOADED, LATE], folder="f") == LoadFailed("TransientStorageError", "rank 1: late")
+    assert rank_results([LATE], folder="f") == LoadFailed("TransientStorageError", "late")
     of_files = [replace(LATE, file=name) for name in ("b", "a", "b")]
-    assert judge([LATE, *of_files], folder="f") == Failed("TransientStorageError", "rank 0: late", ("b", "a"))
+    assert rank_results([LATE, *of_files], folder="f") == LoadFailed("TransientStorageError", "rank 0: late", ("b", "a"))
 
 
-@pytest.mark.parametrize("vote", [LOADED, TORN, LATE])
-def test_votes_travel(vote: Vote) -> None:
-    assert vote_from_json(vote.to_json()) == vote
+@pytest.mark.parametrize("result", [LOADED, TORN, LATE])
+def test_votes_travel(result: LoadResult) -> None:
+    assert result_from_json(result.to_json()) == result
 
 
 @pytest.mark.parametrize(

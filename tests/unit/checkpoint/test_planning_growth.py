@@ -5,13 +5,13 @@ import math
 import pytest
 
 from elastictrain.checkpoint import commit
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest
+from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
-from elastictrain.checkpoint.snapshot.ownership import Copy, choose_own
+from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own
 
 INCARNATION = "i00001-aa"
 TENSORS = {f"layers.{number}.weight": (4096, 8) for number in range(6)}
@@ -44,7 +44,7 @@ def say(*, shards: int, world_size: int) -> list[bytes]:
 
 def put_together(told: list[bytes], *, world_size: int) -> Manifest:
     written = [one for text in told for part in decode_parts(text, where="w") for one in part.written(INCARNATION)]
-    return build_manifest(written, facts=SaveFacts(1, world_size, INCARNATION, 1.0, "c", {}, {}))
+    return build_manifest(written, facts=Manifest(1, world_size, INCARNATION, 1.0, "c", {}, {}))
 
 
 @pytest.mark.parametrize("shards", [8, 64, 512])

@@ -13,7 +13,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
 from elastictrain.checkpoint.memory.inventory import SnapshotSet
-from elastictrain.checkpoint.recall import Recall
+from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.identity import Identity
@@ -106,7 +106,7 @@ def parts_of(scene: Scene) -> SavingParts:
 
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
-    recall = Recall(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
     memory = SnapshotMemory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
     return make_saving(
         memory, parts_of(scene), config=config(steps=100), identity=ALONE, started=cast(Started, None), in_storage=in_storage
@@ -141,7 +141,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     put(tmp_path, facts_of(STEP, incarnation="000001-aa"), index=0)
     put(tmp_path, facts_of(STEP, incarnation="000002-bb"), index=1)
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
-    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     recall.look()
     memory = SnapshotMemory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
 
@@ -227,7 +227,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
     monkeypatch.setattr(train_memory, "gather_json", gather)
     monkeypatch.setattr(train_memory, "memory_of", memory_of)
-    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     memory = SnapshotMemory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
     parts, identity = parts_of(Scene()), Identity(0, 3, 0, 1, "here", launched=True)
     found = _agree_on_buffers(memory, layout, parts, config=config(steps=100), identity=identity)
@@ -236,7 +236,7 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
 
 def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recall = Recall(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
+    recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     memory = SnapshotMemory(str(tmp_path), RUN, None, recall, None)
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest, commit
+from elastictrain.checkpoint.commit import build_manifest, commit
 from elastictrain.checkpoint.folders import ROOT, folder_name
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, plan_files
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, digest_of
@@ -47,7 +47,7 @@ def save(
     """Saves as `world_size` ranks, each of which has its part of the dimension `dim` of every tensor that has so many rows."""
     store, name = open_store(str(run)), folder_name(step, attempt=attempt)
     values = state_of(step) if tensors is None else tensors
-    facts = SaveFacts(
+    facts = Manifest(
         step=step,
         world_size=world_size,
         incarnation=incarnation,

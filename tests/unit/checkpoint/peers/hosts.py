@@ -17,8 +17,8 @@ from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.client import PeerConnection
+from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Put
-from elastictrain.checkpoint.peers.roster import Peer
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.peers.wire import Limits
 

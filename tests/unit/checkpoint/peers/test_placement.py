@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.peers.placement import buddy_of, wards_of
-from elastictrain.checkpoint.peers.roster import Peer
+from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.peers.placement import (
+    Peer,
+    replica_sources_of,
+    replica_target_of,
+    roster_from_json,
+    roster_to_json,
+)
 
 
 def roster_of(hosts: list[str]) -> list[Peer]:
@@ -22,7 +28,7 @@ ROSTERS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=12).map(roster
 def test_a_buddy_is_on_another_host(roster: list[Peer]) -> None:
     several = len({peer.host for peer in roster}) > 1
     for peer in roster:
-        buddy = buddy_of(peer, roster)
+        buddy = replica_target_of(peer, roster)
         assert (buddy is not None) == several
         assert buddy is None or buddy.host != peer.host
 
@@ -33,7 +39,7 @@ def test_any_host_may_be_lost(roster: list[Peer]) -> None:
     for lost in hosts if len(hosts) > 1 else ():
         holders = {peer: {peer.host} for peer in roster}
         for peer in roster:
-            buddy = buddy_of(peer, roster)
+            buddy = replica_target_of(peer, roster)
             assert buddy is not None
             holders[peer].add(buddy.host)
         assert all(where - {lost} for where in holders.values())
@@ -44,32 +50,85 @@ def test_the_load_is_even(roster: list[Peer]) -> None:
     largest = max(Counter(peer.host for peer in roster).values())
     others = len(roster) - largest
     most = max(1, -(-largest // others)) if others else 0
-    assert all(len(wards_of(peer, roster)) <= most for peer in roster)
+    assert all(len(replica_sources_of(peer, roster)) <= most for peer in roster)
     if 2 * largest <= len(roster):
-        assert all(len(wards_of(peer, roster)) == 1 for peer in roster)
+        assert all(len(replica_sources_of(peer, roster)) == 1 for peer in roster)
 
 
 @given(ROSTERS, st.randoms())
 def test_the_order_of_the_roster_is_of_no_consequence(roster: list[Peer], random: Random) -> None:
     shuffled = random.sample(roster, len(roster))
     for peer in roster:
-        assert buddy_of(peer, shuffled) == buddy_of(peer, roster)
-        assert wards_of(peer, shuffled) == wards_of(peer, roster)
+        assert replica_target_of(peer, shuffled) == replica_target_of(peer, roster)
+        assert replica_sources_of(peer, shuffled) == replica_sources_of(peer, roster)
 
 
 @given(ROSTERS)
 def test_wards_are_the_inverse(roster: list[Peer]) -> None:
     for peer in roster:
-        assert all(buddy_of(ward, roster) == peer for ward in wards_of(peer, roster))
+        assert all(replica_target_of(ward, roster) == peer for ward in replica_sources_of(peer, roster))
     if len({peer.host for peer in roster}) > 1:
-        assert sorted(ward.number for peer in roster for ward in wards_of(peer, roster)) == list(range(len(roster)))
+        assert sorted(ward.number for peer in roster for ward in replica_sources_of(peer, roster)) == list(range(len(roster)))
 
 
 def test_one_peer_per_host_makes_a_ring() -> None:
     roster = roster_of(["c", "a", "b"])
-    assert [buddy.host if (buddy := buddy_of(peer, roster)) else "" for peer in roster] == ["a", "b", "c"]
+    assert [buddy.host if (buddy := replica_target_of(peer, roster)) else "" for peer in roster] == ["a", "b", "c"]
 
 
 def test_a_stranger_has_no_buddy() -> None:
     with pytest.raises(ValueError, match="not in the roster"):
-        buddy_of(Peer("z", "10.0.0.1", 1, (), 99), roster_of(["a", "b"]))
+        replica_target_of(Peer("z", "10.0.0.1", 1, (), 99), roster_of(["a", "b"]))
+
+
+GOOD: dict[str, JsonValue] = {"host": "a", "address": "10.0.0.1", "port": 7, "ranks": [0, 1], "number": 0}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*GOOD, "x"]), inner, max_size=6),
+    max_leaves=8,
+)
+
+
+def test_there_and_back() -> None:
+    roster = (Peer("a", "10.0.0.1", 7, (0, 1), 0), Peer("b", "fe80::1", 8, (), 1))
+    assert roster_from_json(roster_to_json(roster)) == roster
+    assert [peer.place for peer in roster] == ["a (10.0.0.1:7)", "b ([fe80::1]:8)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"host": ""}, "`host` must be a name"),
+        ({"host": 3}, "`host` must be a name"),
+        ({"address": "a\nb"}, "`address` must be a name"),
+        ({"address": "a" * 256}, "`address` must be a name"),
+        ({"port": 0}, "`port` must be a number from 1 to 65535, but is 0"),
+        ({"port": 65536}, "`port` must be"),
+        ({"port": True}, "`port` must be"),
+        ({"ranks": 1}, "`ranks` must be a list"),
+        ({"ranks": [-1]}, "`ranks` must be a number from 0"),
+        ({"number": 1.0}, "`number` must be"),
+        ({"more": 1}, "must have the fields"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, JsonValue], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        roster_from_json([GOOD | change])
+
+
+def test_peers_must_be_told_apart() -> None:
+    with pytest.raises(ValueError, match="different numbers"):
+        roster_from_json([GOOD, GOOD | {"ranks": []}])
+    with pytest.raises(ValueError, match=r"at several: \[1\]"):
+        roster_from_json([GOOD, GOOD | {"ranks": [1], "number": 1}])
+    with pytest.raises(ValueError, match="must be a list of peers"):
+        roster_from_json([])
+
+
+@given(JSON)
+def test_anything_else_is_a_value_error(value: JsonValue) -> None:
+    try:
+        roster = roster_from_json(value)
+    except ValueError:
+        return
+    assert roster_to_json(roster) == value

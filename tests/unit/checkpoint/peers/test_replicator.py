@@ -9,12 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastictrain.checkpoint.memory.records import store_digests
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.pace import PaceOptions
-from elastictrain.checkpoint.peers.replicator import Replicator, ReplicatorOptions, Reports
-from elastictrain.checkpoint.peers.roster import Peer
+from elastictrain.checkpoint.peers.placement import Peer
+from elastictrain.checkpoint.peers.replicator import (
+    ReplicaOffer,
+    Replicator,
+    ReplicatorOptions,
+    Reports,
+    add_offer,
+    complete_round,
+)
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, facts_of, fill_slot, host, line_to, put_of
 
 FAST = PaceOptions(first=1e9)
@@ -355,3 +364,22 @@ def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
                 began = time.monotonic()
                 assert replicator.close()
                 assert time.monotonic() - began < 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5))))
+def test_the_newest_of_each_rank_waits(offers: list[tuple[int, int]]) -> None:
+    waiting: dict[int, ReplicaOffer] = {}
+    for rank, step in offers:
+        waiting = add_offer(waiting, ReplicaOffer("s", facts_of(rank, step)))
+    newest = {rank: max(step for other, step in offers if other == rank) for rank, _ in offers}
+    assert {rank: offer.facts.step for rank, offer in waiting.items()} == newest
+    found = complete_round(waiting, ranks=range(4))
+    if newest.keys() == {0, 1, 2, 3} and len(set(newest.values())) == 1:
+        assert [offer.facts.rank for offer in found] == [0, 1, 2, 3]
+    else:
+        assert found == ()
+
+
+def test_the_same_step_again_replaces_what_waits() -> None:
+    first, second = ReplicaOffer("own-r00000-s0", facts_of()), ReplicaOffer("own-r00000-s1", facts_of())
+    assert add_offer(add_offer({}, first), second) == {0: second}

@@ -16,7 +16,7 @@ from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import SnapshotSource
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
-from elastictrain.checkpoint.peers.keeping import RefusedError, ReplicaSlots, choose_replica_slot
+from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.peers.requests import Put, key_of
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.peers.wire import FRAME_BYTES

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from elastictrain.checkpoint.commit import SaveFacts, build_manifest
+from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_check import check_manifest
@@ -63,7 +63,7 @@ class Recalled:
     """Whether any rank's snapshot is a replica."""
 
 
-class Recall:
+class MemoryRestore:
     """The memory tiers at the start of one incarnation. Methods are collective over `group`."""
 
     def __init__(
@@ -257,7 +257,7 @@ def _manifest(chosen: SnapshotSet, records: Sequence[Record]) -> Manifest:
     written: list[WrittenItem] = []
     for rank, record in enumerate(records):
         written += written_items(record.layout, record.digests, incarnation=chosen.incarnation, rank=rank)
-    facts = SaveFacts(
+    facts = Manifest(
         step=chosen.step,
         world_size=chosen.world_size,
         incarnation=chosen.incarnation,

@@ -1,16 +1,6 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.choose import (
-    FreshStart,
-    Refuse,
-    Reject,
-    Resume,
-    decide,
-    missing_files,
-    passed_over,
-    refusal_message,
-)
 from elastictrain.checkpoint.folders import (
     BEGUN_KEY,
     COMMITTED_KEY,
@@ -22,6 +12,16 @@ from elastictrain.checkpoint.folders import (
     read_listing,
 )
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
+from elastictrain.checkpoint.select_checkpoint import (
+    FreshStart,
+    Refuse,
+    Reject,
+    Resume,
+    missing_files,
+    passed_over,
+    refusal_message,
+    select_checkpoint,
+)
 from elastictrain.storage.store import ObjectInfo
 
 
@@ -57,39 +57,41 @@ def test_listing_is_newest_first_and_leaves_out_what_is_not_ours() -> None:
 
 def test_newest_committed_one_that_is_not_known_to_be_bad() -> None:
     found = listing(valid(10), valid(20), valid(30), quarantined(30), remnant(40))
-    assert resumed(decide(found, rejected=(), on_invalid="stop")) == "step-000000020"
+    assert resumed(select_checkpoint(found, rejected=(), on_invalid="stop")) == "step-000000020"
     rejected = [Reject("step-000000020", None, "bad")]
-    assert resumed(decide(found, rejected=rejected, on_invalid="stop")) == "step-000000010"
+    assert resumed(select_checkpoint(found, rejected=rejected, on_invalid="stop")) == "step-000000010"
 
 
 def test_an_empty_folder_is_a_fresh_start() -> None:
-    assert decide(listing(), rejected=(), on_invalid="stop") == FreshStart(())
-    assert decide(listing("config.yaml"), rejected=(), on_invalid="stop") == FreshStart(())
+    assert select_checkpoint(listing(), rejected=(), on_invalid="stop") == FreshStart(())
+    assert select_checkpoint(listing("config.yaml"), rejected=(), on_invalid="stop") == FreshStart(())
 
 
 def test_an_empty_folder_of_a_run_that_had_committed_is_a_loss() -> None:
     for found in (listing(COMMITTED_KEY), listing(BEGUN_KEY, COMMITTED_KEY)):
-        assert decide(found, rejected=(), on_invalid="stop") == Refuse(())
-        assert decide(found, rejected=(), on_invalid="fresh") == FreshStart(())
+        assert select_checkpoint(found, rejected=(), on_invalid="stop") == Refuse(())
+        assert select_checkpoint(found, rejected=(), on_invalid="fresh") == FreshStart(())
     # Killed between the first commit and the removal of the other mark: what has no manifest has lost it.
-    assert isinstance(decide(listing(BEGUN_KEY, COMMITTED_KEY, remnant(5)), rejected=(), on_invalid="stop"), Refuse)
+    assert isinstance(select_checkpoint(listing(BEGUN_KEY, COMMITTED_KEY, remnant(5)), rejected=(), on_invalid="stop"), Refuse)
 
 
 def test_remnants_refuse_unless_told() -> None:
-    decision = decide(listing(remnant(10)), rejected=(), on_invalid="stop")
+    decision = select_checkpoint(listing(remnant(10)), rejected=(), on_invalid="stop")
     assert isinstance(decision, Refuse)
     assert "manifest.json is not there" in decision.rejects[0].reason
-    assert isinstance(decide(listing(remnant(10)), rejected=(), on_invalid="fresh"), FreshStart)
+    assert isinstance(select_checkpoint(listing(remnant(10)), rejected=(), on_invalid="fresh"), FreshStart)
 
 
 def test_the_first_save_of_a_run_may_be_killed() -> None:
-    assert isinstance(decide(listing(BEGUN_KEY, remnant(10)), rejected=(), on_invalid="stop"), FreshStart)
+    assert isinstance(select_checkpoint(listing(BEGUN_KEY, remnant(10)), rejected=(), on_invalid="stop"), FreshStart)
 
 
 def test_the_mark_of_a_beginning_excuses_nothing_else() -> None:
-    assert isinstance(decide(listing(BEGUN_KEY, remnant(10), quarantined(5)), rejected=(), on_invalid="stop"), Refuse)
+    assert isinstance(
+        select_checkpoint(listing(BEGUN_KEY, remnant(10), quarantined(5)), rejected=(), on_invalid="stop"), Refuse
+    )
     bad = [Reject("step-000000010", None, "bad")]
-    assert isinstance(decide(listing(BEGUN_KEY, valid(10)), rejected=bad, on_invalid="stop"), Refuse)
+    assert isinstance(select_checkpoint(listing(BEGUN_KEY, valid(10)), rejected=bad, on_invalid="stop"), Refuse)
 
 
 FACTS = st.builds(
@@ -113,7 +115,7 @@ def test_never_silently_from_zero(
     rejected = [Reject(folder_name(step), None, "bad") for step in bad]
     usable = [f for f in folders if f.has_manifest and not f.quarantined and f.step not in bad]
     found = Listing(tuple(folders), begun, committed)
-    decision = decide(found, rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
+    decision = select_checkpoint(found, rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
     if usable:
         assert decision == Resume(usable[0])
     else:

@@ -6,23 +6,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from elastictrain.checkpoint.choose import (
+from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, Trace, find_traces, lost_message, of_memory
+from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
+from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
+from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
+from elastictrain.checkpoint.retry_read import examine
+from elastictrain.checkpoint.select_checkpoint import (
     FreshStart,
     Refuse,
     Reject,
     Resume,
     Standing,
-    decide,
     passed_over,
     prefers_memory,
     refusal_message,
+    select_checkpoint,
 )
-from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, Trace, find_traces, lost_message, of_memory
-from elastictrain.checkpoint.examine import examine
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
-from elastictrain.checkpoint.lineage import Lineage
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
-from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
@@ -36,7 +36,7 @@ _NOTHING = JobMemory()
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class RestoreCandidate:
     """What to try next: the best step in host memory, or a folder with the bytes of its manifest; neither is a fresh start."""
 
     folder: str = ""
@@ -48,14 +48,14 @@ class Offer:
         return json.dumps([self.folder, self.in_memory]).encode() + b"\n" + self.manifest
 
 
-def offer_from_bytes(data: bytes) -> Offer:
-    """The inverse of `Offer.to_bytes`."""
+def candidate_from_bytes(data: bytes) -> RestoreCandidate:
+    """The inverse of `RestoreCandidate.to_bytes`."""
     head, _, manifest = data.partition(b"\n")
     folder, in_memory = json.loads(head)
-    return Offer(folder, manifest, in_memory=in_memory)
+    return RestoreCandidate(folder, manifest, in_memory=in_memory)
 
 
-class Walk:
+class CandidateSearch:
     """Proposes candidates, newest first."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Walk:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
-    def offer(self, *, memory: Standing | None) -> Offer:
+    def next_candidate(self, *, memory: Standing | None) -> RestoreCandidate:
         """The best step in host memory, or the next candidate in storage if that is better.
 
         The manifest of a candidate is valid, and its files are all there, in their sizes. To be asked again after each that was
@@ -99,18 +99,18 @@ class Walk:
         """
         self._list()
         while True:
-            decision = decide(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
+            decision = select_checkpoint(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
             if prefers_memory(memory, self._standing(decision)):
-                return Offer(in_memory=True)
+                return RestoreCandidate(in_memory=True)
             if isinstance(decision, Refuse):
                 raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
                 self._refuse_if_lost()
                 self._begin(decision)
-                return Offer()
+                return RestoreCandidate()
             found = self._examine(decision)
             if isinstance(found, bytes):
-                return Offer(decision.folder.name, found)
+                return RestoreCandidate(decision.folder.name, found)
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:

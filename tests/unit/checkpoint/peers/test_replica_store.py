@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
-from elastictrain.checkpoint.peers.verifying import Verifier
+from elastictrain.checkpoint.peers.replica_store import Verifier
 from elastictrain.errors import InvalidCheckpointError
 from tests.unit.checkpoint.peers.hosts import facts_of, put_of
 

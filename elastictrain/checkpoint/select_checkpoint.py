@@ -44,7 +44,7 @@ class Refuse:
     rejects: tuple[Reject, ...]
 
 
-def decide(
+def select_checkpoint(
     listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
 ) -> Resume | FreshStart | Refuse:
     """The newest committed folder that was not rejected, in this walk or by an earlier quarantine.

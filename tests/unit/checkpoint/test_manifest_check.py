@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.tiling import MOST_ENTANGLED, Box, tiling_problem
+from elastictrain.checkpoint.manifest_check import MOST_ENTANGLED, Box, tiling_problem
 from tests.unit.examples import examples
 
 

@@ -1,13 +1,16 @@
-"""Second looks: what one answer of a store shows as wrong is asked for again before a checkpoint is condemned."""
+"""What a checkpoint shows before its tensors are read. What one answer of a store shows as wrong is asked for again.
+
+Whoever takes, lists or deletes checkpoints asks here, so that a start takes what `verify` calls valid, and nothing else.
+"""
 
 import logging
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from elastictrain.checkpoint.choose import Reject, missing_files
 from elastictrain.checkpoint.folders import FolderFacts, key_of
-from elastictrain.checkpoint.manifest import Manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.select_checkpoint import Reject, missing_files
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import Readable
 from elastictrain.errors import (
@@ -16,6 +19,7 @@ from elastictrain.errors import (
     IrregularFileError,
     ObjectNotFoundError,
     ObjectTooLargeError,
+    UntrustedCheckpointError,
 )
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
@@ -23,7 +27,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
-def read_twice(store: Readable, key: str, *, where: str, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
+def retry_read(store: Readable, key: str, *, where: str, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes; read again if it is wrong, as a transfer can garble what is whole in the store.
 
     Raises: InvalidCheckpointError (UntrustedCheckpointError where there is a key) or UnknownFormatError, if it is so twice;
@@ -69,3 +73,31 @@ def _read(store: Readable, key: str, *, where: str, signing: SigningKey | None) 
     except ObjectTooLargeError as error:
         raise InvalidCheckpointError(str(error)) from error
     return raw, parse_manifest(raw, where=where, key=signing)
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A committed folder. It is taken if `reject` is None; `manifest` and its bytes are there if that can be read."""
+
+    manifest: Manifest | None
+    raw: bytes
+    reject: Reject | None
+
+
+def examine(store: Store, folder: FolderFacts, *, signing: SigningKey | None = None) -> Examined:
+    """Whether the manifest of a folder is valid, of the folder's step, and all files are there in their sizes; and, if there is
+    a key, whether it is signed with that.
+
+    Raises: ObjectNotFoundError if the manifest is gone; UnknownFormatError; StorageError.
+    """
+    key = key_of(folder.name, MANIFEST_NAME)
+    where = f"{store.url}/{key}"
+    try:
+        raw, manifest = retry_read(store, key, where=where, signing=signing)
+    except InvalidCheckpointError as error:
+        lasting = not isinstance(error, UntrustedCheckpointError)
+        return Examined(None, b"", Reject(folder.name, MANIFEST_NAME, str(error), lasting=lasting))
+    if manifest.step != folder.step:
+        moved = f"{where} is of step {manifest.step}: files were moved"
+        return Examined(manifest, raw, Reject(folder.name, MANIFEST_NAME, moved))
+    return Examined(manifest, raw, find_missing(store, manifest, folder=folder))

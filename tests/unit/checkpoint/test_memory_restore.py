@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint import recall, restore
+from elastictrain.checkpoint import memory_restore, restore
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, Origin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
@@ -20,7 +20,7 @@ from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import compute_chunk_digests, compute_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes
-from elastictrain.checkpoint.recall import Recall, RemoteFiles, teller
+from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
 from elastictrain.checkpoint.verified_read import Folder
 from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected
@@ -90,11 +90,11 @@ def keep(
     return facts
 
 
-def recall_of(folder: Path, *, remote: RemoteFiles | None = None) -> Recall:
-    return Recall(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=remote)
+def recall_of(folder: Path, *, remote: RemoteFiles | None = None) -> MemoryRestore:
+    return MemoryRestore(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=remote)
 
 
-def restored(bench: Bench, memory: Recall, **options: object) -> tuple[int, str]:
+def restored(bench: Bench, memory: MemoryRestore, **options: object) -> tuple[int, str]:
     """Step and tier of what a start restores, checked against every tensor; step 0 is a fresh start."""
     tensors = tensors_of(0)
 
@@ -217,7 +217,7 @@ class Neighbour:
         folder.mkdir()
         self._headers = headers
         self.folder = folder
-        self._recall = Recall(str(folder), run=RUN, host=1, speaks_for_host=True, group=None, remote=None)
+        self._recall = MemoryRestore(str(folder), run=RUN, host=1, speaks_for_host=True, group=None, remote=None)
 
     def gather(self, value: JsonValue, *, group: None) -> list[JsonValue]:
         """What both ranks say: which snapshots they hold, the records of these, or nothing of interest."""
@@ -240,7 +240,7 @@ def test_a_host_that_cannot_be_read_condemns_only_what_it_holds(
     """Of rank 1 there is a replica on this host."""
     save(bench, 100)
     neighbour = Neighbour(tmp_path / "b", headers=headers)
-    monkeypatch.setattr(recall, "gather_json", neighbour.gather)
+    monkeypatch.setattr(memory_restore, "gather_json", neighbour.gather)
     keep(tmp_path, 200)
     keep(tmp_path, 300, rank=0, world_size=2, index=1)
     keep(tmp_path, 300, rank=1, world_size=2, kind="replica")
@@ -279,7 +279,7 @@ def test_a_worker_that_is_being_killed_is_given_the_time_to_let_go(
     lets_go: bool,
     expected: tuple[int, str],
 ) -> None:
-    monkeypatch.setattr(recall, "_LETTING_GO_S", 5.0 if lets_go else 0.1)
+    monkeypatch.setattr(memory_restore, "_LETTING_GO_S", 5.0 if lets_go else 0.1)
     keep(tmp_path, 200)
     keep(tmp_path, 300, index=1, digests=digests)
     writer = Slot.open(f"{tmp_path}/own-r00000-s1")
@@ -303,7 +303,7 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
         writer.close()
         return compute_chunk_digests(slot, layout, threads=threads)
 
-    monkeypatch.setattr(recall, "compute_chunk_digests", digest)
+    monkeypatch.setattr(memory_restore, "compute_chunk_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
     assert asked == [False]
 
