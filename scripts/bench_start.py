@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import merge_finished
@@ -39,7 +39,7 @@ def fill(store: Store, num_objects: int) -> int:
             Chain(store).create(Claim(number, "bench", over=True))
             Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
             if number > num_objects - LINEAGE_KEPT:
-                Lineage(store).write(Origin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
+                Lineage(store).write(ResumeOrigin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))
 
         list(pool.map(event_of, range(1, num_objects + 1)))
         list(pool.map(records_of, range(first, num_objects + 1)))

@@ -16,8 +16,8 @@ from elastictrain.checkpoint.select_checkpoint import (
     FreshStart,
     Refuse,
     Reject,
-    Resume,
     Standing,
+    TryFolder,
     passed_over,
     prefers_memory,
     refusal_message,
@@ -136,8 +136,8 @@ class CandidateSearch:
             self._tell(tuple(Reject(name, None, reason) for name in sorted(self._off_line)))
         mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
 
-    def _standing(self, decision: Resume | FreshStart | Refuse) -> Standing | None:
-        if not isinstance(decision, Resume):
+    def _standing(self, decision: TryFolder | FreshStart | Refuse) -> Standing | None:
+        if not isinstance(decision, TryFolder):
             return None
         return Standing(decision.folder.name not in self._off_line, decision.folder.step)
 
@@ -148,7 +148,7 @@ class CandidateSearch:
             self._listing = replace(listing, folders=folders)
             self._listed = True
 
-    def _examine(self, decision: Resume) -> bytes | Reject:
+    def _examine(self, decision: TryFolder) -> bytes | Reject:
         folder = decision.folder.name
         try:
             found = examine(self._store, decision.folder, signing=self._signing)

@@ -20,17 +20,17 @@ from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import describe, from_first, revive
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.prune import Pruner
-from elastictrain.checkpoint.restore import LoadAccepted, Loader, LoadFailed, rank_results
+from elastictrain.checkpoint.restore import CheckpointLoader, LoadAccepted, LoadFailed, rank_results
 from elastictrain.checkpoint.select_checkpoint import Reject, Standing
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
-from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
@@ -209,7 +209,7 @@ class Checkpointer:
             job=self._job,
             signing=self._signing,
         )
-        loader = Loader(tensors=tensors, optional=optional, group=self._group)
+        loader = CheckpointLoader(tensors=tensors, optional=optional, group=self._group)
         if recall is not None:
             self._look(recall, search)
         while True:
@@ -256,9 +256,11 @@ class Checkpointer:
         memory = None if best is None else Standing(best.on_line, best.step)
         return candidate_from_bytes(from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group))
 
-    def _try_folder(self, search: CandidateSearch, candidate: RestoreCandidate, loader: Loader) -> RestoreResult | None:
+    def _try_folder(
+        self, search: CandidateSearch, candidate: RestoreCandidate, loader: CheckpointLoader
+    ) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
-        folder = Folder(self._store, f"{ROOT}/{candidate.folder}/")
+        folder = CheckpointFolder(self._store, f"{ROOT}/{candidate.folder}/")
         manifest = parse_manifest(candidate.manifest, where=folder.url("manifest.json"), key=self._signing)
         if manifest.signature and self._signing is None and self._rank == 0:
             logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", candidate.folder)
@@ -286,7 +288,7 @@ class Checkpointer:
         """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
         if self._generation is None:
             return
-        origin = Origin(self._generation, self._incarnation, step, parent)
+        origin = ResumeOrigin(self._generation, self._incarnation, step, parent)
 
         def write() -> bytes:
             Lineage(self._store).write(origin)
@@ -294,7 +296,7 @@ class Checkpointer:
 
         from_first(write, group=self._group)
 
-    def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, loader: Loader) -> RestoreResult | None:
+    def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, loader: CheckpointLoader) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
         opened = recall.open(chosen)
         if not isinstance(opened, Recalled):
@@ -302,7 +304,7 @@ class Checkpointer:
             return None
         name = f"snapshot of step {chosen.step}"
         try:
-            folder = Folder(opened.source, "")
+            folder = CheckpointFolder(opened.source, "")
             verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name)
         finally:
             opened.source.close()
@@ -334,7 +336,9 @@ class Checkpointer:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
 
-    def _load(self, loader: Loader, *, folder: Folder, manifest: Manifest, name: str) -> LoadAccepted | Reject | LoadFailed:
+    def _load(
+        self, loader: CheckpointLoader, *, folder: CheckpointFolder, manifest: Manifest, name: str
+    ) -> LoadAccepted | Reject | LoadFailed:
         verdict = rank_results(loader.check_fit(folder, manifest), folder=name)
         return rank_results(loader.load(folder, manifest), folder=name) if isinstance(verdict, LoadAccepted) else verdict
 

@@ -9,7 +9,7 @@ _MOST = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
+class StateCounters:
     """What a run goes on from besides its tensors. A state that lacks one of them was saved without it: it is 0 then."""
 
     step: int
@@ -19,7 +19,7 @@ class Counters:
     """Names the data that the run was trained on; None if the state does not say."""
 
 
-def counters_of(state: Mapping[str, JsonValue], *, step: int) -> Counters:
+def counters_of(state: Mapping[str, JsonValue], *, step: int) -> StateCounters:
     """The counters in the state of a checkpoint of `step`.
 
     Raises: ValueError naming the one that is wrong.
@@ -31,7 +31,9 @@ def counters_of(state: Mapping[str, JsonValue], *, step: int) -> Counters:
     data_digest = state.get("data_digest")
     if not isinstance(data_digest, str | None):
         raise ValueError(f"`state.data_digest` must be a text, but is {data_digest!r}")
-    return Counters(step, _count(state, "skipped_in_a_row", default=0), _count(state, "skipped_total", default=0), data_digest)
+    return StateCounters(
+        step, _count(state, "skipped_in_a_row", default=0), _count(state, "skipped_total", default=0), data_digest
+    )
 
 
 def _count(state: Mapping[str, JsonValue], name: str, *, default: int) -> int:

@@ -26,7 +26,7 @@ _SHARD = re.compile(r"(.+)-r\d{5,}-.+")
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ResumeOrigin:
     """Where an incarnation went on from."""
 
     generation: int
@@ -38,10 +38,10 @@ class Origin:
     """The incarnation whose state that was; empty if it began at the beginning."""
 
 
-Lookup = Callable[[str], Origin | None]
+Lookup = Callable[[str], ResumeOrigin | None]
 
 
-def is_on_line(incarnation: str, step: int, *, newest: Origin | None, lookup: Lookup) -> bool:
+def is_on_line(incarnation: str, step: int, *, newest: ResumeOrigin | None, lookup: Lookup) -> bool:
     """Whether state of `step` that `incarnation` made is a part of the history that `newest` continues. Pure, but for `lookup`.
 
     Where no record tells, it is: before the first launcher there were none, and one that is newer than all records has not
@@ -76,10 +76,10 @@ class Lineage:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[str, Origin | None] = {}
+        self._known: dict[str, ResumeOrigin | None] = {}
         self._keys: dict[str, str] | None = None
 
-    def write(self, origin: Origin) -> None:
+    def write(self, origin: ResumeOrigin) -> None:
         """Before its incarnation commits anything. Raises: StorageError."""
         self._store.write(f"{ROOT}/{origin.generation:09d}-{origin.incarnation}.json", json.dumps(asdict(origin)).encode())
 
@@ -97,7 +97,7 @@ class Lineage:
         """Whether state of `step` that `incarnation` made is on the line. Raises: StorageError."""
         return is_on_line(incarnation, step, newest=self.newest(), lookup=self._lookup)
 
-    def newest(self) -> Origin | None:
+    def newest(self) -> ResumeOrigin | None:
         """Where the newest generation of hosts went on from, as far as that can be read. Raises: StorageError."""
         # The name begins with the generation: the last one that can be read is the newest.
         for name in reversed(self._names()):
@@ -111,16 +111,16 @@ class Lineage:
             self._keys = {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
         return list(self._keys)
 
-    def _lookup(self, incarnation: str) -> Origin | None:
+    def _lookup(self, incarnation: str) -> ResumeOrigin | None:
         if incarnation not in self._known:
             self._known[incarnation] = self._read(incarnation) if incarnation in self._names() else None
         return self._known[incarnation]
 
-    def _read(self, incarnation: str) -> Origin | None:
+    def _read(self, incarnation: str) -> ResumeOrigin | None:
         assert self._keys is not None  # noqa: S101
         key = self._keys[incarnation]
         try:
-            origin = Origin(**parse_json(read_bounded(self._store, key)))
+            origin = ResumeOrigin(**parse_json(read_bounded(self._store, key)))
         except ObjectNotFoundError:
             return None
         except (ValueError, TypeError, ObjectTooLargeError):
@@ -135,6 +135,6 @@ def number_of(incarnation: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _is_sound(origin: Origin, incarnation: str) -> bool:
+def _is_sound(origin: ResumeOrigin, incarnation: str) -> bool:
     numbers = type(origin.generation) is int and type(origin.step) is int
     return numbers and isinstance(origin.parent, str) and origin.incarnation == incarnation

@@ -17,7 +17,7 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifes
 from elastictrain.checkpoint.retry_read import retry_read
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.tensor_bytes import tensor_over
-from elastictrain.checkpoint.verified_read import Folder, plain_buffer, read_chunks
+from elastictrain.checkpoint.verified_read import CheckpointFolder, plain_buffer, read_chunks
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.opening import open_store
 
@@ -46,7 +46,9 @@ def _buffers_for_device() -> Callable[[int], memoryview]:
 class ManifestReader(StorageReader):
     """Reads the tensors of one checkpoint, each byte verified before it reaches a tensor."""
 
-    def __init__(self, folder: Folder, *, manifest: Manifest | None = None, signing: SigningKey | None = None) -> None:
+    def __init__(
+        self, folder: CheckpointFolder, *, manifest: Manifest | None = None, signing: SigningKey | None = None
+    ) -> None:
         self._signing = signing
         self._folder = folder
         self._manifest = manifest
@@ -60,7 +62,7 @@ class ManifestReader(StorageReader):
 
         Raises: ValueError if that variable holds no key.
         """
-        return cls(Folder(open_store(url), ""), signing=load_key(key_env))
+        return cls(CheckpointFolder(open_store(url), ""), signing=load_key(key_env))
 
     @property
     def manifest(self) -> Manifest:

@@ -15,7 +15,7 @@ from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.select_checkpoint import Reject
 from elastictrain.checkpoint.tensor_bytes import dtype_name
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_headers
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, verify_headers
 from elastictrain.errors import ConfigError, ElasticTrainError, InvalidCheckpointError, StorageError
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def rank_results(results: Sequence[LoadResult], *, folder: str) -> LoadAccepted 
     return LoadAccepted(sum(result.bytes_read for result in results))
 
 
-def load_tensors(folder: Folder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
+def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor]) -> int:
     """Reads this rank's part of `tensors` in place; returns the bytes read. Collective: no.
 
     Raises: DamagedFileError, with some tensors loaded and others not; StorageError.
@@ -149,7 +149,7 @@ def check_fit(manifest: Manifest, *, tensors: Mapping[str, Tensor], optional: Co
         )
 
 
-class Loader:
+class CheckpointLoader:
     """Loads candidates on one rank of a group."""
 
     def __init__(self, *, tensors: Mapping[str, Tensor], optional: Collection[str], group: dist.ProcessGroup | None) -> None:
@@ -161,13 +161,13 @@ class Loader:
         self.touched = False
         """Whether tensors may hold parts of a candidate; the same on all ranks."""
 
-    def check_fit(self, folder: Folder, manifest: Manifest) -> list[LoadResult]:
+    def check_fit(self, folder: CheckpointFolder, manifest: Manifest) -> list[LoadResult]:
         """Whether its headers are sound and it fits the state, before anything is overwritten; ranks share the headers.
         Collective: yes.
         """
         return self._outcome(lambda: self._check_fit(folder, manifest))
 
-    def load(self, folder: Folder, manifest: Manifest) -> list[LoadResult]:
+    def load(self, folder: CheckpointFolder, manifest: Manifest) -> list[LoadResult]:
         """Loads. Collective: yes."""
         self.touched = True
         return self._outcome(lambda: self._load(folder, manifest))
@@ -188,12 +188,12 @@ class Loader:
             result = LoadResult("failed", file=file, error=str(described["type"]), message=str(described["message"]))
         return [result_from_json(value) for value in gather_json(result.to_json(), group=self._group)]
 
-    def _check_fit(self, folder: Folder, manifest: Manifest) -> int:
+    def _check_fit(self, folder: CheckpointFolder, manifest: Manifest) -> int:
         # First: a manifest whose tensors are not those of its files is damaged, and not of another model.
         verify_headers(folder, manifest, files=manifest.files[self._rank :: self._world_size])
         check_fit(manifest, tensors=self._tensors, optional=self._optional, where=folder.url("").rstrip("/"))
         return 0
 
-    def _load(self, folder: Folder, manifest: Manifest) -> int:
+    def _load(self, folder: CheckpointFolder, manifest: Manifest) -> int:
         wanted = {name: tensor for name, tensor in self._tensors.items() if name in manifest.tensors}
         return load_tensors(folder, manifest, tensors=wanted)

@@ -12,7 +12,7 @@ from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.select_checkpoint import Reject, missing_files
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.verified_read import Readable
+from elastictrain.checkpoint.verified_read import ReadableStore
 from elastictrain.errors import (
     CheckpointError,
     InvalidCheckpointError,
@@ -27,7 +27,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
-def retry_read(store: Readable, key: str, *, where: str, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
+def retry_read(store: ReadableStore, key: str, *, where: str, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
     """A manifest and its bytes; read again if it is wrong, as a transfer can garble what is whole in the store.
 
     Raises: InvalidCheckpointError (UntrustedCheckpointError where there is a key) or UnknownFormatError, if it is so twice;
@@ -67,7 +67,7 @@ def is_there(store: Store, key: str) -> bool:
     return True
 
 
-def _read(store: Readable, key: str, *, where: str, signing: SigningKey | None) -> tuple[bytes, Manifest]:
+def _read(store: ReadableStore, key: str, *, where: str, signing: SigningKey | None) -> tuple[bytes, Manifest]:
     try:
         raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
     except ObjectTooLargeError as error:

@@ -24,7 +24,7 @@ class Reject:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class TryFolder:
     """Try this folder."""
 
     folder: FolderFacts
@@ -46,7 +46,7 @@ class Refuse:
 
 def select_checkpoint(
     listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
-) -> Resume | FreshStart | Refuse:
+) -> TryFolder | FreshStart | Refuse:
     """The newest committed folder that was not rejected, in this walk or by an earlier quarantine.
 
     Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there and nothing was ever
@@ -62,7 +62,7 @@ def select_checkpoint(
         elif not folder.has_manifest:
             rejects.append(_uncommitted(folder))
         else:
-            return Resume(folder)
+            return TryFolder(folder)
     only_remnants = not rejected and all(not folder.quarantined for folder in listing.folders)
     never_committed = not listing.committed and (not rejects or (listing.begun and only_remnants))
     if never_committed or on_invalid == "fresh":

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
-from elastictrain.checkpoint.verified_read import READ_THREADS, Folder, read_chunks
+from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder, read_chunks
 from elastictrain.checkpoint.writer import ByteReader
 from elastictrain.errors import CheckpointError
 
@@ -45,12 +45,12 @@ def tensor_over(data: memoryview, *, dtype: str, sizes: tuple[int, ...]) -> Tens
 Bounds = tuple[int, ...]
 
 
-def read_tensor(folder: Folder, record: TensorRecord) -> Tensor:
+def read_tensor(folder: CheckpointFolder, record: TensorRecord) -> Tensor:
     """The whole tensor, on the CPU. Raises: DamagedFileError, StorageError."""
     return read_box(folder, record, offsets=(0,) * len(record.shape), sizes=record.shape, threads=READ_THREADS)
 
 
-def read_box(folder: Folder, record: TensorRecord, *, offsets: Bounds, sizes: Bounds, threads: int) -> Tensor:
+def read_box(folder: CheckpointFolder, record: TensorRecord, *, offsets: Bounds, sizes: Bounds, threads: int) -> Tensor:
     """The part of a tensor that begins at `offsets`; every byte is verified.
 
     Raises: DamagedFileError, StorageError.

@@ -58,7 +58,7 @@ class DamagedFileError(InvalidCheckpointError):
         self.file = file
 
 
-class Readable(Protocol):
+class ReadableStore(Protocol):
     """What verified reading needs of a store."""
 
     @property
@@ -73,10 +73,10 @@ class Readable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class CheckpointFolder:
     """The files of one checkpoint: keys in the store begin with `prefix` (empty, or ending with '/')."""
 
-    store: Readable
+    store: ReadableStore
     prefix: str
 
     def url(self, file: str) -> str:
@@ -90,7 +90,7 @@ def plain_buffer(size_bytes: int) -> memoryview:
 
 
 def read_chunks(
-    folder: Folder,
+    folder: CheckpointFolder,
     chunks: Iterable[ChunkRecord],
     *,
     take: Callable[[ChunkRecord, memoryview], None],
@@ -138,7 +138,7 @@ def _twice(read: Callable[[], None]) -> None:
         logger.warning("read wrong once, and right again: %s", error)
 
 
-def _fill(folder: Folder, span: Span, data: memoryview) -> None:
+def _fill(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
     _read_range(folder, span, data)
     bad = _mismatch(span, data)
     if bad is not None:
@@ -146,7 +146,7 @@ def _fill(folder: Folder, span: Span, data: memoryview) -> None:
         raise DamagedFileError(f"{where} do not have their digest", file=span.file)
 
 
-def _read_range(folder: Folder, span: Span, data: memoryview) -> None:
+def _read_range(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
     try:
         count = folder.store.read_into(f"{folder.prefix}{span.file}", data, start=span.start)
     except ObjectNotFoundError as error:
@@ -166,7 +166,7 @@ def _mismatch(span: Span, data: memoryview) -> ChunkRecord | None:
     return None
 
 
-def verify_headers(folder: Folder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
+def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
     """Checks the headers of `files`: their digests, and that they tell the same of the tensors as the manifest.
 
     Raises: DamagedFileError, StorageError.
@@ -176,7 +176,7 @@ def verify_headers(folder: Folder, manifest: Manifest, *, files: Sequence[FileRe
         _twice(partial(_check_header, folder, file, placed[file.name]))
 
 
-def _check_header(folder: Folder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
+def _check_header(folder: CheckpointFolder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
     head = _read(folder, file, 0, file.header_bytes)
     where = folder.url(file.name)
     if not has_digest(head, file.header_digest, sha256=file.header_sha256):
@@ -187,7 +187,7 @@ def _check_header(folder: Folder, file: FileRecord, placed: Sequence[PlacedChunk
         raise DamagedFileError(str(error), file=file.name) from error
 
 
-def _read(folder: Folder, file: FileRecord, start: int, end: int) -> bytes:
+def _read(folder: CheckpointFolder, file: FileRecord, start: int, end: int) -> bytes:
     try:
         data = folder.store.read(f"{folder.prefix}{file.name}", start=start, end=end)
     except ObjectNotFoundError as error:

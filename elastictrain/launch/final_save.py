@@ -9,7 +9,7 @@ from functools import partial
 from typing import Protocol
 
 from elastictrain.checkpoint.memory.place import run_folder
-from elastictrain.checkpoint.saver.messages import Lines, MalformedError, encode
+from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, encode
 from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -53,7 +53,7 @@ class SaverConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines = Lines()
+        self._lines = MessageLines()
         self._writes = True
         self.pid = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
         connection.setblocking(False)

@@ -24,7 +24,7 @@ from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
 from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
+from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots
 from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
@@ -83,7 +83,7 @@ def make_saving(
         arena,
         Copier(layout, changing=parts.state.changed_by_forward(), device=device),
         link,
-        origin=Origin(
+        origin=SnapshotOrigin(
             run=memory.run,
             incarnation=started.met.incarnation.name,
             world_size=identity.world_size,

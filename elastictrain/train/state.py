@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from elastictrain.checkpoint.counters import Counters
+from elastictrain.checkpoint.counters import StateCounters
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.train.optimizer import optimizer_tensors
 from elastictrain.train.skipping import SkipCounts
@@ -57,7 +57,7 @@ class TrainState:
             "data_digest": self.data_digest,
         }
 
-    def adopt(self, counters: Counters) -> None:
+    def adopt(self, counters: StateCounters) -> None:
         """Take the counters of a checkpoint."""
         self.step = counters.step
         self.skips = SkipCounts(counters.skipped_in_a_row, counters.skipped_total)

@@ -14,7 +14,7 @@ from elastictrain.checkpoint.commands.output import Advance, plural, progress, r
 from elastictrain.checkpoint.commands.survey import Checkpoint, find_checkpoint, locate
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.tensor_bytes import read_box
-from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import EXIT_OK
 
 _NUMBERS_AT_ONCE = 1 << 18
@@ -167,7 +167,7 @@ def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance:
     return tuple(sorted(different, key=lambda one: (-one.difference.relative, -one.difference.max_abs, one.pair.name)))
 
 
-def _compare_pair(pair: TensorPair, *, a: Folder, b: Folder, advance: Advance) -> Difference:
+def _compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
     total = Difference()
     same_in_b = _boxes(pair.b)
     for chunk in pair.a.chunks:

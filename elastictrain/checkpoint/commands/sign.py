@@ -10,7 +10,7 @@ from elastictrain.checkpoint.folders import ROOT, key_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, NoValidCheckpointError, UsageError
 
 
@@ -48,7 +48,7 @@ def sign_checkpoints(url: str, *, step: int | None, threads: int, key_env: str) 
 
 def _sign(location: RunLocation, one: Surveyed, manifest: Manifest, *, signing: SigningKey, threads: int) -> None:
     """Replaces the manifest, at once. What is read for SHA-256 has the digests that were verified before."""
-    folder = Folder(location.run, f"{ROOT}/{one.name}/")
+    folder = CheckpointFolder(location.run, f"{ROOT}/{one.name}/")
     found: dict[ChunkRecord, str] = {}
     lock = threading.Lock()
 
@@ -68,7 +68,7 @@ def _sign(location: RunLocation, one: Surveyed, manifest: Manifest, *, signing: 
     location.run.write(key_of(one.name, MANIFEST_NAME), raw)
 
 
-def _sha256_of_header(folder: Folder, file: FileRecord) -> str:
+def _sha256_of_header(folder: CheckpointFolder, file: FileRecord) -> str:
     head = folder.store.read(f"{folder.prefix}{file.name}", end=file.header_bytes)
     if not has_digest(head, file.header_digest, sha256=""):
         raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)

@@ -15,7 +15,7 @@ from elastictrain.checkpoint.retry_read import examine, is_there
 from elastictrain.checkpoint.select_checkpoint import FreshStart, Refuse, Reject, select_checkpoint
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.stored_config import CONFIG_NAME
-from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, UnknownFormatError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
@@ -252,7 +252,7 @@ class Checkpoint:
     """A checkpoint whose manifest is valid and whose files are all there in their sizes; bytes are verified when read."""
 
     name: str
-    folder: Folder
+    folder: CheckpointFolder
     manifest: Manifest
 
     @property
@@ -290,7 +290,7 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
             continue
         if found.reject is None and found.manifest is not None:
             say_unchecked(found.manifest, name=facts.name, signing=location.signing)
-            return Checkpoint(facts.name, Folder(run, f"{ROOT}/{facts.name}/"), found.manifest)
+            return Checkpoint(facts.name, CheckpointFolder(run, f"{ROOT}/{facts.name}/"), found.manifest)
         if found.reject is not None:
             rejects.append(found.reject)
 

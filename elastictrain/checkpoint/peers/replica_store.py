@@ -22,7 +22,7 @@ from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _ReplicaPiece:
     """Bytes [begin, end) of the snapshot, which have a digest of their own: a file's header or one chunk."""
 
     begin: int
@@ -70,7 +70,7 @@ class Verifier:
         if self._piece is not None or self._position != self._size_bytes:
             raise InvalidCheckpointError(f"the snapshot must have {self._size_bytes} bytes, but {self._position} came")
 
-    def _check(self, piece: _Piece) -> None:
+    def _check(self, piece: _ReplicaPiece) -> None:
         name = file_name(self._incarnation, rank=self._rank, index=piece.file)
         if self._hash.hexdigest() != piece.digest:
             end = piece.start + piece.end - piece.begin
@@ -82,17 +82,17 @@ class Verifier:
             self._whole.reset()
 
 
-def _pieces(layout: RankLayout, digests: RankDigests) -> Iterator[_Piece]:
+def _pieces(layout: RankLayout, digests: RankDigests) -> Iterator[_ReplicaPiece]:
     chunk_digests = iter(digests.chunks)
     for index, (file, base) in enumerate(zip(layout.template, layout.starts, strict=True)):
         num_chunks = sum(len(placed.chunks) for placed in file.items)
-        yield _Piece(base, base + len(file.header), digests.headers[index], index, 0, last=num_chunks == 0)
+        yield _ReplicaPiece(base, base + len(file.header), digests.headers[index], index, 0, last=num_chunks == 0)
         for placed in file.items:
             for chunk in placed.chunks:
                 num_chunks -= 1
                 start = placed.start + chunk.begin
                 end = base + start + chunk.size_bytes
-                yield _Piece(base + start, end, next(chunk_digests), index, start, last=num_chunks == 0)
+                yield _ReplicaPiece(base + start, end, next(chunk_digests), index, start, last=num_chunks == 0)
 
 
 class RefusedError(Exception):

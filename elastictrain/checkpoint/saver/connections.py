@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from elastictrain.checkpoint.saver.messages import SOCKET_NAME, Lines, MalformedError, Message, encode
+from elastictrain.checkpoint.saver.messages import SOCKET_NAME, MalformedError, Message, MessageLines, encode
 from elastictrain.net.pending import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class WorkerConnection:
 
     socket: socket.socket
     pid: int = 0
-    lines: Lines = field(default_factory=Lines)
+    lines: MessageLines = field(default_factory=MessageLines)
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False

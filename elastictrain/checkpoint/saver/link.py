@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastictrain.checkpoint.saver.messages import Lines, MalformedError, Message, RunFacts, count, encode
+from elastictrain.checkpoint.saver.messages import MalformedError, Message, MessageLines, RunFacts, count, encode
 from elastictrain.checkpoint.saver.pending_saves import PendingSaves, Saved, SaveFailure
-from elastictrain.checkpoint.saver.process import SaverProcess, clear_if_abandoned, knock, log_tail
+from elastictrain.checkpoint.saver.process import SaverStarter, clear_if_abandoned, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -59,7 +59,7 @@ class SaverLink:
         """Where other hosts reach the saver; 0 until it has answered."""
         self.lost: tuple[int, float] | None = None
         """A rank of this host that is gone without a word, and since when."""
-        self._process = SaverProcess(folder, facts, clock=clock)
+        self._process = SaverStarter(folder, facts, clock=clock)
         self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
 
     def start(self) -> None:
@@ -226,7 +226,7 @@ class SaverLink:
 
     def _talk(self, connection: socket.socket) -> None:
         """Until the connection ends."""
-        lines = Lines()
+        lines = MessageLines()
         with self._changed:
             self._socket = connection
             self._welcomed = False

@@ -30,7 +30,7 @@ def encode(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode() + b"\n"
 
 
-class Lines:
+class MessageLines:
     """Puts messages together from what a socket gives."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ _TRIES = 3
 _TRIES_WITHIN_S = 60.0
 
 
-class SaverProcess:
+class SaverStarter:
     """Starts savers for one folder, each when the one before it is gone."""
 
     def __init__(self, folder: str, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:

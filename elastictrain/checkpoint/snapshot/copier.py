@@ -69,7 +69,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _CopyOrder:
     """What the device's streams and the two threads wait for."""
 
     ready: torch.cuda.Event
@@ -118,10 +118,10 @@ class Copier:
         target = torch.frombuffer(slot.map, dtype=torch.uint8)[HEADER_BYTES:]
         issued = threading.Event()
         self._issued = issued
-        order: _Order | None = None
+        order: _CopyOrder | None = None
         if self._stream is not None:
             ready, begun, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-            order = _Order(ready, begun, arrived, issued)
+            order = _CopyOrder(ready, begun, arrived, issued)
             order.ready.record()
             self._arrived = order.arrived
 
@@ -169,7 +169,7 @@ class Copier:
                 target[start : start + sources[index].numel()] = sources[index]
                 start += sources[index].numel()
 
-    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _Order) -> float:
+    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _CopyOrder) -> float:
         """Returns the seconds that the device took, without the wait for the state to be ready."""
         stream = self._stream
         assert stream is not None  # noqa: S101

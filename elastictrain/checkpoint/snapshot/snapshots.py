@@ -23,7 +23,7 @@ _CLOSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class SnapshotOrigin:
     """Who takes the snapshots: the same in all of them."""
 
     run: str
@@ -68,7 +68,7 @@ class Snapshots:
         copier: Copier,
         link: SaverLink,
         *,
-        origin: Origin,
+        origin: SnapshotOrigin,
         steps: list[int | None],
         flush_records: Callable[[], None],
         record: Callable[[Event], None] | None,

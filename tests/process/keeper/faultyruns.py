@@ -34,7 +34,7 @@ WRITE = "elastictrain.storage.local:_Writer.write"
 COMMIT = f"{_CHECKPOINT}.commit:commit"
 PRUNE = f"{_CHECKPOINT}.prune:Pruner._delete"
 FACTS = f"{_CHECKPOINT}.saver.messages:load_facts"
-LOAD = f"{_CHECKPOINT}.restore:Loader.load"
+LOAD = f"{_CHECKPOINT}.restore:CheckpointLoader.load"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 import pytest
 
-from elastictrain.checkpoint.counters import Counters, counters_of
+from elastictrain.checkpoint.counters import StateCounters, counters_of
 
 
 def test_what_a_state_lacks_was_never_counted() -> None:
-    assert counters_of({}, step=3) == Counters(3, 0, 0, None)
+    assert counters_of({}, step=3) == StateCounters(3, 0, 0, None)
     state = {"step": 3, "positions": 48, "skipped_in_a_row": 1, "skipped_total": 2, "data_digest": "d"}
-    assert counters_of(state, step=3) == Counters(3, 1, 2, "d")
+    assert counters_of(state, step=3) == StateCounters(3, 1, 2, "d")
 
 
 @pytest.mark.parametrize("name", ["step", "positions", "skipped_in_a_row", "skipped_total"])

@@ -1,7 +1,7 @@
 import pytest
 
 from elastictrain.checkpoint.fence import Fence
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.errors import LeaseLostError
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.lease.made import Scene
@@ -34,8 +34,8 @@ def test_a_newer_generation_of_the_same_owner_refuses_what_it_left_out() -> None
     scene = Scene()
     scene.hold(number=3)
     scene.hold(number=4)
-    Lineage(scene.store).write(Origin(3, INCARNATION, 10, "000002-xx"))
-    Lineage(scene.store).write(Origin(4, "000004-bb", 20, INCARNATION))
+    Lineage(scene.store).write(ResumeOrigin(3, INCARNATION, 10, "000002-xx"))
+    Lineage(scene.store).write(ResumeOrigin(4, "000004-bb", 20, INCARNATION))
     fence = Fence(scene.store)
     fence.check(INCARNATION, step=20)
     with pytest.raises(LeaseLostError):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.folders import FolderFacts, folder_name
-from elastictrain.checkpoint.lineage import Lineage, Origin, is_on_line, made_by
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, is_on_line, made_by
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 
@@ -20,7 +20,7 @@ def folder(step: int, incarnation: str, *, attempt: int = 1) -> FolderFacts:
     return FolderFacts(name, step, attempt, files)
 
 
-def on_line(incarnation: str, step: int, *origins: Origin) -> bool:
+def on_line(incarnation: str, step: int, *origins: ResumeOrigin) -> bool:
     known = {origin.incarnation: origin for origin in origins}
     newest = max(origins, key=lambda origin: (origin.generation, origin.incarnation), default=None)
     return is_on_line(incarnation, step, newest=newest, lookup=known.get)
@@ -47,30 +47,30 @@ def test_without_records_everything_counts() -> None:
 )
 def test_a_line_of_three(incarnation: str, step: int, counts: bool) -> None:
     origins = (
-        Origin(1, FIRST, 0, ""),
-        Origin(2, SECOND, 20, FIRST),
-        Origin(3, THIRD, 30, SECOND),
-        Origin(2, "000002-xx", 10, FIRST),
+        ResumeOrigin(1, FIRST, 0, ""),
+        ResumeOrigin(2, SECOND, 20, FIRST),
+        ResumeOrigin(3, THIRD, 30, SECOND),
+        ResumeOrigin(2, "000002-xx", 10, FIRST),
     )
     assert on_line(incarnation, step, *origins) is counts
 
 
 def test_what_was_there_before_the_first_launcher_counts() -> None:
-    assert on_line(FIRST, 20, Origin(1, SECOND, 20, FIRST))
-    assert not on_line(FIRST, 21, Origin(1, SECOND, 20, FIRST))
+    assert on_line(FIRST, 20, ResumeOrigin(1, SECOND, 20, FIRST))
+    assert not on_line(FIRST, 21, ResumeOrigin(1, SECOND, 20, FIRST))
 
 
 def test_the_generation_is_what_makes_a_record_the_newest() -> None:
     # The frozen one wrote down where it went on from after its successor did, and both found the same number free.
-    frozen, successor = Origin(4, "000005-zz", 10, FIRST), Origin(5, "000005-aa", 12, FIRST)
-    first = Origin(1, FIRST, 0, "")
+    frozen, successor = ResumeOrigin(4, "000005-zz", 10, FIRST), ResumeOrigin(5, "000005-aa", 12, FIRST)
+    first = ResumeOrigin(1, FIRST, 0, "")
     assert on_line(successor.incarnation, 15, first, frozen, successor)
     assert not on_line(frozen.incarnation, 15, first, frozen, successor)
     assert on_line(FIRST, 12, first, frozen, successor)
 
 
 def test_records_that_go_round_in_circles_end() -> None:
-    origins = (Origin(2, SECOND, 20, FIRST), Origin(1, FIRST, 10, SECOND))
+    origins = (ResumeOrigin(2, SECOND, 20, FIRST), ResumeOrigin(1, FIRST, 10, SECOND))
     assert on_line("000001-other", 5, *origins)
 
 
@@ -78,7 +78,7 @@ def test_records_that_go_round_in_circles_end() -> None:
 def test_no_history_mixes_two_generations(seed: int) -> None:
     """Random lives: each goes on from any commit on its own line, and the frozen ones commit later."""
     chance = random.Random(seed)
-    origins: dict[str, Origin] = {}
+    origins: dict[str, ResumeOrigin] = {}
     lines: dict[str, set[tuple[str, int]]] = {}
     commits: set[tuple[str, int]] = set()
     for generation in range(1, chance.randint(2, 8)):
@@ -86,7 +86,7 @@ def test_no_history_mixes_two_generations(seed: int) -> None:
         newest = max(origins.values(), key=lambda origin: origin.generation, default=None)
         usable = sorted(one for one in commits if is_on_line(*one, newest=newest, lookup=origins.get))
         parent, step = chance.choice([*usable, ("", 0)]) if usable else ("", 0)
-        origins[name] = Origin(generation, name, step, parent)
+        origins[name] = ResumeOrigin(generation, name, step, parent)
         # The truth, kept in another way: everything that it stands on.
         lines[name] = {one for one in lines.get(parent, set()) if one[1] <= step} | ({(parent, step)} if parent else set())
         for other in chance.sample(sorted(origins), chance.randint(1, len(origins))):
@@ -102,8 +102,8 @@ def test_no_history_mixes_two_generations(seed: int) -> None:
 def test_folders_off_the_line_come_last(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     lineage = Lineage(store)
-    lineage.write(Origin(1, FIRST, 0, ""))
-    lineage.write(Origin(2, SECOND, 20, FIRST))
+    lineage.write(ResumeOrigin(1, FIRST, 0, ""))
+    lineage.write(ResumeOrigin(2, SECOND, 20, FIRST))
     folders = [folder(30, FIRST), folder(25, SECOND), folder(20, FIRST), FolderFacts("step-000000010", 10, 1, {})]
     ordered, off_line = Lineage(store).line_first(folders)
     assert [one.step for one in ordered] == [25, 20, 10, 30]
@@ -114,7 +114,7 @@ def test_folders_off_the_line_come_last(tmp_path: Path) -> None:
 def test_a_damaged_record_tells_nothing(damage: bytes, tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     assert isinstance(store, LocalStore)
-    Lineage(store).write(Origin(1, FIRST, 0, ""))
+    Lineage(store).write(ResumeOrigin(1, FIRST, 0, ""))
     store.write(f"lineage/000000002-{SECOND}.json", damage)
     ordered, off_line = Lineage(store).line_first([folder(30, FIRST), folder(25, SECOND)])
     assert [one.step for one in ordered] == [30, 25]

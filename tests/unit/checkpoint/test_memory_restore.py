@@ -11,7 +11,7 @@ from torch import Tensor
 
 from elastictrain.checkpoint import memory_restore, restore
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, look
@@ -21,7 +21,7 @@ from elastictrain.checkpoint.memory.records import compute_chunk_digests, comput
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.memory.source import FileBytes
 from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
-from elastictrain.checkpoint.verified_read import Folder
+from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected
 from tests.unit.checkpoint.fakes import Bench
@@ -170,7 +170,7 @@ def test_damage_in_memory_alone_leaves_a_fresh_start_its_first_values(bench: Ben
 def overtaken(bench: Bench) -> None:
     """The second generation went on from step 100 of the first, without the host that was frozen with a later one."""
     save(bench, 100)
-    for origin in (Origin(1, FIRST, 0, ""), Origin(2, SECOND, 100, FIRST)):
+    for origin in (ResumeOrigin(1, FIRST, 0, ""), ResumeOrigin(2, SECOND, 100, FIRST)):
         Lineage(bench.store).write(origin)
 
 
@@ -257,7 +257,7 @@ def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path:
         keep(tmp_path, 300, rank=rank, world_size=2, index=1)
     verify, asked = restore.verify_headers, []
 
-    def fail_once(folder: Folder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
+    def fail_once(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
         asked.append(files)
         if len(asked) == 1:
             raise StorageError("nobody knows why")

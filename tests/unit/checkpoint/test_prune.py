@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from tests.unit.checkpoint.fakes import Bench
 
 FIRST, SECOND, THIRD = "000001-aa", "000002-bb", "000003-cc"
@@ -18,10 +18,10 @@ def save(bench: Bench, step: int, incarnation: str, *, keep_last: int = 9, keep_
 def overlapping(*off_line: int) -> Bench:
     """The second generation went on from step 20 of the first, which then thawed, and committed `off_line`."""
     bench = Bench()
-    Lineage(bench.store).write(Origin(1, FIRST, 0, ""))
+    Lineage(bench.store).write(ResumeOrigin(1, FIRST, 0, ""))
     for step in (10, 20):
         save(bench, step, FIRST)
-    Lineage(bench.store).write(Origin(2, SECOND, 20, FIRST))
+    Lineage(bench.store).write(ResumeOrigin(2, SECOND, 20, FIRST))
     save(bench, 22, SECOND)
     for step in off_line:
         save(bench, step, FIRST)

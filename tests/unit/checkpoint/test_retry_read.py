@@ -7,7 +7,7 @@ import pytest
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.manifest import FileRecord, digest_of
 from elastictrain.checkpoint.prune import read_manifest
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, verify_headers
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, verify_headers
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.storage.store import ObjectInfo
 from tests.unit.checkpoint.fakes import Bench, FakeStore
@@ -81,7 +81,7 @@ def test_a_header_is_read_twice(garble: Garble) -> None:
     save(bench, 1)
     manifest = read_manifest(bench.store, "step-000000001")
     assert manifest is not None
-    folder = Folder(bench.store, "checkpoints/step-000000001/")
+    folder = CheckpointFolder(bench.store, "checkpoints/step-000000001/")
     garble_reads(bench.store, "000.safetensors", garble=garble, times=1)
     verify_headers(folder, manifest, files=manifest.files)
     garble_reads(bench.store, "000.safetensors", garble=garble, times=2)

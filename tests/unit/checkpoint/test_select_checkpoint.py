@@ -16,7 +16,7 @@ from elastictrain.checkpoint.select_checkpoint import (
     FreshStart,
     Refuse,
     Reject,
-    Resume,
+    TryFolder,
     missing_files,
     passed_over,
     refusal_message,
@@ -42,7 +42,7 @@ def remnant(step: int) -> str:
 
 
 def resumed(decision: object) -> str:
-    assert isinstance(decision, Resume)
+    assert isinstance(decision, TryFolder)
     return decision.folder.name
 
 
@@ -117,7 +117,7 @@ def test_never_silently_from_zero(
     found = Listing(tuple(folders), begun, committed)
     decision = select_checkpoint(found, rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
     if usable:
-        assert decision == Resume(usable[0])
+        assert decision == TryFolder(usable[0])
     else:
         assert {r.folder for r in decision.rejects} == {f.name for f in folders}  # type: ignore[union-attr]
         lost = any(f.quarantined or f.has_manifest for f in folders)

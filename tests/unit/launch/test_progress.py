@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.folders import ROOT, key_of
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
 from elastictrain.config.load import load
 from elastictrain.errors import TransientStorageError
@@ -39,8 +39,8 @@ def test_a_step_that_nobody_goes_on_from_is_no_progress() -> None:
 
     def commits(*made: tuple[str, int]) -> FakeStore:
         store = FakeStore()
-        Lineage(store).write(Origin(1, first, 0, ""))
-        Lineage(store).write(Origin(2, second, 20, first))
+        Lineage(store).write(ResumeOrigin(1, first, 0, ""))
+        Lineage(store).write(ResumeOrigin(2, second, 20, first))
         for incarnation, step in made:
             for file in (f"{incarnation}-r00000-000.safetensors", "manifest.json"):
                 store.write(key_of(f"step-{step:09d}", file), b"x")

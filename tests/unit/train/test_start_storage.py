@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.distributed.group import leave
 from elastictrain.lease.chain import Chain, point_at
 from elastictrain.lease.records import Claim
@@ -56,7 +56,7 @@ def run_with(num_starts: int) -> Counted:
         Chain(store).create(Claim(number, "earlier", over=True))
         Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
     for number in range(max(1, num_starts - LINEAGE_KEPT + 1), num_starts + 1):
-        Lineage(store).write(Origin(number, f"{number:06d}-aa", min(number, 2) - 1, f"{number - 1:06d}-aa"))
+        Lineage(store).write(ResumeOrigin(number, f"{number:06d}-aa", min(number, 2) - 1, f"{number - 1:06d}-aa"))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(1, num_starts + 1)}
     point_at(store, num_starts)
     Bench(store).checkpointer(f"{num_starts:06d}-aa").save(SAVED, tensors=state_of(SAVED), state={"step": SAVED}, reason="step")

@@ -11,7 +11,7 @@ from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands import output
 from elastictrain.checkpoint.commands.prune import KeepOptions, delete_folder, prune_checkpoints
 from elastictrain.checkpoint.commands.survey import locate
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.retention import Deletion
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
 from elastictrain.storage.opening import open_store
@@ -188,8 +188,8 @@ def overlapping(tmp_path: Path) -> Path:
         save(tmp_path, step)
     save(tmp_path, 36, incarnation="000002-bb")
     lineage = Lineage(open_store(str(tmp_path)))
-    lineage.write(Origin(1, "000001-aa", 0, ""))
-    lineage.write(Origin(2, "000002-bb", 30, "000001-aa"))
+    lineage.write(ResumeOrigin(1, "000001-aa", 0, ""))
+    lineage.write(ResumeOrigin(2, "000002-bb", 30, "000001-aa"))
     return tmp_path
 
 

@@ -15,7 +15,7 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.manifest import ChunkRecord, digest_of
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, load_key
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import (
     EXIT_OK,
@@ -184,7 +184,7 @@ def test_data_that_has_its_fast_digest_and_is_other_data_all_the_same() -> None:
     data = b"some data"
     chunk = ChunkRecord((0,), (9,), "f", 0, 9, digest_of(data), "0" * 64)
     with pytest.raises(DamagedFileError):
-        read_chunks(Folder(FakeStore({"f": data}), ""), [chunk], take=lambda _, __: None)
+        read_chunks(CheckpointFolder(FakeStore({"f": data}), ""), [chunk], take=lambda _, __: None)
 
 
 def test_an_existing_run_is_signed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlo
 from elastictrain.checkpoint.peers.requests import Put, key_of
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.peers.wire import FRAME_BYTES
-from elastictrain.checkpoint.verified_read import DamagedFileError, Folder, read_chunks
+from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError, TransportError
 from tests.unit.checkpoint.peers.hosts import (
     LAYOUT,
@@ -222,7 +222,7 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
         chunks = [chunk for one in written_items(LAYOUT, put.digests, incarnation="i00001-aa", rank=0) for chunk in one.chunks]
         source = remote(PeerPool(b.peer, token=TOKEN, connections=2, limits=LIMITS))
         taken: list[int] = []
-        assert read_chunks(Folder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=4)  # type: ignore[arg-type]
+        assert read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=4)  # type: ignore[arg-type]
         assert sum(taken) == sum(chunk.size_bytes for chunk in chunks)
         # A bit that flips in host memory: no frame differs, but the chunk does.
         slot = Slot.make(str(b.folder / "own-r00000-s0"), size_bytes=len(data))
@@ -230,7 +230,7 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
             view[LAYOUT.template[0].items[0].start + 7] ^= 1
         slot.close()
         with pytest.raises(DamagedFileError, match=r"i00001-aa-r00000-000.safetensors"):
-            read_chunks(Folder(source, ""), chunks, take=lambda chunk, found: None, threads=4)  # type: ignore[arg-type]
+            read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: None, threads=4)  # type: ignore[arg-type]
         source.close()
 
 

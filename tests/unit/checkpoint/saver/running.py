@@ -12,7 +12,7 @@ import pytest
 
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.saver import snapshot_writer as saving
-from elastictrain.checkpoint.saver.messages import Lines, Message, RunFacts, encode
+from elastictrain.checkpoint.saver.messages import Message, MessageLines, RunFacts, encode
 from elastictrain.checkpoint.saver.service import SaverService
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.opening import open_store
@@ -39,7 +39,7 @@ class Worker:
         key: str = "",
     ) -> None:
         """`settle`: wait until the saver has looked for what this rank had before. `key` is the proof of a key."""
-        self._lines = Lines()
+        self._lines = MessageLines()
         self._waiting: list[Message] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)

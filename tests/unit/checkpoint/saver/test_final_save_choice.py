@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 from elastictrain.checkpoint.fence import still_there
-from elastictrain.checkpoint.lineage import Lineage, Origin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.memory.inventory import Held
 from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.saver.commit_protocol import begin_key
@@ -65,8 +65,8 @@ def test_the_newest_step_that_all_ranks_have() -> None:
 def test_what_others_went_on_without_keeps_no_step_from_being_saved() -> None:
     """The first generation thawed after the second had gone on from step 2, and committed step 6."""
     fake = store()
-    Lineage(fake).write(Origin(1, "000001-aa", 0, ""))
-    Lineage(fake).write(Origin(2, "000002-bb", 2, "000001-aa"))
+    Lineage(fake).write(ResumeOrigin(1, "000001-aa", 0, ""))
+    Lineage(fake).write(ResumeOrigin(2, "000002-bb", 2, "000001-aa"))
     for name in ("000001-aa-r00000-000.safetensors", "manifest.json"):
         fake.objects[f"checkpoints/step-000000006/{name}"] = b""
     assert [step for step, _, _ in chosen(fake, BOTH, held(4, 0), held(4, 1))] == [4, 4]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.messages import Lines, Message, RunFacts, encode
+from elastictrain.checkpoint.saver.messages import Message, MessageLines, RunFacts, encode
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -41,7 +41,7 @@ class FakeSaver:
                 threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
     def _hear(self, connection: socket.socket) -> None:
-        lines = Lines()
+        lines = MessageLines()
         with suppress(OSError):
             while data := connection.recv(65536):
                 for message in lines.feed(data):

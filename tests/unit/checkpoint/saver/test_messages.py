@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.saver.messages import LONGEST_BYTES, Lines, MalformedError, count, encode, text
+from elastictrain.checkpoint.saver.messages import LONGEST_BYTES, MalformedError, MessageLines, count, encode, text
 from tests.unit.examples import examples
 
 
@@ -14,7 +14,7 @@ from tests.unit.examples import examples
 def test_whatever_the_pieces_the_messages_come_whole(contents: list[dict[str, object]], size: int) -> None:
     sent = [{**content, "op": "x"} for content in contents]
     data = b"".join(encode(message) for message in sent)  # type: ignore[arg-type]
-    lines = Lines()
+    lines = MessageLines()
     heard = [message for at in range(0, len(data), size) for message in lines.feed(data[at : at + size])]
     assert heard == sent
 
@@ -22,7 +22,7 @@ def test_whatever_the_pieces_the_messages_come_whole(contents: list[dict[str, ob
 @settings(max_examples=examples(500))
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
-    lines = Lines()
+    lines = MessageLines()
     try:
         for message in lines.feed(data + b"\n"):
             assert isinstance(message["op"], str)
@@ -35,7 +35,7 @@ def test_garbage_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
 )
 def test_no_messages(data: bytes) -> None:
     with pytest.raises(MalformedError):
-        list(Lines().feed(data))
+        list(MessageLines().feed(data))
 
 
 @pytest.mark.parametrize("value", [-1, True, 1.0, "1", None, 1 << 63, 10**400])

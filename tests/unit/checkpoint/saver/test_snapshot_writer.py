@@ -18,7 +18,7 @@ from elastictrain.checkpoint.saver.messages import RunFacts, load_facts, store_f
 from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, RefusedSave, SaveJob, SlotLeases
 from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
-from elastictrain.checkpoint.verified_read import Folder, read_chunks, verify_headers
+from elastictrain.checkpoint.verified_read import CheckpointFolder, read_chunks, verify_headers
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError, UntrustedCheckpointError
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.storage.opening import open_store
@@ -450,7 +450,7 @@ def test_two_hosts_sign_one_checkpoint(tmp_path: Path, store: Store) -> None:
     assert (heard.failed, other.failed) == ([], [])
     raw = store.read(f"{ROOT}/step-000000005/manifest.json")
     manifest = parse_manifest(raw, where="here", key=KEY)
-    folder = Folder(store, f"{ROOT}/step-000000005/")
+    folder = CheckpointFolder(store, f"{ROOT}/step-000000005/")
     verify_headers(folder, manifest, files=manifest.files)
     chunks = [chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks]
     assert {len(chunk.sha256) for chunk in chunks} == {64}

@@ -12,7 +12,7 @@ from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots, _Taking
+from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots, _Taking
 from tests.unit.examples import examples
 
 
@@ -63,7 +63,7 @@ class Rank:
             cast(Arena, FakeArena(self.slots)),
             cast(Copier, None),
             cast(SaverLink, self),
-            origin=cast(Origin, None),
+            origin=cast(SnapshotOrigin, None),
             steps=[None] * self.count,
             flush_records=lambda: None,
             record=None,

@@ -17,7 +17,7 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot import snapshots as module
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import Origin, Snapshots
+from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event
 
@@ -76,7 +76,7 @@ def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozens
         arena,
         copier,
         cast(SaverLink, link),
-        origin=Origin("run", "000001-aa", 1, 0, LAYOUT.digest, "c"),
+        origin=SnapshotOrigin("run", "000001-aa", 1, 0, LAYOUT.digest, "c"),
         steps=[None] * slots,
         flush_records=lambda: flushed.append(1),
         record=events.append,

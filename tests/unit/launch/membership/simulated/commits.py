@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.lineage import Origin, is_on_line
+from elastictrain.checkpoint.lineage import ResumeOrigin, is_on_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,9 @@ Stale = Callable[[Commit, Iterable[Resume]], bool]
 def is_stale(commit: Commit, resumes: Iterable[Resume]) -> bool:
     """As the checkpoints' own rule has it."""
     origins = {
-        _name(one.generation): Origin(one.generation, _name(one.generation), one.step, _name(one.parent) if one.step else "")
+        _name(one.generation): ResumeOrigin(
+            one.generation, _name(one.generation), one.step, _name(one.parent) if one.step else ""
+        )
         for one in resumes
     }
     newest = max(origins.values(), key=lambda origin: origin.generation, default=None)
