@@ -35,7 +35,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PlanProgress:
     """What is finished of the work that has the digest `plan`."""
 
     plan: str
@@ -75,13 +75,13 @@ def cut(data: bytes, *, final: bool) -> int:
     return end
 
 
-def choose_start(*, plan: str, progress: Progress | None, index: TokenIndex | None, url: str) -> Progress | None:
+def choose_start(*, plan: str, progress: PlanProgress | None, index: TokenIndex | None, url: str) -> PlanProgress | None:
     """From where to go on; None if all is done.
 
     Raises: DataError if the folder holds, or is being filled with, something else.
     """
     if progress is None and index is None:
-        return Progress(plan, (), Position(0, 0, 0))
+        return PlanProgress(plan, (), Position(0, 0, 0))
     if progress is None or progress.plan != plan:
         raise DataError(
             f"{url} holds token files made from other inputs or with other options; choose another --out, or delete that "
@@ -91,16 +91,16 @@ def choose_start(*, plan: str, progress: Progress | None, index: TokenIndex | No
     return None if index is not None else progress
 
 
-def encode_progress(progress: Progress) -> bytes:
+def encode_progress(progress: PlanProgress) -> bytes:
     """The content of `prepare.json`."""
     return json.dumps(asdict(progress), indent=1).encode() + b"\n"
 
 
-def decode_progress(data: bytes, *, url: str) -> Progress:
+def decode_progress(data: bytes, *, url: str) -> PlanProgress:
     """Reads `prepare.json`; `url` is for messages. Raises: DataError."""
     try:
         record = parse_json(data, limits=DOCUMENT)
-        return Progress(
+        return PlanProgress(
             plan=str(record["plan"]),
             shards=tuple(Shard(**shard) for shard in record["shards"]),
             position=Position(**record["position"]),

@@ -15,8 +15,8 @@ from elastictrain.data.index import INDEX_FILE, Shard, TokenIndex, TokenType, de
 from elastictrain.data.plan import (
     PROGRESS_FILE,
     Document,
+    PlanProgress,
     Position,
-    Progress,
     choose_start,
     cut,
     decode_progress,
@@ -117,13 +117,13 @@ def prepare(
     shards = list(start.shards)
     while not stream.exhausted():
         shards.append(_write_shard(store, shard_name(len(shards)), stream=stream, limit=shard_tokens, dtype=dtype))
-        store.write(PROGRESS_FILE, encode_progress(Progress(plan, tuple(shards), stream.position)))
+        store.write(PROGRESS_FILE, encode_progress(PlanProgress(plan, tuple(shards), stream.position)))
     index = TokenIndex(dtype=dtype, tokenizer=description, num_documents=len(documents), shards=tuple(shards))
     store.write(INDEX_FILE, encode_index(index))
     return Prepared(index, len(start.shards), already_complete=False)
 
 
-def _claim(store: Store, *, plan: str) -> Progress | None:
+def _claim(store: Store, *, plan: str) -> PlanProgress | None:
     """From where to go on, with the folder marked as ours; None if all is done."""
     start = _look(store, plan=plan)
     if start is not None and not start.shards:
@@ -135,7 +135,7 @@ def _claim(store: Store, *, plan: str) -> Progress | None:
     return start
 
 
-def _look(store: Store, *, plan: str) -> Progress | None:
+def _look(store: Store, *, plan: str) -> PlanProgress | None:
     def read(key: str) -> bytes | None:
         try:
             return read_bounded(store, key, most_bytes=DOCUMENT_BYTES)

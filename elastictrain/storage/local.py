@@ -20,7 +20,7 @@ from elastictrain.storage.private import guard_secret, refuse_secret
 from elastictrain.storage.retry import Retrying
 from elastictrain.storage.store import Bytes, ObjectInfo
 from elastictrain.storage.temporaries import is_abandoned, start_of, this_writer
-from elastictrain.storage.unfinished import Publish, UnfinishedFile
+from elastictrain.storage.unfinished import PublishFile, UnfinishedFile
 from elastictrain.storage.walk import walk_files
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class LocalStore:
 
         self._try("create", key, request)
 
-    def _put(self, key: str, data: Bytes, publish: Publish, *, mode: int = _FOR_ALL) -> None:
+    def _put(self, key: str, data: Bytes, publish: PublishFile, *, mode: int = _FOR_ALL) -> None:
         file = UnfinishedFile(key, folders=self._folders, mode=mode)
         try:
             file.write(data)

@@ -15,7 +15,7 @@ _PRUNED_AT_MOST = 20
 """How often others may remove the new file's folder, as an empty one, between our making and using it."""
 
 
-class Publish(Protocol):
+class PublishFile(Protocol):
     """Gives a finished file its name, in the same folder: `publish` or `publish_new`."""
 
     def __call__(self, finished: str, target: str, /, *, folder: int, path: str) -> None:
@@ -75,7 +75,7 @@ class UnfinishedFile:
                 begin_writeback(self._descriptor, self._on_its_way, self._written - self._on_its_way)
                 self._on_its_way = self._written
 
-    def finish(self, publish: Publish) -> None:
+    def finish(self, publish: PublishFile) -> None:
         """Makes the content durable, gives it its name, and makes the name durable."""
         self._flush()
         if self._sync:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.data.index import TokenIndex, decode_index
-from elastictrain.data.plan import Position, Progress, choose_start, cut, decode_progress, encode_progress
+from elastictrain.data.plan import PlanProgress, Position, choose_start, cut, decode_progress, encode_progress
 from elastictrain.data.prepare import discover, prepare
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
@@ -89,7 +89,7 @@ def test_other_inputs_are_refused(memory_store: Any, folder: Path, finished: boo
 def test_of_two_that_start_at_once_one_wins(memory_store: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def create(key: str, data: bytes) -> None:
         monkeypatch.undo()
-        memory_store.create(key, encode_progress(Progress("other", (), Position(0, 0, 0))))
+        memory_store.create(key, encode_progress(PlanProgress("other", (), Position(0, 0, 0))))
         memory_store.create(key, data)
 
     monkeypatch.setattr(memory_store, "create", create)
@@ -155,7 +155,7 @@ def test_a_piece_is_never_empty(data: bytes) -> None:
 
 
 def test_progress_survives_encoding() -> None:
-    progress = Progress("plan", (), Position(3, 400, 5))
+    progress = PlanProgress("plan", (), Position(3, 400, 5))
     assert decode_progress(encode_progress(progress), url="x") == progress
     with pytest.raises(DataError, match="damaged"):
         decode_progress(b'{"plan": 1}', url="x")
