@@ -17,7 +17,7 @@ from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import EVENTS, FINISHED_S
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -36,7 +36,7 @@ def fill(store: Store, num_objects: int) -> int:
             store.write(f"events/{number:06d}-aa-r00000.jsonl", event)
 
         def records_of(number: int) -> None:
-            Chain(store).create(Claim(number, "bench", over=True))
+            Chain(store).create(LeaseClaim(number, "bench", over=True))
             Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
             if number > num_objects - LINEAGE_KEPT:
                 Lineage(store).write(ResumeOrigin(number, f"{number:06d}-aa", number, f"{number - 1:06d}-aa"))

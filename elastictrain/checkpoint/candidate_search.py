@@ -14,9 +14,9 @@ from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committe
 from elastictrain.checkpoint.retry_read import examine
 from elastictrain.checkpoint.select_checkpoint import (
     FreshStart,
+    LineageStanding,
     Refuse,
     Reject,
-    Standing,
     TryFolder,
     passed_over,
     prefers_memory,
@@ -89,7 +89,7 @@ class CandidateSearch:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
-    def next_candidate(self, *, memory: Standing | None) -> RestoreCandidate:
+    def next_candidate(self, *, memory: LineageStanding | None) -> RestoreCandidate:
         """The best step in host memory, or the next candidate in storage if that is better.
 
         The manifest of a candidate is valid, and its files are all there, in their sizes. To be asked again after each that was
@@ -136,10 +136,10 @@ class CandidateSearch:
             self._tell(tuple(Reject(name, None, reason) for name in sorted(self._off_line)))
         mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
 
-    def _standing(self, decision: TryFolder | FreshStart | Refuse) -> Standing | None:
+    def _standing(self, decision: TryFolder | FreshStart | Refuse) -> LineageStanding | None:
         if not isinstance(decision, TryFolder):
             return None
-        return Standing(decision.folder.name not in self._off_line, decision.folder.step)
+        return LineageStanding(decision.folder.name not in self._off_line, decision.folder.step)
 
     def _list(self) -> None:
         if not self._listed:

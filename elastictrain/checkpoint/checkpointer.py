@@ -27,7 +27,7 @@ from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.restore import CheckpointLoader, LoadAccepted, LoadFailed, rank_results
-from elastictrain.checkpoint.select_checkpoint import Reject, Standing
+from elastictrain.checkpoint.select_checkpoint import LineageStanding, Reject
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.verified_read import CheckpointFolder
@@ -253,7 +253,7 @@ class Checkpointer:
 
     def _next_candidate(self, search: CandidateSearch, best: SnapshotSet | None) -> RestoreCandidate:
         """What to try next; asked again after each rejection. Collective: yes."""
-        memory = None if best is None else Standing(best.on_line, best.step)
+        memory = None if best is None else LineageStanding(best.on_line, best.step)
         return candidate_from_bytes(from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group))
 
     def _try_folder(

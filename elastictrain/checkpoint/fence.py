@@ -7,7 +7,7 @@ from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.checkpoint.stored_config import CONFIG_NAME
 from elastictrain.errors import LeaseLostError, ObjectNotFoundError, PermanentStorageError, StorageError
 from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
@@ -21,7 +21,7 @@ class Fence:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._chain = Chain(store)
-        self._known: dict[int, Claim] = {}
+        self._known: dict[int, LeaseClaim] = {}
 
     def check(self, incarnation: str, *, step: int) -> None:
         """`incarnation` may commit `step`. Raises: LeaseLostError; StorageError."""
@@ -41,7 +41,7 @@ class Fence:
         if not Lineage(self._store).has(incarnation, step):
             raise LeaseLostError(f"step {step} of {incarnation} is not committed: generation {newest} went on without it")
 
-    def _find(self, number: int) -> Claim | None:
+    def _find(self, number: int) -> LeaseClaim | None:
         if number not in self._known and (found := self._chain.read(number)) is not None:
             self._known[number] = found
         return self._known.get(number)

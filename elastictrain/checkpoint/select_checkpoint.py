@@ -71,7 +71,7 @@ def select_checkpoint(
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Standing:
+class LineageStanding:
     """Of a state that a start may go on from; greater is better."""
 
     on_line: bool
@@ -80,7 +80,7 @@ class Standing:
     step: int
 
 
-def prefers_memory(memory: Standing | None, stored: Standing | None) -> bool:
+def prefers_memory(memory: LineageStanding | None, stored: LineageStanding | None) -> bool:
     """Whether the best step in host memory is tried before what storage offers: it is as good, or storage has nothing left."""
     return memory is not None and (stored is None or memory >= stored)
 

@@ -159,7 +159,7 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     """
     nonce = uuid.uuid4().hex
     store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "introduction": asdict(introduction)}))
-    seat = _Seat(store, identity, nonce, number)
+    seat = _Participant(store, identity, nonce, number)
     began = clock()
     deadline, told = began + timeout_s, False
     waiting, margin_s = _word(store), min(_LOOK_BEFORE_S, timeout_s / 4)
@@ -218,7 +218,7 @@ class _Proposal(TypedDict):
     ranks: list[dict[str, Any]]
 
 
-class _Seat:
+class _Participant:
     """One rank's side of the exchange."""
 
     def __init__(self, store: SharedStore, identity: Identity, nonce: str, number: int) -> None:

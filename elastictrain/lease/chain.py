@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
-from elastictrain.lease.records import LAUNCHER, Claim, Sign, encode_claim, encode_sign, is_dead, parse_claim, parse_sign
+from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_claim, encode_sign, is_dead, parse_claim, parse_sign
 from elastictrain.storage.bounded_read import read_record
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.parallel import read_all
@@ -29,19 +29,19 @@ class Chain:
         self._store = store
         self._volatile = without_sync(store)
 
-    def newest(self) -> Claim:
+    def newest(self) -> LeaseClaim:
         """The generation with the largest number; number 0 and over where there is none."""
         number, data = newest_record(self._store)
-        return parse_claim(number, data) if number else Claim(0, "", over=True)
+        return parse_claim(number, data) if number else LeaseClaim(0, "", over=True)
 
-    def read(self, number: int) -> Claim | None:
+    def read(self, number: int) -> LeaseClaim | None:
         """One generation; None if it does not exist."""
         try:
             return parse_claim(number, read_record(self._store, _key(number)))
         except ObjectNotFoundError:
             return None
 
-    def create(self, claim: Claim) -> bool:
+    def create(self, claim: LeaseClaim) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
         data = encode_claim(claim)
         try:
@@ -55,7 +55,7 @@ class Chain:
         """Whoever looks for the newest generation begins with this one."""
         point_at(self._volatile, number)
 
-    def signs(self, claim: Claim) -> Mapping[str, Sign]:
+    def signs(self, claim: LeaseClaim) -> Mapping[str, Sign]:
         """What the owner of a generation says of itself, by object."""
         dead = partial(is_dead, here=this_writer())
         read = read_all(self._store, map(_line, claim.lines))
@@ -66,7 +66,7 @@ class Chain:
         """Show that an owner lives, or has left."""
         self._volatile.write(_line(owner), encode_sign(beat=beat, gone=gone, writers=writers))
 
-    def remove_signs(self, claim: Claim) -> None:
+    def remove_signs(self, claim: LeaseClaim) -> None:
         """Of an owner whose place was taken."""
         for name in claim.lines:
             self._store.delete(_line(name))
@@ -78,7 +78,7 @@ class Chain:
         except ObjectNotFoundError:
             return None
 
-    def last_number(self, newest: Claim) -> int:
+    def last_number(self, newest: LeaseClaim) -> int:
         """The largest number in use: that of the newest generation, if all before it were numbered as it is.
 
         Before generations had owners, starts under a bare torchrun were numbered by their events alone.
@@ -88,11 +88,11 @@ class Chain:
         found = (_TRACE.match(info.key) for folder in ("events", "lineage") for info in self._store.list(folder))
         return max([newest.number, *(int(match[1]) for match in found if match)])
 
-    def number_on(self, newest: Claim) -> int:
+    def number_on(self, newest: LeaseClaim) -> int:
         """Have generations of launchers follow upon all numbers in use, with a generation of nobody; the newest number."""
         last = self.last_number(newest)
         if last > newest.number:
-            self.create(Claim(last, LAUNCHER, over=True))
+            self.create(LeaseClaim(last, LAUNCHER, over=True))
         return last
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from elastictrain.errors import RunHeldError, StorageError
 from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import BEAT_S, LAUNCHER, Claim, Hold, judge
+from elastictrain.lease.records import BEAT_S, LAUNCHER, Hold, LeaseClaim, judge
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Waiting:
     sleep: Callable[[float], None] = time.sleep
 
 
-def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> Claim:
+def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> LeaseClaim:
     """The newest generation, when nobody but `owner` holds it any more.
 
     Raises: RunHeldError if another owner lives and this one is not to wait; StorageError; what `poll` raises.
@@ -76,7 +76,7 @@ def wait_until_free(chain: Chain, owner: str, waiting: Waiting) -> Claim:
             now = chain.signs(claim)
 
 
-def _sentence(chain: Chain, claim: Claim, url: str) -> str:
+def _sentence(chain: Chain, claim: LeaseClaim, url: str) -> str:
     created_s = chain.created_s(claim.number)
     since = "" if created_s is None else f" since {datetime.fromtimestamp(created_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
     return (
@@ -92,7 +92,7 @@ def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str
         lines = (owner.name,)
         # Written first: an owner without a sign of life would be taken for one that is silent.
         chain.write_sign(owner.name, beat=0, gone=False, writers=owner.writers)
-        claim = Claim(max(chain.last_number(before), used) + 1, owner.name, owner.host, owner.pid, lines)
+        claim = LeaseClaim(max(chain.last_number(before), used) + 1, owner.name, owner.host, owner.pid, lines)
         if chain.create(claim):
             break
     if before.owner != owner.name:
@@ -102,7 +102,7 @@ def take(chain: Chain, owner: Owner, waiting: Waiting, *, on_lost: Callable[[str
     return lease
 
 
-def clean_up(chain: Chain, before: Claim) -> None:
+def clean_up(chain: Chain, before: LeaseClaim) -> None:
     """Remove the signs of life of an owner whose place was taken; launchers look after their own."""
     if before.owner in ("", LAUNCHER):
         return
@@ -116,7 +116,7 @@ class Lease:
     """A generation of this run, held until it is given back or another owner takes over."""
 
     def __init__(
-        self, chain: Chain, owner: Owner, claim: Claim, *, on_lost: Callable[[str], None], beat_s: float = BEAT_S
+        self, chain: Chain, owner: Owner, claim: LeaseClaim, *, on_lost: Callable[[str], None], beat_s: float = BEAT_S
     ) -> None:
         self._chain = chain
         self._owner = owner
@@ -170,7 +170,7 @@ class Lease:
         if self._chain.read(self.number) is not None:
             self._chain.write_sign(self._owner.name, beat=self._beat, gone=gone, writers=self._owner.writers)
 
-    def _taken_by(self) -> Claim | None:
+    def _taken_by(self) -> LeaseClaim | None:
         """The newest generation, if it is another owner's. Raises: StorageError."""
         while self._newest.owner == self._owner.name:
             following = self._chain.read(self._newest.number + 1)

@@ -33,7 +33,7 @@ class Hold(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LeaseClaim:
     """A generation, as far as its owner goes."""
 
     number: int
@@ -62,27 +62,27 @@ class Sign:
     """Whether it has left, or its processes are known to be dead."""
 
 
-def encode_claim(claim: Claim) -> bytes:
+def encode_claim(claim: LeaseClaim) -> bytes:
     """The record of a generation that no launcher made."""
     return json.dumps(asdict(claim), sort_keys=True).encode()
 
 
-def parse_claim(number: int, data: bytes) -> Claim:
+def parse_claim(number: int, data: bytes) -> LeaseClaim:
     """The inverse; reads the records of launchers, too. What cannot be read has no owner, and is over."""
     document = _mapping(data)
     if document.get("number") != number:
-        return Claim(number, "", over=True)
+        return LeaseClaim(number, "", over=True)
     if "outcome" not in document:
         host, pid, owner = (document.get(name) for name in ("host", "pid", "owner"))
         if not (isinstance(owner, str) and isinstance(host, str) and isinstance(pid, int)):
-            return Claim(number, "", over=True)
-        return Claim(number, owner, host, pid, _texts(document.get("lines")), over=document.get("over") is not False)
+            return LeaseClaim(number, "", over=True)
+        return LeaseClaim(number, owner, host, pid, _texts(document.get("lines")), over=document.get("over") is not False)
     members = document.get("members")
     rows = [row for row in members if isinstance(row, dict)] if isinstance(members, list) else []
     names = ", ".join(str(row.get("name", "")) for row in rows)
     lines = tuple(str(row.get("host", "")) for row in rows)
     owner = LAUNCHER if document.get("owner") == LAUNCHER else ""
-    return Claim(number, owner, names, 0, lines, over=document.get("outcome") != "run")
+    return LeaseClaim(number, owner, names, 0, lines, over=document.get("outcome") != "run")
 
 
 def encode_sign(*, beat: int, gone: bool, writers: tuple[str, ...]) -> bytes:

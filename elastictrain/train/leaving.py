@@ -23,7 +23,7 @@ class Reached:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class SaveStatus:
     """What one rank says while all wait for one save. All decide by the words of all, and so alike."""
 
     left_s: float | None
@@ -77,7 +77,7 @@ class LeaveDecision:
     """Why the save came to nothing, while there is time to try it again."""
 
 
-def judge(words: Sequence[Word], *, replicating: bool) -> LeaveDecision | None:
+def judge(words: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
     """Whether waiting is over, from what the ranks say in one round; None if not.
 
     `replicating`: whether replicas of the step were asked for. Storage is waited for as long as there is time, and what the

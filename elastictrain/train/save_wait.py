@@ -9,7 +9,7 @@ from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.pending_saves import Saved
 from elastictrain.fault.wait_notice import WaitNotice, describe_process
-from elastictrain.train.leaving import LeaveDecision, Word, judge, least
+from elastictrain.train.leaving import LeaveDecision, SaveStatus, judge, least
 from elastictrain.train.saving import SavingParts, tell_failure
 
 _ROUND_S = 0.1
@@ -62,7 +62,7 @@ class SaveWait:
         """What is waited for."""
         return f"the saver ({describe_process(self._link.pid)}) to write step {step} from host memory to storage"
 
-    def _hear_all(self, step: int, *, deadline_s: float, in_a_row: int) -> list[Word]:
+    def _hear_all(self, step: int, *, deadline_s: float, in_a_row: int) -> list[SaveStatus]:
         sending, unsent = self._link.sending()
         # A host without a keeper writes nothing, and the first host would wait for it until its limit.
         saved, error = False, self._link.broken
@@ -70,7 +70,7 @@ class SaveWait:
             saved, error = self._ask_keeper(step, in_a_row=in_a_row)
             if not saved and not error and self._clock() >= deadline_s:
                 error = f"it was not durable within {self._parts.save_timeout_s:g} s"
-        own = Word(self._parts.left_s(), sending, unsent, saved, error)
+        own = SaveStatus(self._parts.left_s(), sending, unsent, saved, error)
         return [_word(row) for row in gather_json(asdict(own), group=self._parts.group)]
 
     def _ask_keeper(self, step: int, *, in_a_row: int) -> tuple[bool, str]:
@@ -85,10 +85,10 @@ class SaveWait:
         return False, ""
 
 
-def _word(row: JsonValue) -> Word:
+def _word(row: JsonValue) -> SaveStatus:
     assert isinstance(row, dict)  # noqa: S101
     left = row["left_s"]
-    return Word(
+    return SaveStatus(
         float(left) if isinstance(left, int | float) else None,
         sending=bool(row["sending"]),
         unsent=bool(row["unsent"]),

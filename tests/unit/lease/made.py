@@ -7,7 +7,7 @@ from typing import Literal
 
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Owner, Waiting
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from tests.unit.checkpoint.fakes import FakeStore
 
 DEAD = "boot.ns.1.2"
@@ -33,8 +33,8 @@ class Scene:
     def _sleep(self, seconds: float) -> None:
         self.now_s += seconds
 
-    def hold(self, owner: str = "first", *, number: int = 1, beat: int = 1, gone: bool = False) -> Claim:
-        claim = Claim(number, owner, "host1", 17, (owner,))
+    def hold(self, owner: str = "first", *, number: int = 1, beat: int = 1, gone: bool = False) -> LeaseClaim:
+        claim = LeaseClaim(number, owner, "host1", 17, (owner,))
         assert self.chain.create(claim)
         self.beat(owner, beat, gone=gone)
         return claim

@@ -7,7 +7,7 @@ import pytest
 from elastictrain.errors import RunHeldError, StopRequestedError
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
-from elastictrain.lease.records import LAUNCHER, STALE_S, Claim, is_dead, name_of
+from elastictrain.lease.records import LAUNCHER, STALE_S, LeaseClaim, is_dead, name_of
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.temporaries import this_writer
 from tests.unit.lease.made import SECOND, Scene
@@ -81,7 +81,7 @@ def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
     assert here is not None
     living, dead = name_of(here), f"{here.boot}.{here.namespace}.{os.getpid()}.1"
     chain = Chain(open_store(str(tmp_path)))
-    chain.create(Claim(1, "first", "host1", 17, ("first",)))
+    chain.create(LeaseClaim(1, "first", "host1", 17, ("first",)))
     scene = Scene()
     for writers, waited in (((dead,), False), ((dead, living), True), ((f"other{dead}",), True)):
         scene.now_s = 0
@@ -173,7 +173,7 @@ def held(scene: Scene, lost: list[str], done: threading.Event) -> Lease:
         done.set()
 
     owner = Owner("first", "host1", 17)
-    claim = Claim(1, "first", "host1", 17, ("first",))
+    claim = LeaseClaim(1, "first", "host1", 17, ("first",))
     assert scene.chain.create(claim)
     lease = Lease(scene.chain, owner, claim, on_lost=on_lost, beat_s=0.01)
     lease.start()
@@ -182,7 +182,7 @@ def held(scene: Scene, lost: list[str], done: threading.Event) -> Lease:
 
 def test_an_owner_shows_that_it_lives_and_gives_back_what_it_held() -> None:
     scene, lost = Scene(), []
-    claim = Claim(1, "first", lines=("first",))
+    claim = LeaseClaim(1, "first", lines=("first",))
     lease = held(scene, lost, threading.Event())
     waited = threading.Event()
     for _ in range(500):
@@ -204,7 +204,7 @@ def test_an_owner_that_was_replaced_learns_of_it_and_shows_no_more_signs() -> No
     scene.beat("first", 0)
     lease.close(give_back=True)
     assert len(lost) == 1
-    assert scene.chain.signs(Claim(1, "first", lines=("first",)))["first"].beat == 0
+    assert scene.chain.signs(LeaseClaim(1, "first", lines=("first",)))["first"].beat == 0
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"number": 1}', b'{"number": 2, "owner": "x", "host": "h", "pid": 1}'])

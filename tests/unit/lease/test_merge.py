@@ -11,7 +11,7 @@ import pytest
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.merge import merge_finished, read_events
 from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS, LARGE_BYTES, parse_merged, plan_merges
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
@@ -309,7 +309,7 @@ def test_a_start_that_has_a_successor_merges_nothing_more() -> None:
 
     def succeed(operation: str, key: str) -> None:
         if operation == "create" and key.startswith("events/"):
-            Chain(store).create(Claim(4 * BLOCK + 1, "next"))
+            Chain(store).create(LeaseClaim(4 * BLOCK + 1, "next"))
 
     store.before = succeed
     Starts(store).merge_events(4 * BLOCK)
@@ -320,7 +320,7 @@ def test_numbers_go_on_from_merged_events() -> None:
     store = Dated()
     fill(store, range(1, 6))
     merge(store)
-    assert Chain(store).last_number(Claim(0, "", over=True)) == 5
+    assert Chain(store).last_number(LeaseClaim(0, "", over=True)) == 5
 
 
 def test_a_start_merges_a_part_of_what_a_long_run_left() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from elastictrain.lease.chain import Chain, newest_record, point_at
 from elastictrain.lease.holder import Owner, take
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import KEPT, StartRecord, Starts
 from elastictrain.storage.appendlog import last_part, part_key
 from tests.unit.checkpoint.fakes import FakeStore
@@ -21,7 +21,7 @@ class Counted(FakeStore):
 def run_with(num_starts: int, *, num_events: int) -> Counted:
     store = Counted()
     for number in range(max(1, num_starts - KEPT), num_starts + 1):
-        Chain(store).create(Claim(number, "first", "host1", 17, ("first",)))
+        Chain(store).create(LeaseClaim(number, "first", "host1", 17, ("first",)))
         Starts(store).write(StartRecord(number, f"{number:06d}-aa", 2))
     store.objects |= {f"events/{number:06d}-aa-r00000.jsonl": b"{}\n" for number in range(num_events)}
     point_at(store, num_starts)
@@ -68,7 +68,7 @@ def test_what_no_start_needs_any_more_is_removed() -> None:
 def test_the_newest_generation_is_found_from_any_hint(hint: bytes) -> None:
     store = FakeStore()
     for number in range(2, 10):
-        Chain(store).create(Claim(number, "first"))
+        Chain(store).create(LeaseClaim(number, "first"))
     store.objects["launch/newest.json"] = hint
     assert Chain(store).newest().number == 9
 

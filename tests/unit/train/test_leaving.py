@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.fault.stop import StopRequest
-from elastictrain.train.leaving import LeaveDecision, Reached, Tier, Word, copy_limit_s, describe, judge, least, left_s
+from elastictrain.train.leaving import LeaveDecision, Reached, SaveStatus, Tier, copy_limit_s, describe, judge, least, left_s
 
 LATE = "storage was not reached in time, and is still written to as long as they live, for up to 12 h"
-WAITS = Word(None, sending=False, unsent=False)
+WAITS = SaveStatus(None, sending=False, unsent=False)
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,24 @@ def test_a_copy_has_some_seconds_however_late_it_is(left: float | None, limit: f
         ([replace(WAITS, error="503"), replace(WAITS, left_s=-2.0)], True, LeaveDecision("peer", limited=True)),
     ],
 )
-def test_when_waiting_is_over(words: list[Word], replicating: bool, verdict: LeaveDecision | None) -> None:
+def test_when_waiting_is_over(words: list[SaveStatus], replicating: bool, verdict: LeaveDecision | None) -> None:
     assert judge(words, replicating=replicating) == verdict
 
 
 a_word = st.builds(
-    Word, st.none() | st.floats(-10, 10), sending=st.booleans(), unsent=st.booleans(), saved=st.booleans(), error=st.text()
+    SaveStatus,
+    st.none() | st.floats(-10, 10),
+    sending=st.booleans(),
+    unsent=st.booleans(),
+    saved=st.booleans(),
+    error=st.text(),
 )
 
 
 @given(st.lists(a_word, min_size=1, max_size=5), st.booleans())
-def test_nobody_waits_once_time_is_up_and_more_time_never_makes_it_less_safe(words: list[Word], replicating: bool) -> None:
+def test_nobody_waits_once_time_is_up_and_more_time_never_makes_it_less_safe(
+    words: list[SaveStatus], replicating: bool
+) -> None:
     times = [word.left_s for word in words if word.left_s is not None]
     verdict = judge(words, replicating=replicating)
     if times and min(times) <= 0:

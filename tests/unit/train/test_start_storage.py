@@ -9,7 +9,7 @@ import pytest
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.distributed.group import leave
 from elastictrain.lease.chain import Chain, point_at
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import bringup
@@ -53,7 +53,7 @@ def run_with(num_starts: int) -> Counted:
     store = Counted()
     store_config(store, of("fake://run"))
     for number in range(max(1, num_starts - KEPT + 1), num_starts + 1):
-        Chain(store).create(Claim(number, "earlier", over=True))
+        Chain(store).create(LeaseClaim(number, "earlier", over=True))
         Starts(store).write(StartRecord(number, f"{number:06d}-aa", 1))
     for number in range(max(1, num_starts - LINEAGE_KEPT + 1), num_starts + 1):
         Lineage(store).write(ResumeOrigin(number, f"{number:06d}-aa", min(number, 2) - 1, f"{number - 1:06d}-aa"))

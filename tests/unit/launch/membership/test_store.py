@@ -11,7 +11,7 @@ from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, Stor
 from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState, encode
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import Claim
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import Retrying, RetryOptions
@@ -318,7 +318,7 @@ def test_records_that_no_launcher_writes_count_for_nothing(tmp_path: Path) -> No
 
 def test_a_generation_that_no_launcher_made_is_over_for_launchers() -> None:
     store = FakeStore()
-    Chain(store).create(Claim(1, "torchrun-x", "host1", 17, ("torchrun-x",)))
+    Chain(store).create(LeaseClaim(1, "torchrun-x", "host1", 17, ("torchrun-x",)))
     newest = MembershipStore(store).newest()
     assert newest is not None
     assert (newest.number, newest.outcome, newest.owner, newest.exit_code) == (1, GenerationOutcome.ELSEWHERE, "torchrun-x", 75)
