@@ -54,7 +54,7 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
         return End(generation, host, EndKind.DONE, EXIT_OK, "", 0, committed, "the last step is done")
     chosen = _choose(remains)
     if chosen is not None:
-        # As where the watch does not hear a host any more, which is nobody's failure.
+        # As where no heartbeats of a host arrive any more, which is nobody's failure.
         missing = remains.missing if chosen.exit_code == EXIT_TRANSPORT else ()
         return End(
             generation,

@@ -31,7 +31,7 @@ class RegistrySnapshot:
     """When storage was read for the first time."""
 
     read_s: float = float("-inf")
-    """When the other hosts' lines were read last."""
+    """When the other hosts' records were read last."""
 
     newest: Generation | None = None
     newest_since_s: float = 0.0
@@ -52,7 +52,7 @@ class RegistrySnapshot:
 
 
 class HostRegistry:
-    """Writes this host's line and reads those of the others; reads generations, and proposes them. None waits for another."""
+    """Writes this host's record and reads those of the others; reads generations, and proposes them. None waits for another."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class HostRegistry:
         self._find_address = find_address
         self._found_s = clock()
         self.attentive = True
-        """Whether the other hosts' lines are read; while it trains, only the first host of a group needs them."""
+        """Whether the other hosts' records are read; while it trains, only the first host of a group needs them."""
 
         self.hears: tuple[str, ...] = ()
-        """Whom this host's watch hears, for its line."""
+        """Whom this host's heartbeat hears, for its record."""
 
         self._lock = threading.Lock()
         """For what follows: several threads change it."""
@@ -129,7 +129,7 @@ class HostRegistry:
         master_port: int | None = None,
         committed_step: int | None = None,
     ) -> None:
-        """Change this host's line; what is None stays as it is."""
+        """Change this host's record; what is None stays as it is."""
         with self._lock:
             before = self._entry
             self._entry = replace(
@@ -144,7 +144,7 @@ class HostRegistry:
         self._awake["lines"].set()
 
     def post(self, record: Generation | End) -> None:
-        """Have a generation created, or an end told by this host's line.
+        """Have a generation created, or an end told by this host's record.
 
         An end is told in any case. A generation is tried once, and may be asked for again: what is proposed then is newer.
         """
@@ -207,7 +207,7 @@ class HostRegistry:
             self._write_record()
             records = None
         else:
-            # What is read beside a change of the own line says nothing of that line.
+            # What is read beside a change of the own record says nothing of that record.
             _, records = side_by_side([self._write_record, self._membership.records])
         now_s = self._clock()
         with self._lock:
@@ -222,7 +222,7 @@ class HostRegistry:
         if records is not None:
             there = {one.host for one in records}
             for host in there.intersection(outdated(known.observed, now_s=now_s)):
-                # How the newest generation ended is told by its members' lines alone.
+                # How the newest generation ended is told by its members' records alone.
                 if known.newest is None or known.newest.terminal or not known.newest.has(host):
                     self._membership.remove(host)
 
@@ -296,7 +296,7 @@ class HostRegistry:
     def _write_record(self) -> None:
         now_s, before = self._clock(), self._written
         with self._lock:
-            # While it trains a host is watched in another way; its line is only there for those who come.
+            # While it trains a host is watched in another way; its record is only there for those who come.
             interval_s = min(self._lost_s / 2, BEAT_S) if self._entry.state is HostState.BUSY else self._poll_s
             line = replace(self._entry, hears=self.hears)
             if line == before and now_s - self._written_s < interval_s:

@@ -87,7 +87,7 @@ class SupervisorParts:
 
 
 class Supervisor:
-    """One launcher's life, from its first look at the roster to its exit code."""
+    """One launcher's life, from its first look at the registry to its exit code."""
 
     def __init__(self, parts: SupervisorParts) -> None:
         self._parts = parts
@@ -139,7 +139,7 @@ class Supervisor:
             parts.sleep(_BRIEF_TURN_S if parts.clock() < self._hurried_until_s else _TURN_S)
 
     def _listen(self) -> None:
-        """Have this host's line tell whom it hears, and hosts that wait speak to all that live."""
+        """Have this host's record tell whom it hears, and hosts that wait speak to all that live."""
         parts = self._parts
         heard, _ = parts.heartbeat.heard
         parts.registry.hears = tuple(sorted(heard))

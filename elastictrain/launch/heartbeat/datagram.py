@@ -37,7 +37,7 @@ class HeartbeatDatagram:
     """The newest one that this host knows."""
 
     ended: bool
-    """Whether it has ended in the eyes of this host: its line then tells why."""
+    """Whether it has ended in the eyes of this host: its record then tells why."""
 
     line: HostRecord | None = None
     """What the host says of itself, without whom it hears."""

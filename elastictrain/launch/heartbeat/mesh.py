@@ -1,4 +1,4 @@
-"""The watch at work: every host speaks to all that it knows to live, and hears who of them gets through to it."""
+"""Heartbeats between launchers: every host speaks to all that it knows to live, and hears who of them gets through to it."""
 
 import ipaddress
 import socket

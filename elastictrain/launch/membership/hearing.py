@@ -1,7 +1,7 @@
 """Which hosts can train together: the largest set of those that all hear each other. Pure, the same on every host that asks.
 
-Storage tells who lives, and not who reaches whom. Each host writes in its line whom its watch hears; two hosts hear each other
-if both say so.
+Storage tells who lives, and not who reaches whom. Each host writes in its record whose heartbeats it receives; two hosts hear
+each other if both say so.
 """
 
 from collections.abc import Mapping, Sequence

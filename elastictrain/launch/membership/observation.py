@@ -18,7 +18,7 @@ _GONE_KEPT_S, _LEFTOVER_KEPT_S = 120.0, 1800.0
 
 @dataclass(frozen=True, slots=True)
 class HostObservation:
-    """Another host's line."""
+    """Another host's record."""
 
     record: HostRecord
     changed_s: float
@@ -59,17 +59,17 @@ class ClusterState:
     """When the first of them was seen here."""
 
     observed: Mapping[str, HostObservation]
-    """The other hosts' lines, by host."""
+    """The other hosts' records, by host."""
 
     read_s: float
-    """When `observed` was read last, in a turn in which this host's own line and its posts could be written as well. Nobody has
-    become silent while storage could not be reached: silence is counted up to here."""
+    """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become
+    silent while storage could not be reached: silence is counted up to here."""
 
     silent: frozenset[str]
-    """Members of the generation in which this host takes part, or last did, that its watch has not heard for long."""
+    """Members of the generation in which this host takes part, or last did, whose heartbeats have not come for long."""
 
     heard: frozenset[str]
-    """Hosts that its watch hears now, members or not."""
+    """Hosts whose heartbeats arrive now, members or not."""
 
     heard_since_s: float
     """Since when those are the same."""
@@ -105,9 +105,9 @@ def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[s
 def observe(
     before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
-    """All lines but the own one, as they are now.
+    """All records but the own one, as they are now.
 
-    A line that cannot be read this time, or is an older one than before, is left as it was: stores may answer late. It is
+    A record that cannot be read this time, or is an older one than before, is left as it was: stores may answer late. It is
     forgotten when it has not changed for very long.
     """
     observed = {host: known for host, known in before.items() if now_s - known.changed_s < _REMEMBERED_S}
@@ -174,7 +174,7 @@ def is_unknown(observed: HostObservation, cluster: ClusterState, options: Launch
 def missing_member(cluster: ClusterState, running: Generation, options: LaunchGroup) -> tuple[GenerationMember, str] | None:
     """A member without which the generation cannot go on, and what is known of it; None if all seem to be there.
 
-    The watch begins when a host adopts a generation, and another one may do so later: at first it has more patience.
+    The heartbeat begins when a host adopts a generation, and another one may do so later: at first it has more patience.
     """
     heard_since_s = cluster.newest_since_s + options.lost_s
     for member in running.members:

@@ -40,7 +40,7 @@ class GenerationResult:
     """Those of `ready` that do not hear all of the others, or are not heard by them: the next generation is without them."""
 
     committed_step: int = 0
-    """The newest step that any member's line says is committed: an end that was written while workers still ran knows less."""
+    """The newest committed step of any member's record: an end that was written while workers still ran knows less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

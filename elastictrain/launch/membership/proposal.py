@@ -129,7 +129,7 @@ def _wait_to_hear(
         return Wait(f"all hosts to hear {missing}", until_s) if cluster.now_s < until_s else None
     if previous.generation is None or not is_network_suspected(previous.generation, cluster.ends):
         return None
-    # Connections may break some time before the watch can know that the network is out.
+    # Connections may break some time before the heartbeat can know that the network is out.
     until_s = previous.since_s + options.lost_s * 3 / 4
     return Wait("", until_s) if cluster.now_s < until_s else None
 
@@ -279,7 +279,7 @@ def _judge(
 
 
 def _committed_step(generation: Generation, cluster: ClusterState) -> int:
-    """What the members' lines know. Those of other launchers may be of an earlier run in the same folder."""
+    """What the members' records know. Those of other launchers may be of an earlier run in the same folder."""
     lines = [cluster.me, *(one.record for one in cluster.observed.values())]
     return max((line.committed_step for line in lines if generation.has(line.host)), default=0)
 

@@ -52,7 +52,7 @@ class EndKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a generation ended for one host. The host's line carries it until the next one ends."""
+    """How a generation ended for one host. The host's record carries it until the next one ends."""
 
     generation: int
     host: str
@@ -82,7 +82,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class HostRecord:
-    """A host's own line in the roster.
+    """A host's own record in the registry.
 
     `beat` grows with each writing: whoever sees it change knows that the host lives, whatever the clocks say.
     """
@@ -116,7 +116,7 @@ class HostRecord:
     """The newest step that this host knew to be committed when it had finished with `ended`; 0 if none."""
 
     hears: tuple[str, ...] = ()
-    """Hosts whose watch this host's watch hears, in order; in a group each must hear each."""
+    """Hosts whose heartbeats this host receives, in order; in a group each must hear each."""
 
     writers: tuple[str, ...] = ()
     """The launcher's process, told apart from every other one: on its own host it is known to be dead at once."""

@@ -1,4 +1,4 @@
-"""The roster and the generations, in the run's storage. Acts; what follows from them is decided elsewhere."""
+"""The registry and the generations, in the run's storage. Acts; what follows from them is decided elsewhere."""
 
 import logging
 import secrets
@@ -56,11 +56,11 @@ class MembershipStore:
         return token
 
     def write_record(self, record: HostRecord) -> None:
-        """Replace a host's line."""
+        """Replace a host's record."""
         self._fleeting.write(_host_key(record.host), encode(record))
 
     def records(self) -> list[HostRecord]:
-        """All lines that can be read."""
+        """All records that can be read."""
         # Lines that were there the last time are read while it is looked which others there are.
         calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
             lambda: [info.key for info in self._store.list(HOSTS)],
@@ -74,7 +74,7 @@ class MembershipStore:
         return [record for key, record in records if record is not None and key == _host_key(record.host)]
 
     def remove(self, host: str) -> None:
-        """Remove a host's line."""
+        """Remove a host's record."""
         self._store.delete(_host_key(host))
 
     def mark_dead(self, host: str) -> None:
