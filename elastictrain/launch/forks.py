@@ -236,8 +236,8 @@ def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:
         if follow_parent(agent, with_signal=signal.SIGKILL):
             with orders:
                 orders.sendall(_READY)
-                with orders.makefile("rb") as messages:
-                    told = messages.read()
+                with orders.makefile("rb") as received:
+                    told = received.read()
     if not told:
         os._exit(EXIT_OK)
     arguments, environment = json.loads(told)

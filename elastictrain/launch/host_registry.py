@@ -89,11 +89,11 @@ class HostRegistry:
         self._written: HostRecord | None = None
         self._written_s = float("-inf")
         self._closed = threading.Event()
-        slurm_task_lock = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
-        self._awake = {name: threading.Event() for name in slurm_task_lock}
+        turns = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
+        self._awake = {name: threading.Event() for name in turns}
         self._threads = [
             threading.Thread(target=self._run, args=(name, turn), name=f"roster {name}", daemon=True)
-            for name, turn in slurm_task_lock.items()
+            for name, turn in turns.items()
         ]
 
     def start(self) -> None:

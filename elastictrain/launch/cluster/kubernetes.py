@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from elastictrain.launch.cluster.gpus import count
 from elastictrain.launch.cluster.place import ClusterPlace, Kind
-from elastictrain.launch.cluster.torchrun_env import TorchrunEnvironment, other_host, read_pets
+from elastictrain.launch.cluster.torchrun_env import TorchrunEnvironment, other_host, read_torchrun_environment
 from elastictrain.launch.cluster.variables import Variables
 
 EVIDENCE = "KUBERNETES_SERVICE_HOST"
@@ -52,7 +52,7 @@ def read_kubernetes(environment: Mapping[str, str]) -> ClusterPlace:
 
 def pod_place(variables: Variables, *, kind: Kind, name: str, gpus: int = 0, gpus_from: str = "") -> ClusterPlace:
     """The place of a pod; problems are left in `variables`. `gpus` of each pod, from the variable `gpus_from`; 0 if unknown."""
-    torchrun_env = read_pets(variables)
+    torchrun_env = read_torchrun_environment(variables)
     counted = _count_hosts(variables, torchrun_env, gpus=gpus, gpus_from=gpus_from)
     num_hosts, source = counted.hosts, counted.source
     order = _order(variables, torchrun_env)

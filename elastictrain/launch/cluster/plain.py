@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from elastictrain.launch.cluster.gpus import count
 from elastictrain.launch.cluster.place import ClusterPlace, Probes
-from elastictrain.launch.cluster.torchrun_env import read_pets
+from elastictrain.launch.cluster.torchrun_env import read_torchrun_environment
 from elastictrain.launch.cluster.variables import Variables
 
 HOSTS_KEY = "launch.hosts"
@@ -19,7 +19,7 @@ def read_plain(environment: Mapping[str, str], *, probes: Probes, hosts: Sequenc
     if hosts:
         place = _listed(variables, hosts=tuple(hosts), names=probes.names)
     else:
-        torchrun_env = read_pets(variables)
+        torchrun_env = read_torchrun_environment(variables)
         conclusions = torchrun_env.conclusions or (
             f"no cluster and no list of hosts (`{HOSTS_KEY}`): others are taken in as they come",
         )

@@ -31,7 +31,7 @@ class TorchrunEnvironment:
     warnings: tuple[str, ...]
 
 
-def read_pets(variables: Variables) -> TorchrunEnvironment:
+def read_torchrun_environment(variables: Variables) -> TorchrunEnvironment:
     """Problems are left in `variables`."""
     conclusions, warnings = [], []
     least, most = _hosts(variables)

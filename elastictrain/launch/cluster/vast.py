@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from elastictrain.launch.cluster.gpus import count, workers_for
 from elastictrain.launch.cluster.place import ClusterPlace, Probes
-from elastictrain.launch.cluster.torchrun_env import read_pets
+from elastictrain.launch.cluster.torchrun_env import read_torchrun_environment
 from elastictrain.launch.cluster.variables import Variables
 
 _DOCKER = ipaddress.ip_network("172.16.0.0/12")
@@ -23,7 +23,7 @@ def is_vast(environment: Mapping[str, str]) -> bool:
 def read_vast(environment: Mapping[str, str], *, probes: Probes) -> ClusterPlace:
     """The place of an instance. Raises: ConfigError with every variable that is wrong."""
     variables = Variables(environment)
-    torchrun_env = read_pets(variables)
+    torchrun_env = read_torchrun_environment(variables)
     gpus = variables.whole("GPU_COUNT") or 0
     overlay = choose_overlay(probes, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
     variables.check()

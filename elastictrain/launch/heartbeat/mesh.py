@@ -260,8 +260,8 @@ class HeartbeatMesh:
             # Each by itself: a path that swallows large datagrams must not silence this host.
             lines = (None,) if self._line is None else (None, self._line)
             first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets) * len(lines)
-        messages = ((target, host, line) for line in lines for target, host in targets.items())
-        for counter, (target, host, line) in enumerate(messages, start=first):
+        datagrams = ((target, host, line) for line in lines for target, host in targets.items())
+        for counter, (target, host, line) in enumerate(datagrams, start=first):
             data = seal(HeartbeatDatagram(self.host, host, counter, generation, ended, line), token=self._token)
             try:
                 self._socket.sendto(data, target)
