@@ -9,7 +9,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 _INTEGER_DIGITS = 20
 """Enough for every integer of 64 bits with its sign."""
@@ -68,6 +72,30 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
     if "\\u" in text:
         _check_texts(value)
     return value
+
+
+def parse_record(data: bytes | bytearray | memoryview | str, kind: type[T], *, limits: JsonLimits = RECORD) -> T:
+    """The value in `data` as `kind`: a dataclass, or any type built from them, whose fields must have exactly their types.
+
+    A key that `kind` does not know is ignored. Constraints are `Annotated[int, msgspec.Meta(ge=0)]` or a `ValueError` in
+    `__post_init__`.
+
+    Raises: MalformedJsonError naming the place of the first wrong field.
+    """
+    return as_record(parse_json(data, limits=limits), kind)
+
+
+def as_record(value: object, kind: type[T]) -> T:
+    """The same for what was parsed before. Raises: MalformedJsonError."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise MalformedJsonError(f"must be a valid record, but is not: {error}") from error
+
+
+def encode_record(value: object) -> bytes:
+    """Compact JSON of a dataclass or of what is built from them, in one line. Raises: ValueError for a number that is not finite."""
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False).encode()
 
 
 def excess(raw: bytes, *, limits: JsonLimits) -> str | None:

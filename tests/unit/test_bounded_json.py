@@ -3,12 +3,16 @@
 import json
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.bounded_json import DOCUMENT, RECORD, JsonLimits, MalformedJsonError, parse_json
+from elastictrain.bounded_json import DOCUMENT, RECORD, JsonLimits, MalformedJsonError, encode_record, parse_json, parse_record
 from tests.unit.examples import examples
 
 VALUES = st.recursive(
@@ -100,3 +104,59 @@ def test_integers_of_64_bits_are_read_beside_texts_that_look_like_larger_ones(nu
     for longer in (10**20, -(10**19)):
         with pytest.raises(MalformedJsonError):
             parse_json(f'[{number},{longer},"{"7" * 32}"]')
+
+
+class Kind(StrEnum):
+    SLOW = "slow"
+
+
+@dataclass(frozen=True, slots=True)
+class Inner:
+    name: str
+    values: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    kind: Kind
+    inner: tuple[Inner, ...]
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.number > self.limit:
+            raise ValueError("number must not be above limit")
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    record = Outer(3, Kind.SLOW, (Inner("a", (1.5, 2.0)), Inner("b")), limit=4)
+    assert parse_record(encode_record(record), Outer) == record
+    assert parse_record(b'{"number":0,"kind":"slow","inner":[],"later":1}', Outer) == Outer(0, Kind.SLOW, ())
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        ({"number": True}, "$.number"),
+        ({"number": -1}, "$.number"),
+        ({"number": 1.0}, "$.number"),
+        ({"number": "1"}, "$.number"),
+        ({"kind": "fast"}, "$.kind"),
+        ({"inner": [{"name": "a"}, {"values": []}]}, "$.inner[1]"),
+        ({"inner": {}}, "$.inner"),
+        ({"limit": 2}, "limit"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_its_place(change: dict[str, object], place: str) -> None:
+    good = {"number": 3, "kind": "slow", "inner": []}
+    assert parse_record(json.dumps(good), Outer)
+    with pytest.raises(MalformedJsonError) as refused:
+        parse_record(json.dumps(good | change), Outer)
+    assert place in str(refused.value)
+
+
+def test_a_record_is_bounded_like_any_document() -> None:
+    with pytest.raises(MalformedJsonError):
+        parse_record('{"number":1,"number":1,"kind":"slow","inner":[]}', Outer)
+    with pytest.raises(ValueError, match="JSON"):
+        encode_record(Inner("a", (float("nan"),)))
