@@ -94,7 +94,10 @@ def as_record(value: object, kind: type[T]) -> T:
 
 
 def encode_record(value: object) -> bytes:
-    """Compact JSON of a dataclass or of what is built from them, in one line. Raises: ValueError for a number that is not finite."""
+    """Compact JSON of a dataclass or of what is built from them, in one line.
+
+    Raises: ValueError for a number that is not finite.
+    """
     return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -17,9 +17,7 @@ from elastictrain.train.samples import open_samples
 from elastictrain.train.task import Task
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")]
-)
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*/README.md")])
 OWN_TASK = ("mytask/sines.py", "mytask/conf/recipe/sines.yaml", "mytask/conf/model/wide.yaml")
 
 
