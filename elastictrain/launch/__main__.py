@@ -112,7 +112,7 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
     interfaces = usable_interfaces(surroundings)
     probes = Probes(
         names=(*own_names(), *(address for interface in interfaces for address in interface.addresses)),
-        interfaces=interfaces,
+        interfaces={interface.name: interface.addresses for interface in interfaces},
         default_interface=default_interface(surroundings),
     )
     place = detect(os.environ, probes, hosts=config.launch.hosts)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from elastictrain.launch.cluster.gpus import visible_gpus
+from elastictrain.launch.cluster.place import visible_gpus
 from elastictrain.preflight.surroundings import Surroundings
 
 

@@ -1,19 +1,25 @@
-"""Which of the clusters a launcher is on, where several have left their traces."""
+"""Which of the clusters a launcher is on, where several have left their traces; and hosts that no cluster schedules.
 
+Source, for an instance of Vast.ai, which is a container, alone or on an overlay network with others: docs.vast.ai, "Docker
+Environment" and "Multi-Node training using Torch + NCCL".
+"""
+
+import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.errors import ConfigError, Problem
-from elastictrain.launch.cluster.kubernetes import is_kubernetes, read_kubernetes
-from elastictrain.launch.cluster.place import ClusterPlace, Probes
-from elastictrain.launch.cluster.plain import HOSTS_KEY, read_plain
-from elastictrain.launch.cluster.runai import is_runai, read_runai
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, Probes, count
+from elastictrain.launch.cluster.pods import is_kubernetes, is_runai, read_kubernetes, read_runai, read_torchrun_environment
 from elastictrain.launch.cluster.slurm import is_slurm, read_slurm
-from elastictrain.launch.cluster.vast import is_vast, read_vast
 
+_HOSTS_KEY = "launch.hosts"
 _PODS = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")
-_RANKS = ("RANK", "WORLD_SIZE")
+_RANKS: tuple[str, ...] = ("RANK", "WORLD_SIZE")
 _NOBODY = Probes()
+
+_DOCKER = ipaddress.ip_network("172.16.0.0/12")
+"""Docker's own range for the bridges through which a container reaches the public network."""
 
 
 def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: Sequence[str] = ()) -> ClusterPlace:
@@ -25,42 +31,31 @@ def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: S
     Raises: ConfigError with every variable that is wrong or contradicts another; and if torchrun started this process.
     """
     _refuse_torchrun(environment)
+    clusters = {
+        "Slurm": is_slurm(environment),
+        "RunAI": is_runai(environment),
+        "Kubernetes": is_kubernetes(environment) and not is_runai(environment),
+        "Vast": _is_vast(environment),
+    }
+    found = [name for name, is_there in clusters.items() if is_there]
     if hosts:
-        place = read_plain(environment, probes=probes, hosts=hosts)
-        others = [name for name, is_there in _signs(environment) if is_there]
-        return _aside(place, [f"`{HOSTS_KEY}` is given, so that {name} is not asked" for name in others])
-    place, not_read = _read(environment, probes)
-    aside = [name for name in not_read if name in environment]
-    if not aside:
-        return place
-    why = "Slurm says where this host is" if place.kind == "slurm" else "outside of Kubernetes they do not number hosts"
-    return _aside(place, [f"{', '.join(aside)} of the environment are left aside: {why}"])
-
-
-def _read(environment: Mapping[str, str], probes: Probes) -> tuple[ClusterPlace, tuple[str, ...]]:
-    """The place, and the variables that may be there without being read."""
-    if is_slurm(environment):
-        return read_slurm(environment), (*_PODS, *_RANKS)
-    if is_runai(environment):
-        return read_runai(environment), ()
-    if is_kubernetes(environment):
-        return read_kubernetes(environment), ()
-    if is_vast(environment):
-        return read_vast(environment, probes=probes), _RANKS
-    return read_plain(environment, probes=probes), _RANKS
-
-
-def _signs(environment: Mapping[str, str]) -> tuple[tuple[str, bool], ...]:
-    return (
-        ("Slurm", is_slurm(environment)),
-        ("RunAI", is_runai(environment)),
-        ("Kubernetes", is_kubernetes(environment) and not is_runai(environment)),
-        ("Vast", is_vast(environment)),
-    )
-
-
-def _aside(place: ClusterPlace, warnings: Sequence[str]) -> ClusterPlace:
-    return replace(place, warnings=(*place.warnings, *warnings))
+        place = _read_list(environment, hosts=tuple(hosts), names=probes.names)
+        return replace(place, warnings=tuple(f"`{_HOSTS_KEY}` is given, so that {name} is not asked" for name in found))
+    not_read, why = _RANKS, "outside of Kubernetes they do not number hosts"
+    match found:
+        case ["Slurm", *_]:
+            place = read_slurm(environment)
+            not_read, why = (*_PODS, *_RANKS), "Slurm says where this host is"
+        case ["RunAI", *_]:
+            return read_runai(environment)
+        case ["Kubernetes", *_]:
+            return read_kubernetes(environment)
+        case _:
+            place = _read_vast(environment, probes) if found else _read_plain(environment)
+    if aside := [name for name in not_read if name in environment]:
+        warning = f"{', '.join(aside)} of the environment are left aside: {why}"
+        return replace(place, warnings=(*place.warnings, warning))
+    return place
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:
@@ -78,3 +73,101 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
             " `python -m elastictrain.launch ...` once per host, or `torchrun ... -m elastictrain.run ...`"
         )
         raise ConfigError([Problem(name, message)])
+
+
+def _read_plain(environment: Mapping[str, str]) -> ClusterPlace:
+    """A host that nobody schedules."""
+    reader = EnvironmentReader(environment)
+    torchrun_env = read_torchrun_environment(reader)
+    if not reader.conclusions:
+        reader.conclusions.append(f"no cluster and no list of hosts (`{_HOSTS_KEY}`): others are taken in as they come")
+    return reader.check(
+        ClusterPlace(
+            "plain",
+            order=torchrun_env.order,
+            num_hosts=torchrun_env.num_hosts,
+            processes=torchrun_env.processes,
+            peers=torchrun_env.peers,
+        )
+    )
+
+
+def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names: tuple[str, ...]) -> ClusterPlace:
+    """Hosts that a person listed. Raises: ConfigError if this host is not in the list, or the list names one twice."""
+    reader = EnvironmentReader(environment)
+    if len(set(hosts)) < len(hosts) or "" in hosts:
+        reader.refuse(_HOSTS_KEY, f"must name each host once, but is {list(hosts)!r}")
+    own = [number for number, host in enumerate(hosts) if host in names]
+    if names and not own:
+        reader.refuse(_HOSTS_KEY, f"must name this host (one of {', '.join(names)}), but is {list(hosts)!r}")
+    reader.conclusions.append(f"{count(len(hosts), 'host')} (`{_HOSTS_KEY}`)")
+    if own:
+        reader.conclusions.append(f"this is host {own[0]} ({hosts[own[0]]}), counted from 0")
+    peers = tuple(host for number, host in enumerate(hosts) if number not in own)
+    return reader.check(ClusterPlace("plain", order=own[0] if own else -1, num_hosts=len(hosts), peers=peers))
+
+
+def _is_vast(environment: Mapping[str, str]) -> bool:
+    """Whether this is an instance of Vast."""
+    return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
+
+
+def _read_vast(environment: Mapping[str, str], probes: Probes) -> ClusterPlace:
+    """The place of an instance. Raises: ConfigError with every variable that is wrong."""
+    reader = EnvironmentReader(environment)
+    label = reader.show("VAST_CONTAINERLABEL", "CONTAINER_ID")
+    reader.conclusions.append(f"Vast ({label or 'VAST_TCP_PORT_*'})")
+    torchrun_env = read_torchrun_environment(reader)
+    gpus = reader.whole("GPU_COUNT") or 0
+    processes = torchrun_env.processes
+    if gpus and not processes:
+        processes = reader.workers_for(gpus, source=f"GPU_COUNT={gpus}")
+    overlay = _choose_overlay(probes, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
+    if overlay is not None:
+        reader.conclusions.append(f"the others reach it at {overlay[1]} on the overlay network ({overlay[0]})")
+    else:
+        reader.conclusions.append("no overlay network: other instances cannot reach this one")
+    if overlay is None and torchrun_env.num_hosts > 1:
+        reader.warnings.append(
+            f"{count(torchrun_env.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of "
+            'them with `--env "-n OVERLAY"` (vastai create overlay)'
+        )
+    return reader.check(
+        ClusterPlace(
+            "vast",
+            order=torchrun_env.order,
+            # Without an overlay nobody else can come; but who is numbered is not alone.
+            num_hosts=torchrun_env.num_hosts or (0 if overlay or torchrun_env.order >= 0 else 1),
+            processes=processes,
+            address=overlay[1] if overlay else "",
+            peers=torchrun_env.peers,
+            job=reader.text("CONTAINER_ID", "VAST_CONTAINERLABEL"),
+        )
+    )
+
+
+def _choose_overlay(probes: Probes, *, asked: str) -> tuple[str, str] | None:
+    """Name and IPv4 address of the interface of the overlay network; None if there is none. `asked` names one beforehand.
+
+    An instance has a bridge to the public network and, if it joined an overlay, an interface to that: eth0 where it was created
+    with it, a later one where it joined afterwards. The default route is never through the overlay.
+    """
+    reachable = {name: next(filter(_is_reachable, addresses), "") for name, addresses in probes.interfaces.items()}
+    found = [(name, address) for name, address in reachable.items() if address]
+    for name, address in found:
+        if name == asked.removeprefix("="):
+            return name, address
+    beside = [one for one in found if one[0] != probes.default_interface]
+    outside = [one for one in beside if ipaddress.ip_address(one[1]) not in _DOCKER]
+    # Where the default route is known, what is beside it counts even within Docker's range: a person may have chosen that.
+    candidates = outside or (beside if probes.default_interface else [])
+    return candidates[0] if candidates else None
+
+
+def _is_reachable(text: str) -> bool:
+    """Whether others may reach this IPv4 address."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return address.version == 4 and not address.is_loopback and not address.is_link_local

@@ -1,21 +1,14 @@
-"""What a launcher knows of where it is, and what has to be asked of the host to know it."""
+"""What a launcher knows of where it is, and the reader with which it finds that out from its environment."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-Kind = Literal["slurm", "kubernetes", "runai", "vast", "plain"]
-Role = Literal["launcher", "idle"]
+from elastictrain.errors import ConfigError, Problem
 
-
-class Interface(Protocol):
-    """A network interface of this host."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def addresses(self) -> Sequence[str]: ...
+_WHOLE = re.compile(r"[0-9]{1,18}")
+_MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +18,8 @@ class Probes:
     names: tuple[str, ...] = ()
     """The host's own names and addresses, to find it in a list of hosts."""
 
-    interfaces: Sequence[Interface] = ()
+    interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Addresses of each network interface."""
 
     default_interface: str = ""
     """The interface of the default route, by which the kernel sends to an address of the public network."""
@@ -35,9 +29,9 @@ class Probes:
 class ClusterPlace:
     """What the environment says of this host and its job."""
 
-    kind: Kind
+    kind: Literal["slurm", "kubernetes", "runai", "vast", "plain"]
 
-    role: Role = "launcher"
+    role: Literal["launcher", "idle"] = "launcher"
     """Of several tasks that the cluster started on this host one is the launcher. The others are idle: they wait for it to end,
     and end with it."""
 
@@ -67,3 +61,75 @@ class ClusterPlace:
 
     warnings: tuple[str, ...] = ()
     """What is probably not meant, and what to do about it."""
+
+
+class EnvironmentReader:
+    """Reads the variables of an environment. Collects what is wrong with them, and what is concluded from them."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.conclusions: list[str] = []
+        self.warnings: list[str] = []
+        self._problems: dict[str, Problem] = {}
+
+    def first(self, *names: str) -> str:
+        """The first of the names that is set; empty if none is."""
+        return next((name for name in names if name in self.environment), "")
+
+    def text(self, *names: str) -> str:
+        """The value of the first of the names that is set; empty if none is."""
+        return self.environment.get(self.first(*names), "")
+
+    def whole(self, *names: str, least: int = 0) -> int | None:
+        """The first of the names that is set, as a number; None if none is set, or if it is no such number (a problem)."""
+        name = self.first(*names)
+        if not name:
+            return None
+        number = as_whole(self.environment[name])
+        if number is None or number < least:
+            self.refuse(name, f"must be a whole number >= {least} in the environment, but is {self.environment[name]!r}")
+            return None
+        return number
+
+    def show(self, *names: str) -> str:
+        """`NAME=value` of the first of the names that is set."""
+        name = self.first(*names)
+        return f"{name}={self.environment[name]}" if name else ""
+
+    def refuse(self, name: str, message: str) -> None:
+        """One more problem; `message` completes the sentence that starts with the name. Only the first of a name is told."""
+        self._problems.setdefault(name, Problem(name, message))
+
+    def check(self, place: ClusterPlace) -> ClusterPlace:
+        """The place with all conclusions and warnings. Raises: ConfigError with every problem so far, if there is one."""
+        if self._problems:
+            raise ConfigError(tuple(self._problems.values()))
+        return replace(place, conclusions=tuple(self.conclusions), warnings=tuple(self.warnings))
+
+    def workers_for(self, promised: int, *, source: str) -> int:
+        """One worker for each GPU that is promised and not hidden; 0: the GPUs are to be asked."""
+        mask = visible_gpus(self.environment)
+        workers, why = promised, f", one for each GPU ({source})"
+        if mask is not None and mask[1] < promised:
+            workers, why = mask[1], f": of {count(promised, 'GPU')} ({source}) the rest is hidden by {self.show(mask[0])}"
+        self.conclusions.append(f"{count(workers, 'worker')}{why}")
+        return workers
+
+
+def as_whole(text: str) -> int | None:
+    """A number of decimal digits and nothing else, small enough to be a count or a time."""
+    return int(text) if _WHOLE.fullmatch(text) else None
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[str, int] | None:
+    """The variable that hides GPUs from processes, and how many it leaves; None where no GPU is hidden."""
+    for name in _MASKS:
+        if name in environment:
+            items = [item.strip() for item in environment[name].split(",")]
+            return name, sum(item not in ("", "-1", "NoDevFiles") for item in items)
+    return None
+
+
+def count(number: int, noun: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -4,17 +4,24 @@ Source: the sections on environment variables of Slurm's sbatch(1) and srun(1), 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
+from math import prod
+from typing import TypeVar
 
-from elastictrain.launch.cluster.gpus import count, visible_gpus, workers_for
-from elastictrain.launch.cluster.place import ClusterPlace, Role
-from elastictrain.launch.cluster.slurm_step import SlurmStep, read_step
-from elastictrain.launch.cluster.variables import Variables
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, count, visible_gpus
+
+T = TypeVar("T")
 
 _JOB = ("SLURM_JOB_ID", "SLURM_JOBID")
-_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+# Those of the step come first: a step may have fewer hosts and other tasks than its job.
+_NUM_NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+_NAMES = ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+_TASKS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+_NUM_TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+
 _SPECIAL_STEPS = range(2**32 - 16, 2**32)
 """The numbers of batch scripts, interactive shells and the like; printed as negative numbers in places."""
 
@@ -25,14 +32,27 @@ _LAST_SECOND = 253402300799
 
 _START = "srun --ntasks-per-node=1 python -m elastictrain.launch ..."
 
+_MOST_HOSTS = 65536
+"""More than any cluster has: a longer list is a mistake, and would only fill memory."""
+
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)|,")
+_RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
 
 @dataclass(frozen=True, slots=True)
-class _Workers:
-    """0: the GPUs are to be asked."""
+class SlurmStep:
+    """The hosts of a step (what one srun started), and this task among them."""
 
-    number: int
-    conclusions: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    order: int
+    names: tuple[str, ...]
+    own: str
+    """This host's name; empty if unknown."""
+
+    local_id: int = 0
+    local_tasks: int = 1
+    tasks_source: str = ""
+    """`NAME=value` of the variable that gave `local_tasks`."""
 
 
 def is_slurm(environment: Mapping[str, str]) -> bool:
@@ -42,140 +62,299 @@ def is_slurm(environment: Mapping[str, str]) -> bool:
 
 def read_slurm(environment: Mapping[str, str]) -> ClusterPlace:
     """The place of a task. Raises: ConfigError with every variable that is wrong."""
-    variables = Variables(environment)
-    step = read_step(variables) if _is_step(variables) else _without_step(variables)
-    role: Role = "idle" if step.local_id else "launcher"
-    workers = _workers(variables, step)
-    deadline = _deadline(variables)
-    variables.check()
-    conclusions = [f"Slurm ({variables.show(*_JOB)})", *step.conclusions]
-    if role == "idle":
-        conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
-    conclusions += workers.conclusions
-    if deadline:
-        end = datetime.fromtimestamp(deadline, UTC)
-        conclusions.append(f"the job ends at {end:%Y-%m-%d %H:%M:%S} UTC ({variables.show('SLURM_JOB_END_TIME')})")
+    reader = EnvironmentReader(environment)
+    reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
+    step = _read_step(reader) if _is_step(reader) else _without_step(reader)
+    if step.local_id:
+        reader.conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
+    processes = _count_workers(reader, step)
+    deadline = _read_deadline(reader)
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if restarts != "0":
-        conclusions.append(f"the job was requeued before (SLURM_RESTART_COUNT={restarts})")
-    return ClusterPlace(
-        "slurm",
-        role=role,
-        order=step.order,
-        num_hosts=len(step.names),
-        processes=workers.number,
-        peers=tuple(name for name in step.names if name not in ("", step.own)),
-        deadline=deadline,
-        job=variables.text(*_JOB),
-        conclusions=tuple(conclusions),
-        warnings=(*step.warnings, *workers.warnings, *_job_warnings(variables, deadline=deadline)),
+        reader.conclusions.append(f"the job was requeued before (SLURM_RESTART_COUNT={restarts})")
+    if reader.first("SLURM_ARRAY_TASK_ID"):
+        shown = reader.show("SLURM_ARRAY_TASK_ID")
+        reader.warnings.append(f"each job of an array ({shown}) must have a `run.dir` of its own")
+    return reader.check(
+        ClusterPlace(
+            "slurm",
+            role="idle" if step.local_id else "launcher",
+            order=step.order,
+            num_hosts=len(step.names),
+            processes=processes,
+            peers=tuple(name for name in step.names if name not in ("", step.own)),
+            deadline=deadline,
+            job=reader.text(*_JOB),
+        )
     )
 
 
-def _is_step(variables: Variables) -> bool:
+def _is_step(reader: EnvironmentReader) -> bool:
     """Whether srun started this process, in an ordinary step: one that has a task on each of its hosts."""
-    name = variables.first("SLURM_STEP_ID", "SLURM_STEPID")
+    name = reader.first("SLURM_STEP_ID", "SLURM_STEPID")
     if not name:
         return False
-    text = variables.environment[name]
+    text = reader.text(name)
     if not _STEP_ID.fullmatch(text):
-        variables.refuse(name, f"must be the number of a step in the environment, but is {text!r}")
+        reader.refuse(name, f"must be the number of a step in the environment, but is {text!r}")
         return True
     return int(text) % 2**32 not in _SPECIAL_STEPS
 
 
-def _without_step(variables: Variables) -> SlurmStep:
+def _without_step(reader: EnvironmentReader) -> SlurmStep:
     """A batch script or an interactive shell: on the first host of the job only, or on none."""
-    num_nodes = variables.whole(*_NODES, least=1) or 1
-    node_id = variables.whole("SLURM_NODEID")
-    if not variables.first("SLURM_NODEID"):
+    of_job = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    num_nodes = reader.whole(*of_job, least=1) or 1
+    node_id = reader.whole("SLURM_NODEID")
+    if not reader.first("SLURM_NODEID"):
         message = (
             f"must be set in the environment, but is not: the shell of an allocation is not on its hosts; start with `{_START}`"
         )
-        variables.refuse("SLURM_NODEID", message)
+        reader.refuse("SLURM_NODEID", message)
     elif num_nodes > 1:
         message = (
-            f"must be that of an srun where a job has several hosts ({variables.show(*_NODES)}), or the others stay without a"
+            f"must be that of an srun where a job has several hosts ({reader.show(*of_job)}), or the others stay without a"
             f" launcher; start with `{_START}`"
         )
-        variables.refuse("SLURM_STEP_ID", message)
+        reader.refuse("SLURM_STEP_ID", message)
     elif node_id:
-        variables.refuse("SLURM_NODEID", f"must be 0 in the environment of a job of one host, but is {node_id}")
-    own = variables.text("SLURMD_NODENAME")
-    sentence = "this host alone: started without srun in a job of one host"
-    return SlurmStep(order=node_id or 0, names=(own,), own=own, local_id=0, local_tasks=1, conclusions=(sentence,), warnings=())
+        reader.refuse("SLURM_NODEID", f"must be 0 in the environment of a job of one host, but is {node_id}")
+    own = reader.text("SLURMD_NODENAME")
+    reader.conclusions.append("this host alone: started without srun in a job of one host")
+    return SlurmStep(order=node_id or 0, names=(own,), own=own)
 
 
-def _workers(variables: Variables, step: SlurmStep) -> _Workers:
-    gpus, source = _gpus(variables, local_tasks=step.local_tasks)
-    if step.local_tasks == 1:
-        number, sentence = workers_for(gpus, source=source, environment=variables.environment) if gpus else (0, "")
-        return _Workers(number, (sentence,) if sentence else (), _cpu_warnings(variables, workers=number))
+def _read_step(reader: EnvironmentReader) -> SlurmStep:
+    names = _read_names(reader)
+    order = reader.whole("SLURM_NODEID")
+    if not reader.first("SLURM_NODEID"):
+        reader.refuse("SLURM_NODEID", "must be set in the environment of each task of a step, but is not")
+    if order is not None and names and order >= len(names):
+        message = f"must be < {len(names)}, the hosts of {reader.first(*_NAMES)}, in the environment, but is {order}"
+        reader.refuse("SLURM_NODEID", message)
+        order = None
+    own = reader.text("SLURMD_NODENAME")
+    if own and any(names) and own not in names:
+        reader.refuse("SLURMD_NODENAME", f"must be one of {reader.show(*_NAMES)} in the environment, but is {own!r}")
+    local_tasks, source = _read_local_tasks(reader, num_nodes=len(names), order=order)
+    reader.conclusions.append(f"{count(len(names), 'host')} ({reader.show(*_NAMES, *_NUM_NODES)})")
+    reader.conclusions.append(f"this is host {order} (SLURM_NODEID), counted from 0")
+    _warn_of_idle_hosts(reader, names=names)
+    return SlurmStep(
+        order=order or 0,
+        names=names,
+        own=own or (names[order] if order is not None and names else ""),
+        local_id=_read_local_id(reader, local_tasks=local_tasks),
+        local_tasks=local_tasks,
+        tasks_source=source,
+    )
+
+
+def _read_names(reader: EnvironmentReader) -> tuple[str, ...]:
+    """The hosts of the step; without a list of them as many nameless ones as the step has."""
+    number = reader.whole(*_NUM_NODES, least=1)
+    list_name = reader.first(*_NAMES)
+    if not list_name:
+        if not reader.first(*_NUM_NODES):
+            reader.refuse(_NAMES[0], "must be set in the environment of each task of a step, but is not")
+        return ("",) * min(number or 0, _MOST_HOSTS)
+    names = _expand(reader, list_name, expand_hosts, "a list of hosts like gpu[001-003,7],login1")
+    if names and number is not None and number != len(names):
+        message = f"must name the {number} hosts of {reader.first(*_NUM_NODES)} in the environment, but names {len(names)}"
+        reader.refuse(list_name, message)
+    return names
+
+
+def _read_local_tasks(reader: EnvironmentReader, *, num_nodes: int, order: int | None) -> tuple[int, str]:
+    """The tasks of the step on this host, and `NAME=value` of the variable that tells them."""
+    name = reader.first(*_TASKS)
+    if not name:
+        total = reader.whole(*_NUM_TASKS, least=1)
+        if total is None or not num_nodes:
+            return 1, ""
+        if total % num_nodes:
+            message = (
+                f"must be a multiple of the {num_nodes} hosts where {_TASKS[0]} is not set in the environment, but is {total}"
+            )
+            reader.refuse(reader.first(*_NUM_TASKS), message)
+        return max(1, total // num_nodes), reader.show(*_NUM_TASKS)
+    counts = _expand(reader, name, expand_counts, "numbers of tasks like 4(x2),3")
+    if not counts or not num_nodes or order is None:
+        return 1, ""
+    if name == "SLURM_NTASKS_PER_NODE" and len(counts) == 1:
+        counts *= num_nodes
+    if len(counts) != num_nodes or not counts[order]:
+        message = f"must give tasks to each of {num_nodes} hosts in the environment, but is {reader.text(name)!r}"
+        reader.refuse(name, message)
+        return 1, ""
+    return counts[order], reader.show(name)
+
+
+def _read_local_id(reader: EnvironmentReader, *, local_tasks: int) -> int:
+    local_id = reader.whole("SLURM_LOCALID")
+    if local_id is None:
+        if local_tasks > 1 and not reader.first("SLURM_LOCALID"):
+            message = f"must be set in the environment where {local_tasks} tasks are on a host, but is not"
+            reader.refuse("SLURM_LOCALID", message)
+        return 0
+    if local_id >= local_tasks:
+        message = f"must be < {local_tasks}, the tasks of this host, in the environment, but is {local_id}"
+        reader.refuse("SLURM_LOCALID", message)
+    rank, total = reader.whole("SLURM_PROCID"), reader.whole(*_NUM_TASKS, least=1)
+    if rank is not None and total is not None and rank >= total:
+        message = f"must be < {total}, the tasks of {reader.first(*_NUM_TASKS)}, in the environment, but is {rank}"
+        reader.refuse("SLURM_PROCID", message)
+    return local_id
+
+
+def _warn_of_idle_hosts(reader: EnvironmentReader, *, names: tuple[str, ...]) -> None:
+    """A step that is smaller than its job leaves hosts idle that are paid for."""
+    components = reader.whole("SLURM_HET_SIZE", least=1) or 1
+    if components > 1:
+        parts = [
+            reader.whole(f"SLURM_JOB_NUM_NODES_HET_GROUP_{n}", f"SLURM_JOB_NODES_HET_GROUP_{n}")
+            for n in range(min(components, 1024))
+        ]
+        total = sum(part or 0 for part in parts)
+        remedy = f"add --het-group=0-{components - 1} to srun"
+    else:
+        total = reader.whole("SLURM_JOB_NUM_NODES", least=1) or 0
+        remedy = "leave out --nodes and --nodelist of srun"
+    if total > len(names):
+        reader.warnings.append(f"the job has {total} hosts, but this step only {len(names)}; to use all, {remedy}")
+
+
+def _count_workers(reader: EnvironmentReader, step: SlurmStep) -> int:
+    """0: the GPUs are to be asked."""
     tasks = step.local_tasks
-    mask = visible_gpus(variables.environment)
+    gpus, source = _count_gpus(reader, local_tasks=tasks)
+    if tasks == 1:
+        workers = reader.workers_for(gpus, source=source) if gpus else 0
+        cpus = reader.whole("SLURM_CPUS_ON_NODE", least=1)
+        if cpus is not None and cpus < workers:
+            shown = f"{count(cpus, 'CPU')} (SLURM_CPUS_ON_NODE) for {count(workers, 'worker')}"
+            reader.warnings.append(f"{shown}: give --cpus-per-task to srun as well; it does not take that of sbatch")
+        return workers
+    mask = visible_gpus(reader.environment)
     if gpus and mask is not None and 0 < mask[1] < tasks <= gpus:
         # Slurm gave each task its own GPUs, and the launcher's workers would see those of its task alone.
         message = (
             f"must show all GPUs to the launcher where {tasks} tasks are on a host, but shows {mask[1]}; start one task per"
             " host (--ntasks-per-node=1), or add --gpu-bind=none to srun"
         )
-        variables.refuse(mask[0], message)
-    warnings = []
+        reader.refuse(mask[0], message)
+    reader.conclusions.append(f"{tasks} workers, one for each task of this host ({step.tasks_source})")
     if gpus and gpus != tasks:
-        warnings.append(
+        reader.warnings.append(
             f"{tasks} tasks, but {count(gpus, 'GPU')} ({source}) on this host, and each task stands for a worker;"
             " start one task per host (--ntasks-per-node=1)"
         )
-    return _Workers(tasks, (f"{tasks} workers, one for each task of this host ({step.tasks_source})",), tuple(warnings))
+    return tasks
 
 
-def _gpus(variables: Variables, *, local_tasks: int) -> tuple[int, str]:
+def _count_gpus(reader: EnvironmentReader, *, local_tasks: int) -> tuple[int, str]:
     """GPUs of this host (0: unknown or none), and `NAME=value` of the variable that said so."""
-    if variables.first("SLURM_GPUS_ON_NODE"):
-        return variables.whole("SLURM_GPUS_ON_NODE") or 0, variables.show("SLURM_GPUS_ON_NODE")
-    for name, times in (("SLURM_GPUS_PER_NODE", 1), ("SLURM_GPUS_PER_TASK", local_tasks)):
-        if not variables.first(name):
-            continue
-        text = variables.text(name)
-        matches = [_REQUEST.fullmatch(item) for item in text.split(",")]
-        if None in matches:
-            variables.refuse(name, f"must be a number of GPUs like 8 or a100:8 in the environment, but is {text!r}")
-            return 0, ""
-        return times * sum(int(match[1]) for match in matches if match), variables.show(name)
-    return 0, ""
+    if reader.first("SLURM_GPUS_ON_NODE"):
+        return reader.whole("SLURM_GPUS_ON_NODE") or 0, reader.show("SLURM_GPUS_ON_NODE")
+    name = reader.first("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
+    if not name:
+        return 0, ""
+    text = reader.text(name)
+    matches = [_REQUEST.fullmatch(item) for item in text.split(",")]
+    if None in matches:
+        reader.refuse(name, f"must be a number of GPUs like 8 or a100:8 in the environment, but is {text!r}")
+        return 0, ""
+    times = local_tasks if name == "SLURM_GPUS_PER_TASK" else 1
+    return times * sum(int(match[1]) for match in matches if match), reader.show(name)
 
 
-def _cpu_warnings(variables: Variables, *, workers: int) -> tuple[str, ...]:
-    cpus = variables.whole("SLURM_CPUS_ON_NODE", least=1)
-    if cpus is None or cpus >= workers:
-        return ()
-    shown = f"{count(cpus, 'CPU')} (SLURM_CPUS_ON_NODE) for {count(workers, 'worker')}"
-    return (f"{shown}: give --cpus-per-task to srun as well; it does not take that of sbatch",)
-
-
-def _deadline(variables: Variables) -> float | None:
-    end = variables.whole("SLURM_JOB_END_TIME", least=1)
-    start = variables.whole("SLURM_JOB_START_TIME")
+def _read_deadline(reader: EnvironmentReader) -> float | None:
+    end = reader.whole("SLURM_JOB_END_TIME", least=1)
+    start = reader.whole("SLURM_JOB_START_TIME")
     if end is None:
-        return None
-    if end > _LAST_SECOND:
-        message = f"must be a time in seconds since 1970 in the environment, but is {end}"
-        variables.refuse("SLURM_JOB_END_TIME", message)
-        return None
-    if start is not None and start >= end:
-        message = f"must be > SLURM_JOB_START_TIME={start} in the environment, but is {end}"
-        variables.refuse("SLURM_JOB_END_TIME", message)
-    return float(end)
-
-
-def _job_warnings(variables: Variables, *, deadline: float | None) -> tuple[str, ...]:
-    warnings = []
-    if deadline is None:
-        warnings.append(
+        reader.warnings.append(
             "this Slurm does not say when the job ends (no SLURM_JOB_END_TIME): have it send a signal (--signal=USR1@300), or"
             " say `launch.max_hours`"
         )
-    if variables.first("SLURM_ARRAY_TASK_ID"):
-        shown = variables.show("SLURM_ARRAY_TASK_ID")
-        warnings.append(f"each job of an array ({shown}) must have a `run.dir` of its own")
-    return tuple(warnings)
+        return None
+    if end > _LAST_SECOND:
+        reader.refuse("SLURM_JOB_END_TIME", f"must be a time in seconds since 1970 in the environment, but is {end}")
+        return None
+    if start is not None and start >= end:
+        reader.refuse("SLURM_JOB_END_TIME", f"must be > SLURM_JOB_START_TIME={start} in the environment, but is {end}")
+    shown = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    reader.conclusions.append(f"the job ends at {shown} ({reader.show('SLURM_JOB_END_TIME')})")
+    return float(end)
+
+
+def _expand(reader: EnvironmentReader, name: str, expand: Callable[[str], tuple[T, ...]], what: str) -> tuple[T, ...]:
+    text = reader.text(name)
+    try:
+        return expand(text)
+    except ValueError as error:
+        reader.refuse(name, f"must be {what} in the environment, but is {text!r}: {error}")
+        return ()
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """The hosts in Slurm's order; the last group of brackets counts fastest, and the first number of a range gives the width.
+
+    Raises: ValueError with what is wrong, to follow "must be a list of hosts like gpu[001-003,7],login1".
+    """
+    hosts: list[str] = []
+    for choices in _choices_of_each(text):
+        if not choices:
+            raise ValueError("a name is empty")
+        if len(hosts) + prod(len(choice) for choice in choices) > _MOST_HOSTS:
+            raise ValueError(f"names more than {_MOST_HOSTS} hosts")
+        hosts.extend("".join(parts) for parts in product(*choices))
+    return tuple(hosts)
+
+
+def _choices_of_each(text: str) -> Iterator[list[tuple[str, ...]]]:
+    """For each expression between commas outside brackets: what each of its parts stands for."""
+    choices: list[tuple[str, ...]] = []
+    position = 0
+    while position < len(text):
+        match = _PART.match(text, position)
+        if match is None:
+            raise ValueError(f"{text[position:]!r} is no host")
+        position = match.end()
+        if match[0] == ",":
+            yield choices
+            choices = []
+        else:
+            choices.append((match[2],) if match[2] is not None else tuple(_numbers(match[1])))
+    yield choices
+
+
+def _numbers(ranges: str) -> Iterator[str]:
+    total = 0
+    for item in ranges.split(","):
+        match = _RANGE.fullmatch(item)
+        if match is None:
+            raise ValueError(f"{item!r} in brackets is no number and no range")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"the range {item!r} runs backwards")
+        total += last - first + 1
+        if total > _MOST_HOSTS:
+            raise ValueError(f"names more than {_MOST_HOSTS} hosts")
+        yield from (f"{number:0{len(match[1])}d}" for number in range(first, last + 1))
+
+
+def expand_counts(text: str) -> tuple[int, ...]:
+    """One number for each host, as in `4(x2),3`.
+
+    Raises: ValueError with what is wrong, to follow "must be numbers like 4(x2),3".
+    """
+    counts: list[int] = []
+    for item in text.split(","):
+        match = _COUNT.fullmatch(item)
+        if match is None:
+            raise ValueError(f"{item!r} is no number")
+        times = int(match[2] or 1)
+        if len(counts) + times > _MOST_HOSTS:
+            raise ValueError(f"is for more than {_MOST_HOSTS} hosts")
+        counts.extend([int(match[1])] * times)
+    return tuple(counts)

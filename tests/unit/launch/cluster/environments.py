@@ -6,8 +6,6 @@ environment variables inside a workload, and 2.18 as its users describe it; docs
 training.
 """
 
-from dataclasses import dataclass
-
 SHELL = {"PATH": "/usr/bin:/bin", "HOME": "/home/ada", "LANG": "C.UTF-8", "HOSTNAME": "box"}
 
 # sbatch --nodes=4 --ntasks-per-node=1 --gpus-per-node=8, then srun: the third task. Slurm 23.11.
@@ -281,16 +279,8 @@ RECORDED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class FakeInterface:
-    """What `Probes` wants of an interface."""
-
-    name: str
-    addresses: tuple[str, ...] = ()
-
-
 # `ip a` of an instance that was created on an overlay, from Vast's page; and of one that joined it later.
-LOOPBACK = FakeInterface("lo", ("127.0.0.1", "::1"))
-VAST_CREATED_ON_OVERLAY = (LOOPBACK, FakeInterface("eth0", ("10.0.0.1",)), FakeInterface("eth1", ("172.17.0.2",)))
-VAST_JOINED_LATER = (LOOPBACK, FakeInterface("eth0", ("172.17.0.2",)), FakeInterface("eth1", ("10.0.0.7", "fe80::1")))
-VAST_ALONE = (LOOPBACK, FakeInterface("eth0", ("172.17.0.2",)))
+LOOPBACK = {"lo": ("127.0.0.1", "::1")}
+VAST_CREATED_ON_OVERLAY = LOOPBACK | {"eth0": ("10.0.0.1",), "eth1": ("172.17.0.2",)}
+VAST_JOINED_LATER = LOOPBACK | {"eth0": ("172.17.0.2",), "eth1": ("10.0.0.7", "fe80::1")}
+VAST_ALONE = LOOPBACK | {"eth0": ("172.17.0.2",)}

@@ -18,7 +18,6 @@ from tests.unit.launch.cluster.environments import (
     TORCHRUN,
     VAST,
     VAST_CREATED_ON_OVERLAY,
-    FakeInterface,
 )
 from tests.unit.launch.cluster.refusals import refused
 
@@ -66,12 +65,9 @@ VALUES = st.one_of(
     st.integers(-3, 40).map(str),
     st.text(max_size=12),
 )
-INTERFACES = st.lists(
-    st.builds(
-        FakeInterface,
-        st.sampled_from(["lo", "eth0", "eth1", ""]),
-        st.lists(st.one_of(st.ip_addresses().map(str), st.text(max_size=6)), max_size=2).map(tuple),
-    ),
+INTERFACES = st.dictionaries(
+    st.sampled_from(["lo", "eth0", "eth1", ""]),
+    st.lists(st.one_of(st.ip_addresses().map(str), st.text(max_size=6)), max_size=2).map(tuple),
     max_size=3,
 )
 
@@ -83,7 +79,7 @@ INTERFACES = st.lists(
     INTERFACES,
 )
 def test_whatever_is_in_the_environment_the_answer_is_a_sound_place_or_names_a_variable(
-    recorded: Mapping[str, str], changes: Mapping[str, str], missing: set[str], interfaces: list[FakeInterface]
+    recorded: Mapping[str, str], changes: Mapping[str, str], missing: set[str], interfaces: Mapping[str, tuple[str, ...]]
 ) -> None:
     environment = {name: value for name, value in (recorded | changes).items() if name not in missing}
     probes = Probes(names=("box",), interfaces=interfaces, default_interface="eth1")
@@ -115,5 +111,5 @@ def assert_sound(place: ClusterPlace) -> None:
 
 
 def test_an_overlay_in_any_order_of_interfaces() -> None:
-    for interfaces in (VAST_CREATED_ON_OVERLAY, VAST_CREATED_ON_OVERLAY[::-1]):
+    for interfaces in (VAST_CREATED_ON_OVERLAY, dict(reversed(VAST_CREATED_ON_OVERLAY.items()))):
         assert detect(VAST, Probes(interfaces=interfaces, default_interface="eth1")).address == "10.0.0.1"

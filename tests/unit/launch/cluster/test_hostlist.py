@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.cluster.hostlist import expand_counts, expand_hosts
+from elastictrain.launch.cluster.slurm import expand_counts, expand_hosts
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ from tests.unit.launch.cluster.environments import (
     VAST_ALONE,
     VAST_CREATED_ON_OVERLAY,
     VAST_JOINED_LATER,
-    FakeInterface,
 )
 from tests.unit.launch.cluster.refusals import refused, without
 
-OTHER_SUBNET = (LOOPBACK, FakeInterface("eth0", ("172.20.0.5",)), FakeInterface("eth1", ("172.17.0.2",)))
-NO_ADDRESS = (LOOPBACK, FakeInterface("eth0", ("fe80::1", "169.254.3.4")), FakeInterface("eth1", ("172.17.0.2",)))
+OTHER_SUBNET = LOOPBACK | {"eth0": ("172.20.0.5",), "eth1": ("172.17.0.2",)}
+NO_ADDRESS = LOOPBACK | {"eth0": ("fe80::1", "169.254.3.4"), "eth1": ("172.17.0.2",)}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,7 @@ def test_the_address_is_the_overlays_not_dockers(probes: Probes, address: str) -
         Probes(interfaces=VAST_ALONE),
         Probes(interfaces=OTHER_SUBNET),
         Probes(interfaces=NO_ADDRESS, default_interface="eth1"),
-        Probes(interfaces=(LOOPBACK,), default_interface="eth0"),
+        Probes(interfaces=LOOPBACK, default_interface="eth0"),
         Probes(),
     ],
 )

@@ -1,0 +1,218 @@
+"""A pod of Kubernetes (a PyTorchJob, a TrainJob, a JobSet or an Indexed Job), or of RunAI; and torchrun's own variables.
+
+Source: the arguments of torch.distributed.run; the variables that Kubeflow's training operator 1.5 to 1.9 and trainer 2 set;
+the Kubernetes page about Indexed Jobs; NVIDIA Run:ai, "Environment Variables inside a Run:ai Workload"; the binder of
+KAI-Scheduler, for parts of a GPU.
+"""
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_whole, count
+
+EVIDENCE = "KUBERNETES_SERVICE_HOST"
+"""Kubernetes sets it in every container."""
+
+_RUNAI_GPUS = "RUNAI_NUM_OF_GPUS"
+_NNODES = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
+_DECIMAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")
+_THIS_HOST = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchrunEnvironment:
+    """What the variables `PET_*` say, which torchrun itself would read. What they leave out is -1 for the order, or else 0."""
+
+    order: int
+    least_hosts: int
+    num_hosts: int
+    """The largest number, where a range is given."""
+
+    processes: int
+    peers: tuple[str, ...]
+    """The host that would be torchrun's master, unless it is this one."""
+
+
+def read_torchrun_environment(reader: EnvironmentReader) -> TorchrunEnvironment:
+    """Leaves conclusions, warnings and problems in `reader`."""
+    least, most = _range_of_hosts(reader)
+    if most:
+        hosts = count(most, "host") if least == most else f"{least} to {most} hosts"
+        reader.conclusions.append(f"{hosts} ({reader.show('PET_NNODES')})")
+    if 1 < least < most:
+        reader.warnings.append(
+            f"PET_NNODES asks for at least {least} hosts: say `launch.min_hosts={least}`, or fewer will train, too"
+        )
+    order = reader.whole("PET_NODE_RANK")
+    if order is not None and most and order >= most:
+        reader.refuse("PET_NODE_RANK", f"must be < {most}, the hosts of PET_NNODES, in the environment, but is {order}")
+    if order is not None:
+        reader.conclusions.append(f"this is host {order} (PET_NODE_RANK={order}), counted from 0")
+    processes = 0
+    if reader.first("PET_NPROC_PER_NODE") and (text := reader.text("PET_NPROC_PER_NODE")) not in ("auto", "gpu"):
+        processes = as_whole(text) or 0
+        if not processes:
+            message = f"must be a whole number >= 1, `auto` or `gpu` in the environment, but is {text!r}"
+            reader.refuse("PET_NPROC_PER_NODE", message)
+        else:
+            reader.conclusions.append(f"{count(processes, 'worker')} ({reader.show('PET_NPROC_PER_NODE')})")
+    master = reader.text("PET_MASTER_ADDR")
+    if not master:
+        host, colon, _ = reader.text("PET_RDZV_ENDPOINT").rpartition(":")
+        master = host.strip("[]") if colon else reader.text("PET_RDZV_ENDPOINT")
+    return TorchrunEnvironment(
+        order=-1 if order is None else order,
+        least_hosts=least,
+        num_hosts=most,
+        processes=processes,
+        peers=() if order == 0 else _other_hosts(master),
+    )
+
+
+def _range_of_hosts(reader: EnvironmentReader) -> tuple[int, int]:
+    if not reader.first("PET_NNODES"):
+        return 0, 0
+    text = reader.text("PET_NNODES")
+    match = _NNODES.fullmatch(text)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= least <= most:
+        message = f"must be a number of hosts >= 1, or a range like 1:4, in the environment, but is {text!r}"
+        reader.refuse("PET_NNODES", message)
+        return 0, 0
+    return least, most
+
+
+def _other_hosts(name: str) -> tuple[str, ...]:
+    return () if name in ("", *_THIS_HOST) else (name,)
+
+
+def is_kubernetes(environment: Mapping[str, str]) -> bool:
+    """Whether this is a container of a pod."""
+    return EVIDENCE in environment
+
+
+def is_runai(environment: Mapping[str, str]) -> bool:
+    """Whether RunAI started this pod."""
+    by_runai = any(name.startswith("RUNAI_") for name in environment)
+    return _RUNAI_GPUS in environment or (is_kubernetes(environment) and by_runai)
+
+
+def read_kubernetes(environment: Mapping[str, str]) -> ClusterPlace:
+    """The place of a pod. Raises: ConfigError with every variable that is wrong."""
+    reader = EnvironmentReader(environment)
+    reader.conclusions.append(f"Kubernetes ({EVIDENCE})")
+    return reader.check(_pod_place(reader, gpus=0))
+
+
+def read_runai(environment: Mapping[str, str]) -> ClusterPlace:
+    """The place of a pod of RunAI. Raises: ConfigError with every variable that is wrong."""
+    reader = EnvironmentReader(environment)
+    reader.conclusions.append(f"RunAI ({EVIDENCE})")
+    given = _gpus_of_pod(reader)
+    gpus = max(1, int(given)) if given else 0
+    place = _pod_place(reader, gpus=gpus)
+    processes, source = place.processes, reader.show(_RUNAI_GPUS)
+    if gpus and processes > gpus:
+        message = f"must be <= {gpus}, the GPUs of {_RUNAI_GPUS}, in the environment, but is {processes}"
+        reader.refuse("PET_NPROC_PER_NODE", message)
+    elif 0 < given < 1 and not processes:
+        processes = 1
+        reader.conclusions.append(f"1 worker with a part of a GPU ({source})")
+    elif gpus and not processes:
+        processes = reader.workers_for(gpus, source=source)
+    job = reader.text("RUNAI_JOB_NAME", "JOB_NAME")
+    return reader.check(replace(place, kind="runai", processes=processes, job=job))
+
+
+def _gpus_of_pod(reader: EnvironmentReader) -> float:
+    """The GPUs that RunAI gave this pod, or the part of one; 0 if nothing tells."""
+    if not reader.first(_RUNAI_GPUS):
+        return 0.0
+    text = reader.text(_RUNAI_GPUS)
+    given = float(text) if _DECIMAL.fullmatch(text) else 0.0
+    if given <= 0 or (given > 1 and given != int(given)):
+        message = (
+            f"must be a whole number of GPUs >= 1, or a part of one, in the environment, but is {text!r}; request GPUs for the"
+            f" workload, or start with `env -u {_RUNAI_GPUS}` to train without"
+        )
+        reader.refuse(_RUNAI_GPUS, message)
+        return 0.0
+    return given
+
+
+def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
+    """`gpus` of each pod, as RunAI tells; 0 if unknown."""
+    torchrun_env = read_torchrun_environment(reader)
+    num_hosts, processes = _count_hosts(reader, torchrun_env, gpus=gpus)
+    order, source = _order(reader, torchrun_env)
+    if num_hosts and not torchrun_env.num_hosts:
+        reader.conclusions.append(f"{count(num_hosts, 'host')} (WORLD_SIZE={num_hosts}, which counts pods)")
+    if order >= 0 and source != "PET_NODE_RANK":
+        reader.conclusions.append(f"this is host {order} ({reader.show(source)}), counted from 0")
+        if 0 < num_hosts <= order:
+            counted_by = "PET_NNODES" if torchrun_env.num_hosts else "WORLD_SIZE"
+            message = f"must be < {num_hosts}, the hosts of {counted_by}, in the environment, but is {order}"
+            reader.refuse(source, message)
+    if processes and not torchrun_env.processes:
+        reader.conclusions.append(f"{count(processes, 'worker')} (WORLD_SIZE={processes * num_hosts} on all hosts)")
+    address = reader.text("POD_IP")
+    if reader.first("POD_IP"):
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            reader.refuse("POD_IP", f"must be the pod's IP address in the environment, but is {address!r}")
+        reader.conclusions.append(f"the others reach it at {address} (POD_IP)")
+    peers = torchrun_env.peers or _other_hosts(reader.text("MASTER_ADDR"))
+    return ClusterPlace(
+        "kubernetes",
+        order=order,
+        num_hosts=num_hosts,
+        processes=processes,
+        address=address,
+        peers=() if order == 0 else peers,
+    )
+
+
+def _count_hosts(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment, *, gpus: int) -> tuple[int, int]:
+    """The hosts of the job, and the workers of each; 0 if nothing tells. Reconciles WORLD_SIZE with PET_NNODES.
+
+    WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
+    by the GPUs of a pod.
+    """
+    world_size = reader.whole("WORLD_SIZE", least=1)
+    num_hosts, processes = torchrun_env.num_hosts, torchrun_env.processes
+    per_host = [number for number in (processes, gpus) if number]
+    workers = max(per_host, default=1)
+    if not num_hosts:
+        if world_size and workers > 1 and world_size % workers == 0:
+            pods = world_size // workers
+            doubt = f"if it counts the workers of {count(pods, 'pod')} with {workers} each, set PET_NNODES={pods}"
+            reader.warnings.append(f"WORLD_SIZE={world_size} is taken as a number of pods; {doubt}")
+        return world_size or 0, processes
+    allowed = sorted({num_hosts, *(num_hosts * number for number in per_host)})
+    if torchrun_env.least_hosts != num_hosts or world_size is None or world_size in allowed:
+        return num_hosts, processes
+    if per_host or world_size % num_hosts:
+        names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE", _RUNAI_GPUS if gpus else "") if reader.first(name)]
+        wanted = " or ".join(map(str, allowed)) if per_host else f"a multiple of {num_hosts}"
+        reasons = ", ".join(map(reader.show, names))
+        reader.refuse("WORLD_SIZE", f"must be {wanted} ({reasons}) in the environment, but is {world_size}")
+        return num_hosts, processes
+    # PET_NPROC_PER_NODE is `auto` or `gpu`, or is not set.
+    return num_hosts, processes if reader.first("PET_NPROC_PER_NODE") else world_size // num_hosts
+
+
+def _order(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment) -> tuple[int, str]:
+    """The pod's number (-1 if nothing tells), and the variable that told it."""
+    # RANK numbers the pods: the operator knows nothing of the processes in them.
+    rank = reader.whole("RANK")
+    if torchrun_env.order >= 0:
+        if rank is not None and rank != torchrun_env.order:
+            message = f"must be {torchrun_env.order}, the pod's number in PET_NODE_RANK, in the environment, but is {rank}"
+            reader.refuse("RANK", message)
+        return torchrun_env.order, "PET_NODE_RANK"
+    source = reader.first("PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
+    number = reader.whole(source) if source else None
+    return -1 if number is None else number, source
