@@ -1,122 +1,158 @@
 """What a person sees on the terminal: a bar with the time to go, or single lines. Rank 0 speaks for the group."""
 
+import math
+from collections import deque
 from collections.abc import Callable
-from typing import Literal, Protocol, TextIO
+from dataclasses import dataclass
+from typing import Literal, TextIO
 
 from tqdm import tqdm
-
-from elastictrain.telemetry.figures import reading_text, step_line
-from elastictrain.telemetry.reading import Reading
-from elastictrain.telemetry.window import RemainingTime
 
 Mode = Literal["auto", "bar", "lines", "off"]
 
 
-class Progress(Protocol):
-    """Shows how far the run is."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """The figures of one logged step; speeds are the whole group's means since the last logged one."""
 
-    def advance(self, step: int) -> None:
-        """`step` optimizer steps are committed. Cheap; called at every step."""
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    step_s: float
+    mfu: float | None
+    """Share of the dense peak, 0 to 1; None where the peak or the model's arithmetic is not known."""
+    skipped: int
+    """Steps of the run so far whose update was left out."""
 
-    def show(self, reading: Reading) -> None:
-        """The figures of a logged step, after `advance` to it."""
 
-    def say(self, text: str) -> None:
-        """A message of one or more lines that stays on the terminal."""
+def duration_text(seconds: float) -> str:
+    """`850 ms`, `42 s`, `3 min 07 s`, `5 h 12 min`, `2 d 03 h`: the two largest units."""
+    if not math.isfinite(seconds):
+        return "?"
+    if seconds < 0.9995:
+        return f"{max(seconds, 0.0) * 1000:.0f} ms"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
-    def close(self) -> None:
-        """Leave the terminal in order."""
+
+def count_text(count: float) -> str:
+    """Three digits and a power of a thousand: `999`, `12.3k`, `1.5M`, `2.0G`."""
+    if not math.isfinite(count):
+        return "?"
+    power = 0
+    while abs(count) >= 999.5 and power < 4:
+        count /= 1000
+        power += 1
+    # 99.95 would be rounded to 100.0.
+    digits = 1 if power and abs(count) < 99.95 else 0
+    return f"{count:.{digits}f}{('', 'k', 'M', 'G', 'T')[power]}"
 
 
-class Bar:
-    """A bar that is redrawn in place."""
+def reading_text(reading: Reading, *, eta_s: float | None) -> str:
+    """The figures of a logged step in one line."""
+    parts = [
+        f"loss {reading.loss:.4f}",
+        f"lr {reading.lr:.2e}",
+        f"grad norm {reading.grad_norm:.3f}",
+        f"{count_text(reading.tokens_per_s)} tokens/s",
+    ]
+    if reading.mfu is not None:
+        parts.append(f"MFU {reading.mfu:.1%}")
+    if reading.skipped:
+        parts.append(f"{reading.skipped} skipped")
+    if eta_s:
+        parts.append(f"{duration_text(eta_s)} to go")
+    return ", ".join(parts)
+
+
+class RemainingTime:
+    """Estimates the time to the last step from the most recent steps, pauses included."""
+
+    def __init__(self, *, total_steps: int, window_s: float = 120.0) -> None:
+        self._total_steps = total_steps
+        self._window_s = window_s
+        self._passed: deque[tuple[float, int]] = deque()
+        self._latest = (0.0, 0)
+
+    def observe(self, *, time_s: float, step: int) -> None:
+        """Note that `step` steps were committed at the monotonic time `time_s`."""
+        self._latest = (time_s, step)
+        # A hundred moments per window suffice, however short the steps are.
+        if self._passed and time_s - self._passed[-1][0] < self._window_s / 100:
+            return
+        self._passed.append(self._latest)
+        # The newest moment outside the window stays, so that steps longer than the window still have a speed.
+        while len(self._passed) > 2 and self._passed[1][0] <= time_s - self._window_s:
+            self._passed.popleft()
+
+    def estimate_s(self) -> float | None:
+        """Seconds to go; None before a step was seen to pass."""
+        (first_s, first_step), (last_s, last_step) = self._passed[0] if self._passed else self._latest, self._latest
+        if last_step <= first_step:
+            return None
+        return (self._total_steps - last_step) * (last_s - first_s) / (last_step - first_step)
+
+
+class Progress:
+    """Shows how far the run is: a bar that is redrawn in place, a line for each logged step, or messages alone."""
 
     def __init__(
-        self, stream: TextIO, *, total_steps: int, start_step: int, clock: Callable[[], float], width: int | None = None
+        self,
+        mode: Mode,
+        *,
+        stream: TextIO,
+        total_steps: int,
+        start_step: int,
+        clock: Callable[[], float],
+        width: int | None = None,
     ) -> None:
-        self._stream = stream
-        self._clock = clock
-        self._remaining = RemainingTime(total_steps=total_steps)
-        self._remaining.observe(time_s=clock(), step=start_step)
-        self._bar = tqdm(
-            total=total_steps,
-            initial=start_step,
-            file=stream,
-            ncols=width,
-            dynamic_ncols=width is None,
-            bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
-        )
-
-    def advance(self, step: int) -> None:
-        """Move the bar; it redraws itself a few times a second at most."""
-        self._remaining.observe(time_s=self._clock(), step=step)
-        self._bar.update(step - self._bar.n)
-
-    def show(self, reading: Reading) -> None:
-        """Put the figures behind the bar."""
-        self._bar.set_postfix_str(reading_text(reading, eta_s=self._remaining.estimate_s()), refresh=True)
-
-    def say(self, text: str) -> None:
-        """Print above the bar."""
-        tqdm.write(text, file=self._stream)
-
-    def close(self) -> None:
-        """Draw the bar a last time and leave it."""
-        self._bar.close()
-
-
-class LineProgress:
-    """One line for each logged step; for files and pipes."""
-
-    def __init__(self, stream: TextIO, *, total_steps: int, start_step: int, clock: Callable[[], float]) -> None:
+        """`auto` draws a bar where `stream` is a terminal, else lines. `clock` is monotonic."""
         self._stream = stream
         self._total_steps = total_steps
         self._clock = clock
         self._remaining = RemainingTime(total_steps=total_steps)
         self._remaining.observe(time_s=clock(), step=start_step)
+        self._shows_lines = mode == "lines" or (mode == "auto" and not stream.isatty())
+        self._bar: tqdm | None = None
+        if mode == "bar" or (mode == "auto" and stream.isatty()):
+            self._bar = tqdm(
+                total=total_steps,
+                initial=start_step,
+                file=stream,
+                ncols=width,
+                dynamic_ncols=width is None,
+                bar_format="{percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt}{postfix}",
+            )
 
     def advance(self, step: int) -> None:
-        """Only note the time."""
+        """`step` optimizer steps are committed. Called at every step; a bar redraws itself a few times a second at most."""
         self._remaining.observe(time_s=self._clock(), step=step)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
 
     def show(self, reading: Reading) -> None:
-        """Write one line."""
-        self.say(step_line(reading, total_steps=self._total_steps, eta_s=self._remaining.estimate_s()))
+        """The figures of a logged step, after `advance` to it."""
+        text = reading_text(reading, eta_s=self._remaining.estimate_s())
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=True)
+        elif self._shows_lines:
+            # Steps are aligned.
+            self.say(f"step {reading.step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
 
     def say(self, text: str) -> None:
-        """Write the message, at once also through a pipe."""
-        self._stream.write(text + "\n")
+        """A message of one or more lines that stays on the terminal, above the bar; at once also through a pipe."""
+        tqdm.write(text, file=self._stream)
         self._stream.flush()
 
     def close(self) -> None:
-        """Nothing is left open."""
-
-
-class MessagesOnly:
-    """No progress, only messages."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def advance(self, step: int) -> None:
-        """Shows nothing."""
-
-    def show(self, reading: Reading) -> None:
-        """Shows nothing."""
-
-    def say(self, text: str) -> None:
-        """Write the message."""
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def close(self) -> None:
-        """Nothing is left open."""
-
-
-def open_progress(mode: Mode, *, stream: TextIO, total_steps: int, start_step: int, clock: Callable[[], float]) -> Progress:
-    """The progress display; `auto` draws a bar where `stream` is a terminal. `clock` is monotonic."""
-    if mode == "off":
-        return MessagesOnly(stream)
-    if mode == "bar" or (mode == "auto" and stream.isatty()):
-        return Bar(stream, total_steps=total_steps, start_step=start_step, clock=clock)
-    return LineProgress(stream, total_steps=total_steps, start_step=start_step, clock=clock)
+        """Leave the terminal in order."""
+        if self._bar is not None:
+            self._bar.close()

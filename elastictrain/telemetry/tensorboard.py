@@ -4,36 +4,89 @@ import logging
 import os
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.posix import write_all
 from elastictrain.storage.store import Store
-from elastictrain.telemetry.eventfile import EventFile, open_event_file, purge_record, scalars_record, version_record
 
 logger = logging.getLogger(__name__)
 
-
-class ScalarWriter(Protocol):
-    """Takes the scalars of a step."""
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Note values at a step; returns at once."""
-
-    def close(self, *, timeout_s: float) -> None:
-        """Write what is waiting, for at most `timeout_s`."""
+VERSION = "brain.Event:2"
 
 
-class NoScalars:
-    """For ranks that do not speak, and for `telemetry.tensorboard=false`."""
+def encode_event(**fields: object) -> bytes:
+    """One event in the frame that TensorBoard reads: length, its checksum, the event, its checksum.
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Does nothing."""
+    Source: the TFRecord format.
+    """
+    # Imported here: it takes 0.4 s, and only the rank that writes needs it, on the writer's own thread.
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    def close(self, *, timeout_s: float) -> None:
-        """Does nothing."""
+    payload = Event(**fields).SerializeToString()
+    header = struct.pack("<Q", len(payload))
+    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (header, payload)]
+    return header + checksums[0] + payload + checksums[1]
+
+
+class LocalEventFile:
+    """A file that is appended to: TensorBoard keeps reading an open one, so it must not be replaced."""
+
+    def __init__(self, store: LocalStore, *, key: str) -> None:
+        """Raises: OSError; IrregularFileError."""
+        os.close(store.open_appended(key))
+        self._store = store
+        self._key = key
+
+    def append(self, record: bytes) -> None:
+        """One write, so that the death of this process leaves whole records, which a reader sees at once."""
+        descriptor = self._store.open_appended(self._key, make=False)
+        try:
+            write_all(descriptor, memoryview(record))
+        finally:
+            os.close(descriptor)
+
+    def flush(self) -> None:
+        """Every append is visible at once."""
+
+
+class StoredEventFile:
+    """Objects that are written anew as they grow; a full one is left for good, and the next begun.
+
+    An object store cannot append. The bound keeps the bytes that are sent again in proportion.
+    """
+
+    def __init__(self, store: Store, *, key: str, clock: Callable[[], float], part_bytes: int = 1 << 20) -> None:
+        self._store = store
+        self._key = key
+        self._clock = clock
+        self._part_bytes = part_bytes
+        self._part = 0
+        self._content = bytearray()
+        self._changed = False
+
+    def append(self, record: bytes) -> None:
+        """Add to the part at hand; leave it when it is full."""
+        if len(self._content) >= self._part_bytes:
+            self.flush()
+            self._part += 1
+            self._content = bytearray(encode_event(wall_time=self._clock(), file_version=VERSION))
+        self._content += record
+        self._changed = True
+
+    def flush(self) -> None:
+        """Write the part at hand, if it changed."""
+        if self._changed:
+            self._store.write(f"{self._key}.{self._part:04d}", bytes(self._content))
+            self._changed = False
+
+
+EventFile = LocalEventFile | StoredEventFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +96,32 @@ class _Point:
     wall_time: float
 
 
-class BackgroundScalars:
-    """Writes scalars from a thread. What does not fit into the queue is dropped; after a failure everything is."""
+class ScalarWriter:
+    """Writes scalars to <run.dir>/tensorboard/ from a thread.
+
+    What does not fit into the queue is dropped; after a failure everything is.
+    """
 
     def __init__(
         self,
-        open_file: Callable[[], EventFile],
+        store: Store,
         *,
         purge_step: int | None,
         flush_s: float,
         clock: Callable[[], float] = time.time,
         max_waiting: int = 1000,
     ) -> None:
-        self._open_file = open_file
+        """`store` is rooted at run.dir, wherever that is; `clock` is wall time.
+
+        `purge_step`: on a resume, the first step that is written again (steps committed + 1); TensorBoard then forgets what
+        an earlier incarnation wrote of it and of later steps.
+        """
+        self._store = store
         self._purge_step = purge_step
         self._flush_s = flush_s
         self._clock = clock
+        # TensorBoard reads a folder's files in name order, so the time comes first.
+        self._key = f"tensorboard/events.out.tfevents.{int(clock()):010d}.{socket.gethostname()}.{os.getpid()}"
         self._waiting: queue.Queue[_Point | None] = queue.Queue(max_waiting)
         self._dropped = 0
         self._failed = threading.Event()
@@ -66,7 +129,7 @@ class BackgroundScalars:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Queue values of a step."""
+        """Note values at a step; returns at once."""
         if self._failed.is_set():
             return
         try:
@@ -99,10 +162,18 @@ class BackgroundScalars:
                 self._waiting.get_nowait()
 
     def _write_all(self) -> None:
-        file = self._open_file()
-        file.append(version_record(wall_time=self._clock()))
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        file: EventFile
+        if isinstance(self._store, LocalStore):
+            file = LocalEventFile(self._store, key=self._key)
+        else:
+            file = StoredEventFile(self._store, key=self._key, clock=self._clock)
+        file.append(encode_event(wall_time=self._clock(), file_version=VERSION))
         if self._purge_step is not None:
-            file.append(purge_record(wall_time=self._clock(), step=self._purge_step))
+            start = SessionLog(status=SessionLog.START)
+            file.append(encode_event(wall_time=self._clock(), step=self._purge_step, session_log=start))
         next_flush_s = time.monotonic()
         while True:
             try:
@@ -114,23 +185,5 @@ class BackgroundScalars:
             if point is None:
                 file.flush()
                 return
-            file.append(scalars_record(point.values, wall_time=point.wall_time, step=point.step))
-
-
-def event_file_key(*, wall_time: float, host: str, process: int) -> str:
-    """Key of this process's event file. TensorBoard reads a folder's files in name order, so the time comes first."""
-    return f"tensorboard/events.out.tfevents.{int(wall_time):010d}.{host}.{process}"
-
-
-def open_scalars(
-    store: Store, *, purge_step: int | None, flush_s: float, clock: Callable[[], float] = time.time
-) -> ScalarWriter:
-    """Scalars to <run.dir>/tensorboard/; `store` is rooted at run.dir, wherever that is.
-
-    `purge_step`: on a resume, the first step that is written again (steps committed + 1); TensorBoard then forgets what an
-    earlier incarnation wrote of it and of later steps.
-    """
-    key = event_file_key(wall_time=clock(), host=socket.gethostname(), process=os.getpid())
-    return BackgroundScalars(
-        lambda: open_event_file(store, key=key, clock=clock), purge_step=purge_step, flush_s=flush_s, clock=clock
-    )
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()])
+            file.append(encode_event(wall_time=point.wall_time, step=point.step, summary=summary))

@@ -10,11 +10,9 @@ from elastictrain.events import Resume
 from elastictrain.identity import Identity
 from elastictrain.storage.store import Store
 from elastictrain.telemetry.flops import mfu, peak_flops
-from elastictrain.telemetry.host import HostProbe
-from elastictrain.telemetry.progress import Progress, open_progress
-from elastictrain.telemetry.reading import Reading
-from elastictrain.telemetry.scalars import scalars_of, scalars_of_eval
-from elastictrain.telemetry.tensorboard import NoScalars, ScalarWriter, open_scalars
+from elastictrain.telemetry.progress import Progress, Reading
+from elastictrain.telemetry.scalars import HostProbe, scalars_of
+from elastictrain.telemetry.tensorboard import ScalarWriter
 from elastictrain.train.cadence import Intervals, is_logged
 from elastictrain.train.loop import StepReport
 
@@ -28,7 +26,7 @@ class Observing:
         *,
         first_step: int,
         progress: Progress,
-        scalars: ScalarWriter,
+        scalars: ScalarWriter | None,
         probe: HostProbe,
         close_timeout_s: float,
         utilisation_per_token: float | None,
@@ -67,12 +65,14 @@ class Observing:
         )
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
         self._progress.show(reading)
-        self._scalars.write(report.step, scalars_of(reading, host=self._probe.look()))
+        if self._scalars is not None:
+            self._scalars.write(report.step, {**scalars_of(reading), **self._probe.scalars()})
 
     def on_eval(self, step: int, loss: float) -> None:
         """Show an evaluation."""
         self._progress.say(f"step {step}: held-out loss {loss:.4f}")
-        self._scalars.write(step, scalars_of_eval(loss))
+        if self._scalars is not None:
+            self._scalars.write(step, {"loss/held_out": loss})
 
     def say(self, text: str) -> None:
         """Show a line of text without tearing the progress bar."""
@@ -81,7 +81,8 @@ class Observing:
     def close(self) -> None:
         """Leave the terminal in order and write what is waiting."""
         self._progress.close()
-        self._scalars.close(timeout_s=self._close_timeout_s)
+        if self._scalars is not None:
+            self._scalars.close(timeout_s=self._close_timeout_s)
 
 
 class Silent:
@@ -113,16 +114,14 @@ def make_observer(
     if not identity.speaks:
         return Silent()
     options = config.telemetry
-    progress = open_progress(
+    progress = Progress(
         options.progress,
         stream=sys.stderr,
         total_steps=config.train.steps,
         start_step=resume.step,
         clock=time.monotonic,
     )
-    scalars: ScalarWriter = NoScalars()
-    if options.tensorboard:
-        scalars = open_scalars(store, purge_step=resume.step + 1, flush_s=options.flush_s)
+    scalars = ScalarWriter(store, purge_step=resume.step + 1, flush_s=options.flush_s) if options.tensorboard else None
     if resume.checkpoint:
         progress.say(f"resumed at step {resume.step} from {_where(resume, store)}")
     return Observing(

@@ -1,12 +1,16 @@
 import io
 import logging
+import math
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elastictrain.telemetry.log import LogPrefix, WorkerHandler
-from elastictrain.telemetry.progress import Bar, LineProgress, MessagesOnly, Mode, open_progress
-from elastictrain.telemetry.reading import Reading
+from elastictrain.telemetry.progress import Mode, Progress, Reading, RemainingTime, count_text, duration_text, reading_text
+
+READING = Reading(step=40, loss=3.21009, lr=3e-4, grad_norm=0.98765, tokens_per_s=12345.6, step_s=0.5, mfu=None, skipped=0)
 
 
 class Terminal(io.StringIO):
@@ -24,24 +28,28 @@ def reading(step: int) -> Reading:
 
 
 @pytest.mark.parametrize(
-    ("mode", "stream", "kind"),
+    ("mode", "stream", "shown"),
     [
-        ("auto", Terminal(), Bar),
-        ("auto", io.StringIO(), LineProgress),
-        ("bar", io.StringIO(), Bar),
-        ("lines", Terminal(), LineProgress),
-        ("off", Terminal(), MessagesOnly),
+        ("auto", Terminal(), "bar"),
+        ("auto", io.StringIO(), "line"),
+        ("bar", io.StringIO(), "bar"),
+        ("lines", Terminal(), "line"),
+        ("off", Terminal(), "nothing"),
     ],
 )
-def test_the_mode_and_the_stream_decide_the_kind(mode: Mode, stream: io.StringIO, kind: type) -> None:
-    progress = open_progress(mode, stream=stream, total_steps=10, start_step=0, clock=counting_clock())
-    assert isinstance(progress, kind)
+def test_the_mode_and_the_stream_decide_what_is_shown(mode: Mode, stream: io.StringIO, shown: str) -> None:
+    progress = Progress(mode, stream=stream, total_steps=10, start_step=0, clock=counting_clock(), width=140)
+    progress.advance(4)
+    progress.show(reading(4))
     progress.close()
+    text = stream.getvalue()
+    assert shown == ("bar" if "40% |" in text else "line" if text.startswith("step  4/10: ") else "nothing")
+    assert bool(text) == (shown != "nothing")
 
 
 def test_off_still_gives_messages() -> None:
     stream = io.StringIO()
-    progress = open_progress("off", stream=stream, total_steps=10, start_step=0, clock=counting_clock())
+    progress = Progress("off", stream=stream, total_steps=10, start_step=0, clock=counting_clock())
     progress.advance(1)
     progress.show(reading(1))
     progress.say("hello")
@@ -50,7 +58,7 @@ def test_off_still_gives_messages() -> None:
 
 def test_one_line_for_each_logged_step_with_the_time_to_go() -> None:
     stream = io.StringIO()
-    progress = LineProgress(stream, total_steps=100, start_step=90, clock=counting_clock(step_s=2.0))
+    progress = Progress("lines", stream=stream, total_steps=100, start_step=90, clock=counting_clock(step_s=2.0))
     for step in (91, 92):
         progress.advance(step)
     progress.show(reading(92))
@@ -60,7 +68,7 @@ def test_one_line_for_each_logged_step_with_the_time_to_go() -> None:
 
 def test_the_bar_starts_where_the_run_resumed_and_shows_the_figures() -> None:
     stream = Terminal()
-    bar = Bar(stream, total_steps=100, start_step=40, clock=counting_clock(), width=140)
+    bar = Progress("bar", stream=stream, total_steps=100, start_step=40, clock=counting_clock(), width=140)
     assert " 40/100" in stream.getvalue()
     bar.advance(50)
     bar.show(reading(50))
@@ -84,7 +92,7 @@ def screen(written: str) -> list[str]:
 
 def test_messages_and_log_records_do_not_tear_the_bar() -> None:
     stream = Terminal()
-    bar = Bar(stream, total_steps=100, start_step=0, clock=counting_clock(), width=140)
+    bar = Progress("bar", stream=stream, total_steps=100, start_step=0, clock=counting_clock(), width=140)
     bar.advance(10)
     bar.show(reading(10))
     bar.say("saved a checkpoint\nof two lines")
@@ -95,3 +103,102 @@ def test_messages_and_log_records_do_not_tear_the_bar() -> None:
     assert messages[2].endswith("[- rank 0] a record")
     assert last.startswith(" 10% |")
     bar.close()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 ms"),
+        (-1.0, "0 ms"),
+        (0.85, "850 ms"),
+        (0.9999, "1 s"),
+        (42.4, "42 s"),
+        (59.6, "1 min 00 s"),
+        (187.0, "3 min 07 s"),
+        (3599.7, "1 h 00 min"),
+        (18720.0, "5 h 12 min"),
+        (183600.0, "2 d 03 h"),
+        (math.inf, "?"),
+        (math.nan, "?"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (999.7, "1.0k"),
+        (12345.6, "12.3k"),
+        (99960, "100k"),
+        (999700, "1.0M"),
+        (1.5e6, "1.5M"),
+        (2e9, "2.0G"),
+        (-1500, "-1.5k"),
+        (1e17, "100000T"),
+        (math.nan, "?"),
+    ],
+)
+def test_counts(count: float, text: str) -> None:
+    assert count_text(count) == text
+
+
+@given(st.floats(0, 9e14))
+def test_a_count_never_takes_more_than_five_characters(count: float) -> None:
+    assert len(count_text(count)) <= 5
+
+
+def test_a_line_holds_what_is_known() -> None:
+    text = reading_text(READING, eta_s=125.0)
+    assert text == "loss 3.2101, lr 3.00e-04, grad norm 0.988, 12.3k tokens/s, 2 min 05 s to go"
+
+
+def test_mfu_and_skipped_steps_are_shown_when_there_are_any() -> None:
+    reading = Reading(step=1, loss=math.nan, lr=1.0, grad_norm=math.inf, tokens_per_s=1.0, step_s=1.0, mfu=0.4951, skipped=2)
+    text = reading_text(reading, eta_s=None)
+    assert text == "loss nan, lr 1.00e+00, grad norm inf, 1 tokens/s, MFU 49.5%, 2 skipped"
+
+
+@pytest.mark.parametrize("eta_s", [None, 0.0])
+def test_no_time_to_go_is_not_shown(eta_s: float | None) -> None:
+    assert "to go" not in reading_text(READING, eta_s=eta_s)
+
+
+def test_nothing_is_estimated_before_a_step_has_passed() -> None:
+    remaining = RemainingTime(total_steps=10)
+    assert remaining.estimate_s() is None
+    remaining.observe(time_s=1.0, step=4)
+    assert remaining.estimate_s() is None
+
+
+def test_a_resumed_run_counts_only_its_own_steps() -> None:
+    remaining = RemainingTime(total_steps=100)
+    remaining.observe(time_s=50.0, step=90)
+    remaining.observe(time_s=54.0, step=92)
+    assert remaining.estimate_s() == pytest.approx(16.0)
+
+
+def test_a_slow_start_is_forgotten() -> None:
+    remaining = RemainingTime(total_steps=2000, window_s=60.0)
+    remaining.observe(time_s=0.0, step=0)
+    for step in range(1, 1001):
+        remaining.observe(time_s=500.0 + step, step=step)
+    assert remaining.estimate_s() == pytest.approx(1000.0)
+
+
+def test_steps_longer_than_the_window_still_have_a_speed() -> None:
+    remaining = RemainingTime(total_steps=10, window_s=1.0)
+    for step in range(4):
+        remaining.observe(time_s=100.0 * step, step=step)
+    assert remaining.estimate_s() == pytest.approx(700.0)
+
+
+@given(step_s=st.floats(1e-3, 1e3), start=st.integers(0, 50), steps=st.integers(1, 300))
+def test_an_even_pace_gives_the_exact_answer(step_s: float, start: int, steps: int) -> None:
+    remaining = RemainingTime(total_steps=1000)
+    for count in range(steps + 1):
+        remaining.observe(time_s=count * step_s, step=start + count)
+    assert remaining.estimate_s() == pytest.approx((1000 - start - steps) * step_s)

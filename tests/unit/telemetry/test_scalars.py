@@ -1,18 +1,13 @@
-from elastictrain.telemetry.host import HostFacts
-from elastictrain.telemetry.reading import Reading
-from elastictrain.telemetry.scalars import scalars_of, scalars_of_eval
+import psutil
+import torch
 
-READING = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=0.5, skipped=6)
-HOST = HostFacts(
-    host_cpu_percent=7.0,
-    host_memory_gb=8.0,
-    device_memory_gb=9.0,
-    device_busy_percent=95.0,
-)
+from elastictrain.telemetry.progress import Reading
+from elastictrain.telemetry.scalars import HostProbe, scalars_of
 
 
 def test_every_figure_has_its_tag() -> None:
-    assert scalars_of(READING, host=HOST) == {
+    reading = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=0.5, skipped=6)
+    assert scalars_of(reading) == {
         "loss/train": 1.0,
         "optimizer/lr": 2.0,
         "optimizer/grad_norm": 3.0,
@@ -20,22 +15,16 @@ def test_every_figure_has_its_tag() -> None:
         "speed/tokens_per_s": 4.0,
         "speed/step_s": 5.0,
         "speed/mfu": 0.5,
-        "system/device_memory_gb": 9.0,
-        "system/device_busy_percent": 95.0,
-        "system/cpu_percent": 7.0,
-        "system/memory_gb": 8.0,
     }
-    assert scalars_of_eval(1.5) == {"loss/held_out": 1.5}
 
 
 def test_what_is_not_known_has_no_tag() -> None:
     reading = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=None, skipped=0)
-    host = HostFacts(
-        host_cpu_percent=7.0,
-        host_memory_gb=8.0,
-        device_memory_gb=None,
-        device_busy_percent=None,
-    )
-    tags = scalars_of(reading, host=host)
-    assert "speed/mfu" not in tags
-    assert "system/device_memory_gb" not in tags
+    assert "speed/mfu" not in scalars_of(reading)
+
+
+def test_a_host_without_cuda_has_plausible_figures_and_none_of_a_device() -> None:
+    values = HostProbe(torch.device("cpu")).scalars()
+    assert values.keys() == {"system/cpu_percent", "system/memory_gb"}
+    assert 0.0 <= values["system/cpu_percent"] <= 100.0
+    assert 0.0 < values["system/memory_gb"] < psutil.virtual_memory().total / 1e9

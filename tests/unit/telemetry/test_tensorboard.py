@@ -5,23 +5,32 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from tensorboard.compat.proto.summary_pb2 import Summary
 
 from elastictrain.errors import AccessDeniedError
+from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Bytes, ObjectInfo, ObjectWriter
-from elastictrain.telemetry.eventfile import LocalEventFile, StoredEventFile, open_event_file
-from elastictrain.telemetry.tensorboard import BackgroundScalars, event_file_key, open_scalars
+from elastictrain.telemetry.tensorboard import VERSION, LocalEventFile, ScalarWriter, StoredEventFile, encode_event
 
 
 class FakeStore:
-    """Keeps whole objects, as an object store does."""
+    """Keeps whole objects, as an object store does; or fails, or hangs until it is let go."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, error: Exception | None = None, gate: threading.Event | None = None) -> None:
         self.url = url
+        self.error = error
+        self.gate = gate
+        self.entered = threading.Event()
         self.objects: dict[str, bytes] = {}
         self.writes = 0
 
     def write(self, key: str, data: Bytes) -> None:
+        self.entered.set()
+        if self.gate is not None:
+            self.gate.wait(10.0)
+        if self.error is not None:
+            raise self.error
         self.writes += 1
         self.objects[key] = bytes(data)
 
@@ -47,25 +56,6 @@ class FakeStore:
         raise NotImplementedError
 
 
-class FakeFile:
-    """An event file whose store fails, or hangs until it is let go."""
-
-    def __init__(self, *, error: Exception | None = None, gate: threading.Event | None = None) -> None:
-        self.error = error
-        self.gate = gate
-        self.appended = 0
-
-    def append(self, record: bytes) -> None:
-        if self.gate is not None:
-            self.gate.wait(10.0)
-        if self.error is not None:
-            raise self.error
-        self.appended += 1
-
-    def flush(self) -> None:
-        pass
-
-
 def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
     """The curve that TensorBoard itself would draw."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -76,7 +66,7 @@ def read_scalar(folder: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    writer = open_scalars(open_store(str(tmp_path)), purge_step=None, flush_s=10.0)
+    writer = ScalarWriter(open_store(str(tmp_path)), purge_step=None, flush_s=10.0)
     for step in (10, 20):
         writer.write(step, {"loss/train": 1.0 / step, "optimizer/lr": 0.5})
     writer.close(timeout_s=10.0)
@@ -89,7 +79,7 @@ def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Pa
     wall_time = 1_700_000_000.0
     for purge_step, steps, value in ((None, (1, 2, 3, 4), 1.0), (3, (3,), 2.0)):
         wall_time += 60.0
-        writer = open_scalars(store, purge_step=purge_step, flush_s=10.0, clock=lambda now=wall_time: now)  # type: ignore[misc]
+        writer = ScalarWriter(store, purge_step=purge_step, flush_s=10.0, clock=lambda now=wall_time: now)  # type: ignore[misc]
         for step in steps:
             writer.write(step, {"loss/train": value})
         writer.close(timeout_s=10.0)
@@ -99,16 +89,27 @@ def test_a_resume_makes_tensorboard_forget_the_steps_that_were_lost(tmp_path: Pa
 def test_parts_on_an_object_store_are_bounded_and_read_as_one_curve(tmp_path: Path) -> None:
     store = FakeStore("s3://bucket/run")
     file = StoredEventFile(store, key="tensorboard/events.out.tfevents.0000000001.host.1", clock=lambda: 1.0, part_bytes=200)
-    writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0)
+    file.append(encode_event(wall_time=1.0, file_version=VERSION))
     for step in range(1, 31):
-        writer.write(step, {"loss/train": float(step)})
-    writer.close(timeout_s=10.0)
+        summary = Summary(value=[Summary.Value(tag="loss/train", simple_value=float(step))])
+        file.append(encode_event(wall_time=1.0, step=step, summary=summary))
+    file.flush()
     assert len(store.objects) > 3
     assert max(map(len, store.objects.values())) < 300
     assert all(b"brain.Event:2" in content for content in store.objects.values())
     for key, content in store.objects.items():
         (tmp_path / Path(key).name).write_bytes(content)
     assert read_scalar(tmp_path, "loss/train") == [(step, float(step)) for step in range(1, 31)]
+
+
+def test_an_object_store_gets_whole_objects_from_the_thread() -> None:
+    store = FakeStore("s3://bucket/run")
+    writer = ScalarWriter(store, purge_step=None, flush_s=10.0, clock=lambda: 1.0)
+    writer.write(1, {"loss/train": 1.0})
+    writer.close(timeout_s=10.0)
+    (key,) = store.objects
+    assert key.startswith("tensorboard/events.out.tfevents.0000000001.")
+    assert key.endswith(".0000")
 
 
 def test_an_unchanged_part_is_not_written_again() -> None:
@@ -124,23 +125,27 @@ def test_an_unchanged_part_is_not_written_again() -> None:
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_a_local_folder_is_appended_to(tmp_path: Path, scheme: str) -> None:
-    file = open_event_file(open_store(f"{scheme}{tmp_path}"), key="tensorboard/x", clock=lambda: 1.0)
-    assert isinstance(file, LocalEventFile)
+    store = open_store(f"{scheme}{tmp_path}")
+    assert isinstance(store, LocalStore)
+    file = LocalEventFile(store, key="tensorboard/x")
     file.append(b"a")
     file.append(b"b")
     assert (tmp_path / "tensorboard" / "x").read_bytes() == b"ab"
 
 
-def test_file_names_sort_by_time() -> None:
-    early = event_file_key(wall_time=999_999_999.0, host="z", process=9)
-    late = event_file_key(wall_time=1_000_000_000.0, host="a", process=1)
-    assert sorted([late, early]) == [early, late]
+def test_file_names_sort_by_time(tmp_path: Path) -> None:
+    for wall_time in (1_000_000_000.0, 999_999_999.0):
+        ScalarWriter(open_store(str(tmp_path)), purge_step=None, flush_s=10.0, clock=lambda now=wall_time: now).close(  # type: ignore[misc]
+            timeout_s=10.0
+        )
+    names = sorted(path.name for path in (tmp_path / "tensorboard").iterdir())
+    assert [name.split(".")[3] for name in names] == ["0999999999", "1000000000"]
 
 
 def test_a_failure_is_logged_once_and_never_reaches_the_trainer(caplog: pytest.LogCaptureFixture) -> None:
-    file = FakeFile(error=AccessDeniedError("s3://bucket/run: denied"))
+    store = FakeStore("s3://bucket/run", error=AccessDeniedError("s3://bucket/run: denied"))
     with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
-        writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=4)
+        writer = ScalarWriter(store, purge_step=None, flush_s=10.0, max_waiting=4)
         writer.write(1, {"loss/train": 1.0})
         writer.close(timeout_s=10.0)
         for step in range(2, 20):
@@ -153,9 +158,10 @@ def test_a_failure_is_logged_once_and_never_reaches_the_trainer(caplog: pytest.L
 
 def test_a_hanging_store_costs_points_and_a_bounded_wait_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
     gate = threading.Event()
-    file = FakeFile(gate=gate)
+    store = FakeStore("s3://bucket/run", gate=gate)
     with caplog.at_level(logging.WARNING, logger="elastictrain.telemetry.tensorboard"):
-        writer = BackgroundScalars(lambda: file, purge_step=None, flush_s=10.0, max_waiting=2)
+        writer = ScalarWriter(store, purge_step=None, flush_s=10.0, max_waiting=2)
+        assert store.entered.wait(10.0)
         for step in range(5):
             writer.write(step, {"loss/train": 1.0})
         writer.close(timeout_s=0.05)
