@@ -28,10 +28,10 @@ def encode_event(**fields: object) -> bytes:
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-    payload = Event(**fields).SerializeToString()
+    payload: bytes = Event(**fields).SerializeToString()
     header = struct.pack("<Q", len(payload))
     checksums = [struct.pack("<I", masked_crc32c(part)) for part in (header, payload)]
-    return header + checksums[0] + payload + checksums[1]
+    return b"".join((header, checksums[0], payload, checksums[1]))
 
 
 class LocalEventFile:
