@@ -3,25 +3,35 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
+
+from elastictrain.bounded_json import as_record
 
 MANIFEST_NAME = "manifest.json"
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
+MAX_COUNT = 2**63 - 1
+"""Of steps, bytes and elements: torch and every file system count in signed 64 bits."""
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Sha256 = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+
+
+class ChunkRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
     """A box of a tensor: where it lies in the tensor, and which bytes of which file it is. The unit of verified reading."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     file: str
-    start: int
-    size_bytes: int
-    digest: str
-    sha256: str = ""
+    start: Count
+    size_bytes: Count
+    digest: Digest
+    sha256: Sha256 = ""
     """Only where the manifest is signed, and its signature was checked."""
 
 
@@ -30,20 +40,19 @@ class TensorRecord:
     """One tensor; its chunks fill it exactly."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     chunks: tuple[ChunkRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class FileRecord:
+class FileRecord(msgspec.Struct, frozen=True, omit_defaults=True, rename={"size_bytes": "bytes"}):
     """One shard file. `header_bytes` counts its length field, too."""
 
-    name: str
-    size_bytes: int
-    digest: str
-    header_bytes: int
-    header_digest: str
-    header_sha256: str = ""
+    name: Annotated[str, msgspec.Meta(pattern=r"^(?!manifest\.json\Z)[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}\Z")]
+    size_bytes: Count
+    digest: Digest
+    header_bytes: Count
+    header_digest: Digest
+    header_sha256: Sha256 = ""
     """As a chunk's: header and chunks are all of a file."""
 
 
@@ -51,16 +60,18 @@ class FileRecord:
 class Manifest:
     """All that is known of one checkpoint."""
 
-    step: int
-    world_size: int
+    step: Count
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)]
     incarnation: str
     created: float
     config_digest: str
     versions: Mapping[str, str]
-    state: Mapping[str, JsonValue]
+    state: Mapping[str, Any]
+    """JSON."""
+
     files: tuple[FileRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """Files and tensors are empty as long as not all ranks have told theirs; `commit.build_manifest` puts them in."""
+    """Files and tensors are empty until all ranks have told theirs; `commit.build_manifest` puts them in."""
 
     signature: str = ""
     """Empty if it is not signed."""
@@ -84,3 +95,29 @@ def sha256_of(data: bytes | bytearray | memoryview) -> str:
 def has_digest(data: bytes | memoryview, digest: str, *, sha256: str) -> bool:
     """Whether these are the bytes that the manifest has; `sha256` outweighs the fast digest where it is known."""
     return sha256_of(data) == sha256 if sha256 else digest_of(data) == digest
+
+
+@dataclass(frozen=True, slots=True)
+class StateCounters:
+    """What a run goes on from besides its tensors. A state that lacks one of them was saved without it: it is 0 then."""
+
+    step: Count
+    skipped_in_a_row: Count = 0
+    skipped_total: Count = 0
+    positions: Count = 0
+    data_digest: str | None = None
+    """Names the data that the run was trained on; None if the state does not say."""
+
+
+def counters_of(state: Mapping[str, JsonValue], *, step: int) -> StateCounters:
+    """The counters in the state of a checkpoint of `step`.
+
+    Raises: ValueError naming the one that is wrong.
+    """
+    try:
+        counters = as_record({"step": step, **state}, StateCounters)
+    except ValueError as error:
+        raise ValueError(f"`state` {error}") from error
+    if counters.step != step:
+        raise ValueError(f"`state.step` must be {step}, as the checkpoint's, but is {counters.step}")
+    return counters

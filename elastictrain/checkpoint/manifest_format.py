@@ -1,26 +1,28 @@
-"""The bytes of a manifest. Free of torch.
+"""The bytes of a manifest, and what must hold between its parts. Free of torch.
 
-They are canonical JSON (sorted keys, no white space, ASCII) with a digest over themselves without the digest, so any byte
+The bytes are canonical JSON (sorted keys, no white space, ASCII) with a digest over themselves without the digest, so any byte
 that differs from what was written is noticed.
 """
 
 import json
-import re
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import xxhash
+import msgspec
 
-from elastictrain.bounded_json import DOCUMENT, excess, parse_json
+from elastictrain.bounded_json import DOCUMENT, as_record, excess, parse_json
 from elastictrain.checkpoint.manifest import (
     MANIFEST_NAME,
+    MAX_COUNT,
     ChunkRecord,
     FileRecord,
-    JsonValue,
     Manifest,
     TensorRecord,
+    counters_of,
     digest_of,
 )
-from elastictrain.checkpoint.manifest_check import check_manifest
+from elastictrain.checkpoint.safetensors_format import BY_NAME, LENGTH_BYTES, MAX_HEADER_BYTES
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, UnknownFormatError, UntrustedCheckpointError
 
@@ -31,10 +33,13 @@ _ALGORITHM_KEY = b'"digest_algorithm":'
 """Keys are sorted, so the digest goes before these bytes. Nothing before them can look alike: in values, quotation marks are
 escaped."""
 
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
-_DIGEST = re.compile(r"[0-9a-f]{32}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PURPOSE = "elastictrain manifest"
+MAX_DIMS = 64
+MAX_CREATED = 253_402_300_799.0
+"""The last second of the year 9999: no calendar goes further."""
+
+MOST_ENTANGLED = 8192
+"""Boxes that no cut along a dimension separates and that are compared pair by pair; cuts separate the shards of any mesh."""
 
 
 def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> bytes:
@@ -43,53 +48,14 @@ def encode_manifest(manifest: Manifest, *, key: SigningKey | None = None) -> byt
     Raises: ValueError or TypeError if the state is not JSON (non-finite numbers are not); CheckpointError if no reader would
     take a manifest of that size.
     """
-    document: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "digest_algorithm": DIGEST_ALGORITHM,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "incarnation": manifest.incarnation,
-        "created": manifest.created,
-        "config_digest": manifest.config_digest,
-        "versions": dict(manifest.versions),
-        "state": dict(manifest.state),
-        "files": [
-            {
-                "name": file.name,
-                "bytes": file.size_bytes,
-                "digest": file.digest,
-                "header_bytes": file.header_bytes,
-                "header_digest": file.header_digest,
-                **({"header_sha256": file.header_sha256} if file.header_sha256 else {}),
-            }
-            for file in manifest.files
-        ],
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "chunks": [
-                    {
-                        "offsets": list(chunk.offsets),
-                        "sizes": list(chunk.sizes),
-                        "file": chunk.file,
-                        "start": chunk.start,
-                        "bytes": chunk.size_bytes,
-                        "digest": chunk.digest,
-                        **({"sha256": chunk.sha256} if chunk.sha256 else {}),
-                    }
-                    for chunk in tensor.chunks
-                ],
-            }
-            for name, tensor in manifest.tensors.items()
-        },
-    }
+    document = msgspec.to_builtins(replace(manifest, versions={}, state={}))
+    del document["signature"]
+    # These may have kinds of text and number that json alone takes.
+    document |= {"versions": dict(manifest.versions), "state": dict(manifest.state)}
+    document |= {"format": FORMAT, "version": VERSION, "digest_algorithm": DIGEST_ALGORITHM}
     if key is not None:
         document["signature"] = key.sign(_canonical(document), purpose=_PURPOSE)
-    text = _canonical(document)
-    place = text.index(_ALGORITHM_KEY)
-    raw = b"".join((text[:place], _stated(digest_of(text)), text[place:]))
+    raw = _sealed(_canonical(document))
     if (problem := excess(raw, limits=DOCUMENT)) is not None:
         raise CheckpointError(f"{MANIFEST_NAME} {problem}; set a larger checkpoint.shard_mb or shard over fewer ranks")
     return raw
@@ -107,7 +73,7 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
         raise InvalidCheckpointError(f"{where}: {error}" if raw else f"{where}: is empty") from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidCheckpointError(f"{where}: is JSON, but not a checkpoint manifest (`format` must be {FORMAT!r})")
-    version, algorithm = document.get("version"), document.get("digest_algorithm")
+    version, algorithm, stated = document.get("version"), document.get("digest_algorithm"), document.pop("digest", None)
     unknown = UnknownFormatError(
         f"{where}: is of format version {version!r}, but this release of elastictrain reads version {VERSION}; "
         "use a release that reads it, or another `run.dir` for a new run. Nothing was changed"
@@ -115,12 +81,12 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
     if isinstance(version, int) and version != VERSION and isinstance(algorithm, str) and algorithm != DIGEST_ALGORITHM:
         raise unknown
     try:
-        stated = document.get("digest")
-        exact = _canonical(document) == raw
-        computed = _digest_without(raw, stated)
+        text = _canonical(document)
+        exact = _sealed(text) == raw
     except (ValueError, TypeError) as error:
         raise InvalidCheckpointError(f"{where}: is not in canonical form ({type(error).__name__}: {error})") from error
-    if stated != computed or not exact:
+    if not exact:
+        computed = digest_of(text)
         raise InvalidCheckpointError(f"{where}: its digest is {computed}, but must be {stated}: bytes were changed or lost")
     if version != VERSION:
         # Only now: a version that was garbled is damage, like any other byte.
@@ -128,10 +94,14 @@ def parse_manifest(raw: bytes, *, where: str, key: SigningKey | None = None) -> 
     if key is not None:
         _check_signature(document, key=key, where=where)
     try:
-        manifest = _manifest(document, with_sha256=key is not None)
+        manifest = as_record(document, Manifest)
+        if key is None and b'sha256":' in raw:
+            manifest = _without_sha256(manifest)
+        if key is not None and not _has_sha256(manifest):
+            raise ValueError("must have the SHA-256 of every header and chunk, because it is signed")
         check_manifest(manifest)
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidCheckpointError(f"{where}: {type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise InvalidCheckpointError(f"{where}: {error}") from error
     return manifest
 
 
@@ -142,140 +112,138 @@ def _check_signature(document: Mapping[str, object], *, key: SigningKey, where: 
             f"{where}: must be signed with the key in {key.name}, but is not signed; if it is yours, sign it: "
             f"python -m elastictrain.checkpoint sign URL --key-env {key.name}"
         )
-    signed = _canonical({name: value for name, value in document.items() if name not in ("digest", "signature")})
+    signed = _canonical({name: value for name, value in document.items() if name != "signature"})
     if not key.is_signed(signed, signature, purpose=_PURPOSE):
         raise UntrustedCheckpointError(
             f"{where}: must be signed with the key in {key.name}, but is signed with another one, or was changed since"
         )
 
 
-def _stated(digest: object) -> bytes:
-    return b'"digest":' + _canonical(digest) + b","
-
-
-def _digest_without(raw: bytes, stated: object) -> str:
-    """The digest of canonical bytes as they were before their own digest was put in."""
-    told = _stated(stated)
-    place = raw.find(told + _ALGORITHM_KEY)
-    view = memoryview(raw)
-    computed = xxhash.xxh3_128(view[: max(place, 0)])
-    computed.update(view[place + len(told) :] if place >= 0 else view)
-    return computed.hexdigest()
-
-
 def _canonical(document: object) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _manifest(document: Mapping[str, object], *, with_sha256: bool) -> Manifest:
-    """`with_sha256`: they are vouched for, and are to be there."""
-    created = document["created"]
-    if isinstance(created, bool) or not isinstance(created, int | float):
-        raise TypeError(f"`created` must be a number, but is {created!r}")
-    versions = _mapping(document["versions"], "versions")
-    return Manifest(
-        step=_count(document["step"], "step"),
-        world_size=_count(document["world_size"], "world_size"),
-        incarnation=_text(document["incarnation"], "incarnation"),
-        created=float(created),
-        config_digest=_text(document["config_digest"], "config_digest"),
-        versions={name: _text(version, f"versions.{name}") for name, version in versions.items()},
-        state=_json_mapping(document["state"]),
-        files=tuple(_file(_mapping(file, "files"), with_sha256=with_sha256) for file in _list(document["files"], "files")),
-        tensors={
-            name: _tensor(_mapping(tensor, name), name, with_sha256=with_sha256)
-            for name, tensor in _mapping(document["tensors"], "tensors").items()
-        },
-        signature=_text(document.get("signature", ""), "signature"),
-    )
+def _sealed(text: bytes) -> bytes:
+    """Canonical bytes with their digest put in. Raises: ValueError where there is no place for it."""
+    place = text.index(_ALGORITHM_KEY)
+    return b"".join((text[:place], b'"digest":"', digest_of(text).encode(), b'",', text[place:]))
 
 
-def _file(document: Mapping[str, object], *, with_sha256: bool) -> FileRecord:
-    name = _text(document["name"], "files.name")
-    if not _FILE_NAME.fullmatch(name) or name == MANIFEST_NAME:
-        raise ValueError(f"{name!r} is not a name of a shard file")
-    return FileRecord(
-        name=name,
-        size_bytes=_count(document["bytes"], name),
-        digest=_digest(document["digest"], name),
-        header_bytes=_count(document["header_bytes"], name),
-        header_digest=_digest(document["header_digest"], name),
-        header_sha256=_sha256(document["header_sha256"], name) if with_sha256 else "",
-    )
+def _has_sha256(manifest: Manifest) -> bool:
+    chunks = (chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks)
+    return all(file.header_sha256 for file in manifest.files) and all(chunk.sha256 for chunk in chunks)
 
 
-def _tensor(document: Mapping[str, object], name: str, *, with_sha256: bool) -> TensorRecord:
-    chunks = [_mapping(chunk, name) for chunk in _list(document["chunks"], name)]
-    return TensorRecord(
-        dtype=_text(document["dtype"], name),
-        shape=_counts(document["shape"], name),
-        chunks=tuple(
-            ChunkRecord(
-                offsets=_counts(chunk["offsets"], name),
-                sizes=_counts(chunk["sizes"], name),
-                file=_text(chunk["file"], name),
-                start=_count(chunk["start"], name),
-                size_bytes=_count(chunk["bytes"], name),
-                digest=_digest(chunk["digest"], name),
-                sha256=_sha256(chunk["sha256"], name) if with_sha256 else "",
+def _without_sha256(manifest: Manifest) -> Manifest:
+    """Nobody vouches for them, and they take longer to compute."""
+    files = tuple(msgspec.structs.replace(file, header_sha256="") for file in manifest.files)
+    tensors = {
+        name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256="") for chunk in tensor.chunks))
+        for name, tensor in manifest.tensors.items()
+    }
+    return replace(manifest, files=files, tensors=tensors)
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """What readers rely on when they index and allocate without looking.
+
+    Raises: ValueError naming the part that is wrong, what it must be, and what it is.
+    """
+    if not 0 <= manifest.created <= MAX_CREATED:
+        raise ValueError(f"`created` must be a time in seconds before the year 10000, but is {manifest.created}")
+    files = {file.name: file for file in manifest.files}
+    if len(files) != len(manifest.files):
+        raise ValueError("two files have the same name")
+    for file in manifest.files:
+        most = min(file.size_bytes, LENGTH_BYTES + MAX_HEADER_BYTES)
+        if not LENGTH_BYTES <= file.header_bytes <= most:
+            raise ValueError(
+                f"{file.name} must have a header of {LENGTH_BYTES} to {most} bytes, but it has {file.header_bytes}"
             )
-            for chunk in chunks
-        ),
-    )
+    for name, tensor in manifest.tensors.items():
+        _check_extent(name, tensor)
+        for chunk in tensor.chunks:
+            _check_place(name, tensor, chunk, files.get(chunk.file))
+        problem = tiling_problem(tensor.shape, tensor.chunks)
+        if problem is not None:
+            raise ValueError(f"tensor {name!r}: its chunks {problem}")
+    counters_of(manifest.state, step=manifest.step)
 
 
-def _count(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TypeError(f"{what}: must be a whole number >= 0, but is {value!r}")
-    return value
+def _check_extent(name: str, tensor: TensorRecord) -> None:
+    element = BY_NAME.get(tensor.dtype)
+    if element is None:
+        raise ValueError(f"tensor {name!r} has the unknown element type {tensor.dtype!r}")
+    if len(tensor.shape) > MAX_DIMS:
+        raise ValueError(f"tensor {name!r} must have at most {MAX_DIMS} dimensions, but has {len(tensor.shape)}")
+    # A dimension of 0 would hide the others, which torch multiplies all the same.
+    if math.prod(max(1, size) for size in tensor.shape) * element.size_bytes > MAX_COUNT:
+        raise ValueError(f"tensor {name!r} must have at most {MAX_COUNT} bytes, but has the shape {list(tensor.shape)}")
 
 
-def _counts(value: object, what: str) -> tuple[int, ...]:
-    return tuple(_count(item, what) for item in _list(value, what))
+def _check_place(name: str, tensor: TensorRecord, chunk: ChunkRecord, file: FileRecord | None) -> None:
+    # Before any product: thousands of dimensions have one that takes hours.
+    if not len(chunk.offsets) == len(chunk.sizes) == len(tensor.shape):
+        raise ValueError(f"a chunk of tensor {name!r} has another number of dimensions than the tensor")
+    if chunk.size_bytes != math.prod(chunk.sizes) * BY_NAME[tensor.dtype].size_bytes:
+        raise ValueError(f"a chunk of tensor {name!r} has another number of bytes than its sizes say")
+    if file is None or not file.header_bytes <= chunk.start <= chunk.start + chunk.size_bytes <= file.size_bytes:
+        raise ValueError(f"a chunk of tensor {name!r} lies outside of the files")
 
 
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{what}: must be a text, but is {value!r}")
-    return value
+def tiling_problem(shape: Sequence[int], chunks: Sequence[ChunkRecord]) -> str | None:
+    """Why the chunks do not fill a tensor of that shape; None if they do. Completes a sentence that begins with "its chunks".
+
+    They are cut apart along one dimension after the other, until each is alone or no cut separates them.
+    """
+    for chunk in chunks:
+        if any(first + size > extent for first, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)):
+            return "reach beyond the tensor"
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    volume = sum(math.prod(chunk.sizes) for chunk in filled)
+    if volume != math.prod(shape):
+        return f"do not fill it: they have {volume} elements together, and the tensor has {math.prod(shape)}"
+    waiting: list[tuple[list[ChunkRecord], int, int]] = [(filled, 0, 0)]
+    while waiting:
+        group, dim, uncut = waiting.pop()
+        if len(group) < 2:
+            continue
+        if uncut == len(shape):
+            if (problem := _overlap(group)) is not None:
+                return problem
+            continue
+        parts = _cut(group, dim)
+        following = (dim + 1) % len(shape)
+        waiting += [(part, following, uncut + 1 if len(parts) == 1 else 0) for part in parts]
+    return None
 
 
-def _digest(value: object, what: str) -> str:
-    text = _text(value, what)
-    if not _DIGEST.fullmatch(text):
-        raise ValueError(f"{what}: {text!r} is not a digest")
-    return text
+def _cut(chunks: list[ChunkRecord], dim: int) -> list[list[ChunkRecord]]:
+    """Groups whose extents along `dim` touch those of no other group."""
+    parts: list[list[ChunkRecord]] = []
+    end = -1
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dim]):
+        if chunk.offsets[dim] >= end:
+            parts.append([])
+        parts[-1].append(chunk)
+        end = max(end, chunk.offsets[dim] + chunk.sizes[dim])
+    return parts
 
 
-def _sha256(value: object, what: str) -> str:
-    text = _text(value, what)
-    if not _SHA256.fullmatch(text):
-        raise ValueError(f"{what}: {text!r} is not a SHA-256")
-    return text
+def _overlap(chunks: list[ChunkRecord]) -> str | None:
+    if len(chunks) > MOST_ENTANGLED:
+        return f"lie in no grid: {len(chunks)} of them cannot be told apart by a cut, and at most {MOST_ENTANGLED} may be"
+    import numpy as np
+
+    begins = np.array([chunk.offsets for chunk in chunks], dtype=np.uint64)
+    ends = begins + np.array([chunk.sizes for chunk in chunks], dtype=np.uint64)
+    for index in range(len(chunks) - 1):
+        apart = (begins[index + 1 :] >= ends[index]) | (ends[index + 1 :] <= begins[index])
+        shared = np.flatnonzero(~apart.any(axis=1))
+        if len(shared):
+            return f"overlap: {_box_text(chunks[index])} and {_box_text(chunks[index + 1 + int(shared[0])])}"
+    return None
 
 
-def _list(value: object, what: str) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"{what}: must be a list, but is {type(value).__name__}")
-    return value
-
-
-def _mapping(value: object, what: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"{what}: must be an object, but is {type(value).__name__}")
-    return value
-
-
-def _json_mapping(value: object) -> dict[str, JsonValue]:
-    state: dict[str, JsonValue] = {}
-    for name, item in _mapping(value, "state").items():
-        state[name] = _json(item)
-    return state
-
-
-def _json(value: object) -> JsonValue:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list):
-        return [_json(item) for item in value]
-    return {str(name): _json(item) for name, item in _mapping(value, "state").items()}
+def _box_text(chunk: ChunkRecord) -> str:
+    return "[" + ",".join(f"{first}:{first + size}" for first, size in zip(chunk.offsets, chunk.sizes, strict=True)) + "]"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
-from elastictrain.checkpoint.manifest_check import check_manifest
+from elastictrain.checkpoint.manifest_format import check_manifest
 from elastictrain.checkpoint.memory.header import SnapshotFacts
 from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet, held_from_json, look, whole_sets
 from elastictrain.checkpoint.memory.layout import (

@@ -1,15 +1,16 @@
 """The safetensors file format: 8 bytes of header length (little endian), a JSON header, the raw bytes of the tensors.
 
-Source: the format section of the safetensors README.
+Free of torch. Source: the format section of the safetensors README.
 """
 
 import json
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.checkpoint.dtypes import BY_CODE
+from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
+from elastictrain.checkpoint.manifest import Count
 from elastictrain.errors import InvalidCheckpointError
 
 ALIGNMENT_BYTES = 8
@@ -17,6 +18,44 @@ LENGTH_BYTES = 8
 """Before the header: its length."""
 
 MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ElementType:
+    """How one element type is named and how wide it is."""
+
+    name: str
+    """As torch prints it, without `torch.`."""
+
+    code: str
+    """As a safetensors header spells it."""
+
+    size_bytes: int
+
+
+_TYPES = (
+    ElementType("float64", "F64", 8),
+    ElementType("float32", "F32", 4),
+    ElementType("float16", "F16", 2),
+    ElementType("bfloat16", "BF16", 2),
+    ElementType("float8_e4m3fn", "F8_E4M3", 1),
+    ElementType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1),
+    ElementType("float8_e5m2", "F8_E5M2", 1),
+    ElementType("float8_e5m2fnuz", "F8_E5M2FNUZ", 1),
+    ElementType("float8_e8m0fnu", "F8_E8M0", 1),
+    ElementType("int64", "I64", 8),
+    ElementType("int32", "I32", 4),
+    ElementType("int16", "I16", 2),
+    ElementType("int8", "I8", 1),
+    ElementType("uint64", "U64", 8),
+    ElementType("uint32", "U32", 4),
+    ElementType("uint16", "U16", 2),
+    ElementType("uint8", "U8", 1),
+    ElementType("bool", "BOOL", 1),
+    ElementType("complex64", "C64", 8),
+)
+BY_NAME = {element.name: element for element in _TYPES}
+BY_CODE = {element.code: element for element in _TYPES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +69,24 @@ class HeaderEntry:
     end: int
 
 
-def encode_header(entries: Sequence[HeaderEntry], *, metadata: Mapping[str, str]) -> bytes:
-    """Length and header, padded with spaces so that the data begins at a multiple of 8."""
+@dataclass(frozen=True, slots=True)
+class _StoredEntry:
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str]) -> bytes:
+    """Length and header of a file that holds `tensors` (key, name of the element type, shape) one after another.
+
+    It is padded with spaces so that the data begins at a multiple of 8.
+    """
     document: dict[str, object] = {"__metadata__": dict(metadata)}
-    for entry in entries:
-        document[entry.key] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [entry.begin, entry.end]}
+    begin = 0
+    for key, dtype, shape in tensors:
+        end = begin + math.prod(shape) * BY_NAME[dtype].size_bytes
+        document[key] = {"dtype": BY_NAME[dtype].code, "shape": list(shape), "data_offsets": [begin, end]}
+        begin = end
     text = json.dumps(document, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text
@@ -45,28 +97,20 @@ def decode_header(head: bytes, *, where: str) -> tuple[HeaderEntry, ...]:
 
     Raises: InvalidCheckpointError, naming `where`, if they are not a safetensors header.
     """
-    if len(head) < 8:
+    if len(head) < LENGTH_BYTES:
         raise InvalidCheckpointError(f"{where}: a safetensors file must have at least 8 bytes, but this one has {len(head)}")
-    (size_bytes,) = struct.unpack("<Q", head[:8])
-    if size_bytes > min(MAX_HEADER_BYTES, len(head) - 8):
-        raise InvalidCheckpointError(f"{where}: its header claims {size_bytes} bytes, but only {len(head) - 8} are there")
+    (size_bytes,) = struct.unpack("<Q", head[:LENGTH_BYTES])
+    there = len(head) - LENGTH_BYTES
+    if size_bytes > min(MAX_HEADER_BYTES, there):
+        raise InvalidCheckpointError(f"{where}: its header claims {size_bytes} bytes, but only {there} are there")
     try:
-        document = parse_json(head[8 : 8 + size_bytes], limits=DOCUMENT)
-        entries = [_entry(key, value) for key, value in document.items() if key != "__metadata__"]
-        unknown = [entry.code for entry in entries if entry.code not in BY_CODE]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InvalidCheckpointError(f"{where}: its safetensors header is garbled ({type(error).__name__}: {error})") from error
-    if unknown:
-        raise InvalidCheckpointError(f"{where}: its safetensors header has unknown element types {sorted(set(unknown))}")
+        document = parse_json(head[LENGTH_BYTES : LENGTH_BYTES + size_bytes], limits=DOCUMENT)
+        if isinstance(document, dict):
+            document.pop("__metadata__", None)
+        stored = as_record(document, dict[str, _StoredEntry])
+    except ValueError as error:
+        raise InvalidCheckpointError(f"{where}: its safetensors header is garbled: {error}") from error
+    if unknown := sorted({entry.dtype for entry in stored.values()} - BY_CODE.keys()):
+        raise InvalidCheckpointError(f"{where}: its safetensors header has unknown element types {unknown}")
+    entries = [HeaderEntry(key, entry.dtype, entry.shape, *entry.data_offsets) for key, entry in stored.items()]
     return tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
-
-
-def _entry(key: str, value: Mapping[str, object]) -> HeaderEntry:
-    begin, end = _counts(value["data_offsets"], key)
-    return HeaderEntry(key, str(value["dtype"]), _counts(value["shape"], key), begin, end)
-
-
-def _counts(value: object, key: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
-        raise TypeError(f"{key!r}: must have a list of whole numbers >= 0, but has {value!r:.80}")
-    return tuple(value)

@@ -9,8 +9,8 @@ from functools import partial
 from threading import Event, local
 from typing import Protocol
 
+from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, has_digest
-from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.counters import counters_of
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.checkpoint.lineage import number_of
+from elastictrain.checkpoint.manifest import counters_of
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from elastictrain.checkpoint.counters import StateCounters
-from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.manifest import JsonValue, StateCounters
 from elastictrain.train.optimizer import optimizer_tensors
 from elastictrain.train.skipping import SkipCounts
 

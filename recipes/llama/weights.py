@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.dtypes import BY_CODE, BY_NAME
-from elastictrain.checkpoint.safetensors_format import MAX_HEADER_BYTES, HeaderEntry, decode_header, encode_header
+from elastictrain.checkpoint.safetensors_format import BY_CODE, MAX_HEADER_BYTES, HeaderEntry, decode_header, encode_header
 from elastictrain.checkpoint.tensor_bytes import dtype_name, tensor_over
 from elastictrain.errors import ConfigError, DataError, InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.store import Store
@@ -155,14 +154,7 @@ class HuggingFaceWeights:
 
 
 def _header(shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype) -> bytes:
-    element = BY_NAME[dtype_name(dtype)]
-    entries = []
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * element.size_bytes
-        entries.append(HeaderEntry(name, element.code, shape, offset, end))
-        offset = end
-    return encode_header(entries, metadata={"format": "pt"})
+    return encode_header([(name, dtype_name(dtype), shape) for name, shape in shapes.items()], metadata={"format": "pt"})
 
 
 def _raw_bytes(tensor: Tensor) -> memoryview:

@@ -1,11 +1,10 @@
 """What an export reads, where it writes, and the files of each format: safetensors, torch and DCP."""
 
 import json
-import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,10 +16,9 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from elastictrain.checkpoint.commands.output import size_text
 from elastictrain.checkpoint.commands.survey import Checkpoint, split_url
-from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.retry_read import is_there
-from elastictrain.checkpoint.safetensors_format import HeaderEntry, encode_header
+from elastictrain.checkpoint.safetensors_format import BY_NAME, encode_header
 from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, read_tensor
 from elastictrain.errors import HostUnfitError, UsageError
 from elastictrain.storage.failures import fault_of, reason_of, storage_error
@@ -139,7 +137,8 @@ def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes
         # Wide elements first: then all are aligned.
         ordered = sorted(names, key=lambda name: (-BY_NAME[source.dtype_of(name)].size_bytes, name))
         with target.store.open_writer(file) as writer:
-            writer.write(_header(source, ordered))
+            entries = [(name, source.dtype_of(name), source.manifest.tensors[name].shape) for name in ordered]
+            writer.write(encode_header(entries, metadata={"format": "pt", "step": str(source.manifest.step)}))
             for name in ordered:
                 writer.write(source.read(name).contiguous().reshape(-1).view(torch.uint8).numpy().data)
     if len(plan) > 1:
@@ -161,16 +160,6 @@ def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
-
-
-def _header(source: ExportSource, names: Sequence[str]) -> bytes:
-    entries, begin = [], 0
-    for name in names:
-        shape, element = source.manifest.tensors[name].shape, BY_NAME[source.dtype_of(name)]
-        end = begin + math.prod(shape) * element.size_bytes
-        entries.append(HeaderEntry(name, element.code, shape, begin, end))
-        begin = end
-    return encode_header(entries, metadata={"format": "pt", "step": str(source.manifest.step)})
 
 
 FACTS = "elastictrain"

@@ -3,6 +3,8 @@
 import threading
 from dataclasses import replace
 
+import msgspec
+
 from elastictrain.checkpoint.commands.output import note, plural, progress, result
 from elastictrain.checkpoint.commands.survey import RunLocation, Surveyed, list_folders, locate, survey
 from elastictrain.checkpoint.commands.verify import choose_folders, read_and_judge
@@ -59,11 +61,12 @@ def _sign(location: RunLocation, one: Surveyed, manifest: Manifest, *, signing: 
 
     chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
     read_chunks(folder, (chunk for chunk in chunks if chunk.size_bytes), take=take, threads=threads)
+    signed = {chunk: msgspec.structs.replace(chunk, sha256=found.get(chunk, sha256_of(b""))) for chunk in chunks}
     tensors = {
-        name: replace(tensor, chunks=tuple(replace(chunk, sha256=found.get(chunk, sha256_of(b""))) for chunk in tensor.chunks))
+        name: replace(tensor, chunks=tuple(signed[chunk] for chunk in tensor.chunks))
         for name, tensor in manifest.tensors.items()
     }
-    files = tuple(replace(file, header_sha256=_sha256_of_header(folder, file)) for file in manifest.files)
+    files = tuple(msgspec.structs.replace(file, header_sha256=_sha256_of_header(folder, file)) for file in manifest.files)
     raw = encode_manifest(replace(manifest, files=files, tensors=tensors, signature=""), key=signing)
     location.run.write(key_of(one.name, MANIFEST_NAME), raw)
 

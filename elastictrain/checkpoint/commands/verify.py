@@ -22,9 +22,9 @@ from elastictrain.checkpoint.commands.survey import (
     survey,
 )
 from elastictrain.checkpoint.folders import key_of
+from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue
 from elastictrain.checkpoint.retry_read import is_there
-from elastictrain.checkpoint.shard_header import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.verified_read import READ_BYTES
 from elastictrain.errors import (
     EXIT_OK,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, ShardFile, plan_files
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
+from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import InvalidCheckpointError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, RUN_COMMITTED_KEY
+from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.checkpoint.tensor_bytes import dtype_named
 from elastictrain.errors import (
     CheckpointError,

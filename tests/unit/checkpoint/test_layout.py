@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.dtypes import BY_NAME
 from elastictrain.checkpoint.layout import Item, plan_files, split_item
-from elastictrain.checkpoint.safetensors_format import decode_header
+from elastictrain.checkpoint.safetensors_format import BY_NAME, decode_header
 from elastictrain.errors import CheckpointError
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)

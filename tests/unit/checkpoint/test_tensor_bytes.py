@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
-from elastictrain.checkpoint.dtypes import BY_NAME
+from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.checkpoint.tensor_bytes import dtype_named, read_box, read_tensor
 from tests.unit.checkpoint.commands.made import save
 

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.checkpoint.counters import counters_of
+from elastictrain.checkpoint.manifest import counters_of
 from elastictrain.config.optim import OptimGroup
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker

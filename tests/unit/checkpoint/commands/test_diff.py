@@ -11,7 +11,7 @@ from torch import Tensor
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands import diff as diff_module
 from elastictrain.checkpoint.commands.diff import Difference, compare_manifests, difference
-from elastictrain.checkpoint.dtypes import BY_NAME
+from elastictrain.checkpoint.safetensors_format import BY_NAME
 from elastictrain.checkpoint.tensor_bytes import dtype_named
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE
 from tests.unit.checkpoint.commands.made import flip, manifest_of, save, shard, state_of

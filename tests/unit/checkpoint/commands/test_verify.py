@@ -14,7 +14,7 @@ from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands.survey import list_folders, locate, survey
 from elastictrain.checkpoint.commands.verify import DigestedRange, RangeDigests, check_file, read_and_judge
 from elastictrain.checkpoint.folders import key_of
-from elastictrain.checkpoint.shard_header import chunks_by_file
+from elastictrain.checkpoint.layout import chunks_by_file
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
 from elastictrain.storage.store import ObjectInfo
 from tests.unit.checkpoint.commands.made import flip, manifest_of, quarantine, save, shard, truncate

@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.manifest_check import MOST_ENTANGLED, Box, tiling_problem
+from elastictrain.checkpoint.manifest import ChunkRecord
+from elastictrain.checkpoint.manifest_format import MOST_ENTANGLED, tiling_problem
 from tests.unit.examples import examples
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def problem_of(shape: tuple[int, ...], boxes: list[Box]) -> str | None:
+    """Of chunks with these boxes."""
+    return tiling_problem(shape, [ChunkRecord(offsets, sizes, "", 0, 0, "") for offsets, sizes in boxes])
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -45,19 +54,19 @@ def test_it_agrees_with_counting(data: st.DataObject) -> None:
         boxes[at] = data.draw(st.sampled_from([(offsets, sizes), (offsets, boxes[at][1]), boxes[0]]))
     expected = fills(shape, boxes)
     outside = any(o + n > s for one in boxes for o, n, s in zip(*one, shape, strict=True))
-    assert (tiling_problem(shape, boxes) is None) == (expected and not outside)
+    assert (problem_of(shape, boxes) is None) == (expected and not outside)
 
 
 def test_boxes_that_no_cut_separates() -> None:
     """Four around one, as bricks of a spiral lie."""
     spiral: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
-    assert tiling_problem((3, 3), spiral) is None
+    assert problem_of((3, 3), spiral) is None
     moved = [*spiral[:4], ((0, 0), (1, 1))]
-    assert "overlap" in str(tiling_problem((3, 3), moved))
+    assert "overlap" in str(problem_of((3, 3), moved))
 
 
 def test_the_same_box_twice() -> None:
-    assert "overlap" in str(tiling_problem((4,), [((0,), (2,)), ((0,), (2,))]))
+    assert "overlap" in str(problem_of((4,), [((0,), (2,)), ((0,), (2,))]))
 
 
 @pytest.mark.parametrize("parts", [(40_000, 1), (1, 40_000), (200, 200)])
@@ -65,10 +74,10 @@ def test_thousands_of_chunks_take_no_time(parts: tuple[int, int]) -> None:
     shape = (40_000, 40_000)
     boxes = grid(shape, parts)
     began = time.monotonic()
-    assert tiling_problem(shape, boxes) is None
+    assert problem_of(shape, boxes) is None
     (offsets, sizes) = boxes[-1]
     boxes[-1] = (tuple(max(0, one - 1) for one in offsets), sizes)
-    assert "overlap" in str(tiling_problem(shape, boxes))
+    assert "overlap" in str(problem_of(shape, boxes))
     assert time.monotonic() - began < 10.0
 
 
@@ -79,5 +88,5 @@ def test_a_maze_of_chunks_is_refused_and_not_puzzled_over() -> None:
     shape = (2 * count, 1)
     assert math.prod(shape) == 2 * count
     began = time.monotonic()
-    assert tiling_problem(shape, bars) is not None
+    assert problem_of(shape, bars) is not None
     assert time.monotonic() - began < 10.0
