@@ -27,7 +27,7 @@ OWN = {
     "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
     "checkpoint/candidate_search.py": "rank 0 of the same group",
-    "checkpoint/peers/wire.py": "frames of bounded size from hosts that have shown the token",
+    "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/heartbeats.py": "workers of the same group, through torch's store",
     "liveness/flight_record.py": "torch's trace of this process",
     "distributed/incarnation.py": "workers of the same group, through torch's store",

@@ -1,7 +1,6 @@
 """The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
 
 import queue
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.source import FileBytes
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.requests import Get, Put, SnapshotKey, get_to_json, put_to_json
-from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, WireError, introduce
+from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, SnapshotKey, get_to_json, put_to_json
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
+from elastictrain.net.channel import FRAME_BYTES, Channel, ChannelError, Secret, connect
 
 POOL_CONNECTIONS = 4
 
@@ -44,11 +43,11 @@ class PeerConnection:
         what = f"{key} cannot be read"
         try:
             self._get(request, buffer, what=what)
-        except WireError:
+        except ChannelError:
             self.close()
             try:
                 self._get(request, buffer, what=what)
-            except WireError as error:
+            except ChannelError as error:
                 self.close()
                 raise self._error(what, str(error)) from error
 
@@ -67,7 +66,7 @@ class PeerConnection:
                 return False
             self._send(channel, put.layout.size_bytes, source, what=what, before_frame=before_frame)
             self._answer(channel, what, limit_s=self._limits.io_s)
-        except WireError as error:
+        except ChannelError as error:
             self.close()
             raise self._error(what, str(error)) from error
         except BaseException:
@@ -117,27 +116,26 @@ class PeerConnection:
                 channel.send_data(part, limit_s=self._limits.io_s)
             else:
                 return
-        except WireError:
+        except ChannelError:
             # It may have said why before it hung up.
-            with suppress(WireError):
+            with suppress(ChannelError):
                 self._answer(channel, what, limit_s=self._limits.handshake_s)
             raise
         self._answer(channel, what, limit_s=self._limits.io_s)
-        raise WireError("it answered before it had everything")
+        raise ChannelError("it answered before it had everything")
 
     def _connected(self, what: str) -> Channel:
         if self._channel is not None:
             return self._channel
         try:
-            found = socket.create_connection((self._peer.address, self._peer.port), timeout=self._limits.connect_s)
-        except OSError as error:
-            raise self._error(what, f"no connection: {error.strerror or error}") from error
-        # Known from now on: `break_off` must reach the handshake, too.
-        channel = self._channel = Channel(found)
+            # Known from now on: `break_off` must reach the handshake, too.
+            channel = self._channel = connect(self._peer.address, self._peer.port, limit_s=self._limits.connect_s)
+        except ChannelError as error:
+            raise self._error(what, f"no connection: {error}") from error
         if self._broken_off:
-            raise WireError("it is broken off")
+            raise ChannelError("it is broken off")
         try:
-            introduce(channel, self._token, limit_s=self._limits.handshake_s)
+            HANDSHAKE.introduce(channel, Secret(self._token), limit_s=self._limits.handshake_s)
         except BaseException:
             self.close()
             raise

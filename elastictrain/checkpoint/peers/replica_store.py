@@ -17,8 +17,8 @@ from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import load_digests, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.requests import Put
-from elastictrain.checkpoint.peers.wire import FRAME_BYTES
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
+from elastictrain.net.channel import FRAME_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.pace import Bucket, PaceOptions, StepTimes, decide_pace
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.requests import Put
-from elastictrain.checkpoint.peers.wire import Limits
+from elastictrain.checkpoint.peers.requests import Limits, Put
 from elastictrain.errors import ElasticTrainError, TransientStorageError
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,30 @@ from elastictrain.checkpoint.memory.layout import (
     layout_from_bytes,
 )
 from elastictrain.errors import CheckpointError
+from elastictrain.net.channel import Handshake
+
+HANDSHAKE = Handshake(magic=b"ETPEER01", nonce_bytes=32)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long one side waits for the other, in seconds; all of what is waited for must have come by then."""
+
+    connect_s: float = 5.0
+
+    handshake_s: float = 5.0
+    """Of the side that asks; the other one gives it two seconds at most."""
+
+    io_s: float = 30.0
+    """One frame, or the answer to a request."""
+
+    prepare_s: float = 180.0
+    """Making room for a replica: the system clears the memory first."""
+
+    idle_s: float = 60.0
+    """A connection without a request."""
 
 
 class RequestError(ValueError):

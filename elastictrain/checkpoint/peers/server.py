@@ -1,8 +1,6 @@
 """The side that listens: gives out snapshots of this host, and takes replicas of others. Free of torch."""
 
-import logging
 import socket
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,13 +9,19 @@ from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.inventory import slot_names
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots
-from elastictrain.checkpoint.peers.requests import RequestError, SnapshotKey, get_from_json, key_of, put_from_json
-from elastictrain.checkpoint.peers.wire import FRAME_BYTES, Channel, Limits, PeerHandshake, WireError
+from elastictrain.checkpoint.peers.requests import (
+    HANDSHAKE,
+    Limits,
+    RequestError,
+    SnapshotKey,
+    get_from_json,
+    key_of,
+    put_from_json,
+)
 from elastictrain.errors import CheckpointError, TransportError
-from elastictrain.net.handshakes import BACKLOG, HandshakeListener
+from elastictrain.net.channel import FRAME_BYTES, Channel, ChannelError, Secret
 from elastictrain.net.pending import PendingLimits
-
-logger = logging.getLogger(__name__)
+from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer
 
 
 @contextmanager
@@ -39,9 +43,6 @@ def locked_snapshot(folder: str, key: SnapshotKey) -> Iterator[Slot | None]:
             slot.close()
     yield None
 
-
-CONNECTIONS = 64
-"""Served at once, by a thread each; more that have the token wait for a place."""
 
 _DRAIN_S = 10.0
 
@@ -66,12 +67,8 @@ class PeerServer:
         self._port = port
         self._limits = limits or Limits()
         self._replicas = ReplicaSlots(folder, run=run)
-        self._free = threading.Semaphore(connections)
-        self._lock = threading.Lock()
-        self._token: bytes | None = None
-        self._channels: set[Channel] = set()
-        self._door: HandshakeListener[PeerHandshake] | None = None
-        self._closing = threading.Event()
+        self._connections = connections
+        self._server: ChannelServer | None = None
 
     @property
     def port(self) -> int:
@@ -89,22 +86,21 @@ class PeerServer:
             ) from error
         self._port = listener.getsockname()[1]
         handshake_s = min(self._limits.handshake_s, PendingLimits().handshake_s)
-        self._door = HandshakeListener(
+        self._server = ChannelServer(
             [listener],
-            handshake=lambda: PeerHandshake(lambda: self._token),
-            on_admitted=self._admit,
+            handshake=HANDSHAKE,
+            serve=self._serve,
+            connections=self._connections,
+            place_s=self._limits.idle_s,
             limits=PendingLimits(handshake_s=handshake_s),
             name="peers",
         )
-        self._door.start()
+        self._server.start()
 
     def set_token(self, token: bytes) -> None:
-        """Only who has this token is let in from now on; connections under another one end."""
-        with self._lock:
-            channels = list(self._channels) if token != self._token else []
-            self._token = token
-        for channel in channels:
-            channel.break_off()
+        """Once started: only whoever has this token is let in from now on; connections under another one end."""
+        if self._server is not None:
+            self._server.set_secret(Secret(token))
 
     def set_kept(self, ranks: Iterable[int]) -> None:
         """Replicas of these ranks are taken from now on, and of no others."""
@@ -116,48 +112,11 @@ class PeerServer:
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Hang up everywhere; whether all threads ended within the time. A replica that was arriving stays torn."""
-        deadline = time.monotonic() + timeout_s
-        self._closing.set()
-        closed = self._door is None or self._door.close(timeout_s)
-        with self._lock:
-            channels = list(self._channels)
-        for channel in channels:
-            channel.break_off()
-        while self._channels and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return closed and not self._channels
+        return self._server is None or self._server.close(timeout_s)
 
-    def _admit(self, connection: socket.socket, address: str, handshake: PeerHandshake) -> None:
-        channel = Channel(connection)
-        with self._lock:
-            if handshake.used != self._token:
-                # The token was replaced between proof and answer, when `set_token` broke off those that it knew.
-                channel.close()
-                return
-            self._channels.add(channel)
-        try:
-            threading.Thread(target=self._serve, args=(channel, address), name="peer", daemon=True).start()
-        except RuntimeError:
-            with self._lock:
-                self._channels.discard(channel)
-            raise
-
-    def _serve(self, channel: Channel, address: str) -> None:
-        placed = self._free.acquire(timeout=self._limits.idle_s)
-        try:
-            while placed and not self._closing.is_set():
-                self._answer(channel, channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s))
-        except WireError as error:
-            logger.debug("a connection from %s ended: %s", address, error)
-        except Exception:
-            # The edge of the thread: nothing that comes over the network may end the saver.
-            logger.exception("a connection from %s is closed", address)
-        finally:
-            channel.close()
-            with self._lock:
-                self._channels.discard(channel)
-            if placed:
-                self._free.release()
+    def _serve(self, channel: Channel) -> None:
+        while True:
+            self._answer(channel, channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s))
 
     def _answer(self, channel: Channel, message: dict[str, JsonValue]) -> None:
         match message.get("op"):
@@ -208,7 +167,7 @@ class PeerServer:
             self._refuse(channel, "refused", str(error))
             if receiving:
                 self._drain(channel)
-                raise WireError("a replica was given up midway") from error
+                raise ChannelError("a replica was given up midway") from error
         else:
             channel.send_json({"ok": True, "send": False, "stored": stored}, limit_s=self._limits.io_s)
 
@@ -219,6 +178,6 @@ class PeerServer:
         """Until the sender has read the refusal: hanging up with bytes unread would throw it away on its side."""
         scratch = memoryview(bytearray(FRAME_BYTES))
         deadline = time.monotonic() + _DRAIN_S
-        with suppress(WireError):
+        with suppress(ChannelError):
             while (left_s := deadline - time.monotonic()) > 0:
                 channel.receive_data(scratch, limit_s=left_s)

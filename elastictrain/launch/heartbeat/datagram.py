@@ -1,13 +1,11 @@
 """What launchers send each other, signed with the run's token. Pure."""
 
-import hashlib
-import hmac
 import json
 from dataclasses import asdict, dataclass, replace
 
 from elastictrain.launch.membership.records import HostRecord, decode
+from elastictrain.net.channel import SIGNATURE_BYTES, is_signed, signature
 
-_SIGNATURE_BYTES = 16
 _LARGEST_BYTES = 512
 """Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
 
@@ -47,7 +45,7 @@ def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
     """One datagram."""
     fields = [datagram.host, datagram.to, datagram.counter, datagram.generation, datagram.ended]
     body = json.dumps(fields if datagram.line is None else [*fields, asdict(datagram.line)]).encode()
-    return _signature(body, token) + body
+    return signature(body, token) + body
 
 
 def shortened(line: HostRecord) -> HostRecord | None:
@@ -62,8 +60,8 @@ def shortened(line: HostRecord) -> HostRecord | None:
 
 def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
     """The word in a datagram; None if it is of another run, or none at all."""
-    signature, body = data[:_SIGNATURE_BYTES], data[_SIGNATURE_BYTES:]
-    if len(data) > _LARGEST_LINE_BYTES or not hmac.compare_digest(signature, _signature(body, token)):
+    body = data[SIGNATURE_BYTES:]
+    if len(data) > _LARGEST_LINE_BYTES or not is_signed(body, data[:SIGNATURE_BYTES], token):
         return None
     try:
         host, to, counter, generation, ended, *rest = json.loads(body)
@@ -102,7 +100,3 @@ class ReplayGuard:
         if len(self._last) > _MOST_SENDERS:
             del self._last[next(iter(self._last))]
         return True
-
-
-def _signature(body: bytes, token: bytes) -> bytes:
-    return hmac.new(token, body, hashlib.sha256).digest()[:_SIGNATURE_BYTES]

@@ -6,30 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 
-from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction
+from elastictrain.net.channel import Channel, ChannelError, connect
+from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.rates import Meter, ProcessorWait, drain
-from elastictrain.preflight.links.responder import send_for
-from elastictrain.preflight.links.wire import (
-    CHUNK_BYTES,
+from elastictrain.preflight.links.streams import (
     ECHO,
     FRAME_BYTES,
-    GIVE,
+    HANDSHAKE,
     PING,
     PONG,
-    RECEIPT,
     REQUEST,
-    SINK,
-    TRAILER,
-    Line,
-    LineError,
-    Secret,
-    connect,
-    introduce,
-    probe_frame,
-    read_answer,
+    ResponderKey,
+    StreamResult,
+    ask_to_give,
+    ask_to_take,
 )
 
 SMALLEST = 576
@@ -66,13 +57,13 @@ class PathProbe:
         port: int,
         *,
         source: str,
-        secret: Secret,
+        key: ResponderKey,
         wait_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = (address, port)
         self._source = source
-        self._secret = secret
+        self._key = key
         self._wait_s = wait_s
         self._clock = clock
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -126,7 +117,7 @@ class PathProbe:
     def _send(self, datagrams: socket.socket, size: int) -> None:
         payload = size - _HEADERS[self._family]
         try:
-            datagrams.send(probe_frame(self._secret, size, size=max(payload, FRAME_BYTES)))
+            datagrams.send(self._key.probe(size, size=max(payload, FRAME_BYTES)))
         except OSError:
             # Larger than the interface takes, or word of an earlier one: this size is not acknowledged then.
             return
@@ -134,7 +125,7 @@ class PathProbe:
     def _hear(self, datagrams: socket.socket, *, limit_s: float) -> int:
         try:
             datagrams.settimeout(limit_s)
-            number = read_answer(self._secret, datagrams.recv(FRAME_BYTES))
+            number = self._key.acknowledged(datagrams.recv(FRAME_BYTES))
         except TimeoutError:
             return 0
         except OSError:
@@ -145,7 +136,6 @@ class PathProbe:
 
 
 _NUM_PINGS = 9
-_LATE_S = 0.2
 _DEFAULT_MTU = 1500
 """Of Ethernet, where neither interface is known."""
 
@@ -166,7 +156,7 @@ class PeerProbe:
         self._source = source
         self._target = target
         self._places = places
-        self._secret = Secret(token, bytes.fromhex(target.nonce))
+        self._key = ResponderKey(token, bytes.fromhex(target.nonce))
         self._options = options
         self._wall = wall
         # The first that is not known to be blocked: what is blocked is told of, and streams take another one.
@@ -190,19 +180,13 @@ class PeerProbe:
 
     def flows(self) -> tuple[Flow, ...]:
         """Bandwidth there, back, and both at once. Where nothing comes through it is 0."""
-        source, target = self._places
-        there, back = self._there(), self._back()
-        both: dict[bool, _Rate] = {}
-        asking = threading.Thread(target=lambda: both.update({True: self._there()}), name="link-there", daemon=True)
+        one_way = (self._there(both=False), self._back(both=False))
+        there: list[Flow] = []
+        asking = threading.Thread(target=lambda: there.append(self._there(both=True)), name="link-there", daemon=True)
         asking.start()
-        both[False] = self._back()
+        back = self._back(both=True)
         asking.join(self._options.stream_s + self._options.connect_s + 3 * self._options.answer_s)
-        return (
-            there.flow(source, target, both=False),
-            back.flow(target, source, both=False),
-            both.get(True, _Rate(0.0, 1.0)).flow(source, target, both=True),
-            both[False].flow(target, source, both=True),
-        )
+        return (*one_way, *(there or [self._flow(self._places, None, both=True)]), back)
 
     def _intended(self) -> int:
         known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
@@ -216,9 +200,9 @@ class PeerProbe:
 
         def attempt(port: int) -> None:
             try:
-                with self._connected(port) as line:
-                    timed[port] = self._time(line)
-            except LineError as error:
+                with self._connected(port) as channel:
+                    timed[port] = self._time(channel)
+            except ChannelError as error:
                 blocked[port] = str(error)
 
         threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in self._target.tcp_ports[1:]]
@@ -230,15 +214,15 @@ class PeerProbe:
         self._port = next((port for port in self._target.tcp_ports if port in timed), self._port)
         return blocked, min(timed.values(), default=None)
 
-    def _time(self, line: Line) -> tuple[float, float]:
+    def _time(self, channel: Channel) -> tuple[float, float]:
         """Median round trip in seconds, and their clock minus ours by the fastest one."""
-        line.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self._options.answer_s)
+        channel.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self._options.answer_s)
         found = []
         deadline = time.monotonic() + self._options.answer_s
         for _ in range(_NUM_PINGS):
             began, asked = time.perf_counter(), self._wall()
-            line.send(PING.pack(asked), limit_s=self._options.answer_s)
-            received, answered = PONG.unpack(line.receive(PONG.size, limit_s=self._options.answer_s))
+            channel.send(PING.pack(asked), limit_s=self._options.answer_s)
+            received, answered = PONG.unpack(channel.receive(PONG.size, limit_s=self._options.answer_s))
             took_s, heard = time.perf_counter() - began, self._wall()
             found.append((took_s, exchange_offset(asked, received, answered, heard)))
             if time.monotonic() > deadline:
@@ -250,7 +234,7 @@ class PeerProbe:
             self._target.address,
             self._target.udp_port,
             source=self._source.address,
-            secret=self._secret,
+            key=self._key,
             wait_s=self._options.mtu_wait_s,
         )
         try:
@@ -258,53 +242,28 @@ class PeerProbe:
         except OSError:
             return 0
 
-    def _there(self) -> "_Rate":
-        seconds, waited = self._options.stream_s, 0.0
-        try:
-            with self._connected(self._port) as line:
-                line.send(REQUEST.pack(SINK, seconds, 0), limit_s=self._options.answer_s)
-                # It gives a receipt by its own clock, whether or not all has come by then.
-                with suppress(LineError):
-                    waited = send_for(line, seconds=seconds)
-                _, best, theirs = RECEIPT.unpack(line.receive(RECEIPT.size, limit_s=self._options.answer_s))
-        except LineError:
-            return _Rate(0.0, waited)
-        return _Rate(8e-9 * best, _either(waited, theirs))
+    def _there(self, *, both: bool) -> Flow:
+        result: StreamResult | None = None
+        with suppress(ChannelError), self._connected(self._port) as channel:
+            result = ask_to_take(channel, seconds=self._options.stream_s, answer_s=self._options.answer_s)
+        return self._flow(self._places, result, both=both)
 
-    def _back(self) -> "_Rate":
-        seconds, meter, waiting = self._options.stream_s, Meter(), ProcessorWait()
-        try:
-            with self._connected(self._port) as line:
-                line.send(REQUEST.pack(GIVE, seconds, 0), limit_s=self._options.answer_s)
-                buffer = memoryview(bytearray(CHUNK_BYTES))
-                meter = drain(line, buffer, clock=time.monotonic, limit_s=seconds + _LATE_S, idle_s=self._options.answer_s)
-        except LineError:
-            return _Rate(0.0, waiting.part())
-        theirs = TRAILER.unpack(meter.tail)[0] if len(meter.tail) == TRAILER.size else 0.0
-        return _Rate(8e-9 * meter.best_bytes_per_s(), _either(waiting.part(), theirs))
+    def _back(self, *, both: bool) -> Flow:
+        result: StreamResult | None = None
+        with suppress(ChannelError), self._connected(self._port) as channel:
+            result = ask_to_give(channel, seconds=self._options.stream_s, idle_s=self._options.answer_s)
+        return self._flow(self._places[::-1], result, both=both)
+
+    def _flow(self, link: Link, result: StreamResult | None, *, both: bool) -> Flow:
+        rate, waited = (result.best_bytes_per_s, result.waited) if result else (0.0, 0.0)
+        return Flow(source=link[0], target=link[1], gbps=8e-9 * rate, both=both, waited=round(waited, 3))
 
     @contextmanager
-    def _connected(self, port: int) -> Iterator[Line]:
-        with connect(self._target.address, port, source=self._source.address, limit_s=self._options.connect_s) as connection:
-            line = Line(connection)
-            introduce(line, self._secret, limit_s=self._options.answer_s)
-            yield line
-
-
-def _either(ours: float, theirs: float) -> float:
-    """The part of the time in which not both had a processor. A stream that was cut off ends with anything."""
-    return 1 - (1 - ours) * (1 - (theirs if 0.0 <= theirs <= 1.0 else 0.0))
-
-
-@dataclass(frozen=True, slots=True)
-class _Rate:
-    """One stream; `waited` as in `Flow`."""
-
-    gbps: float
-    waited: float
-
-    def flow(self, source: int, target: int, *, both: bool) -> Flow:
-        return Flow(source=source, target=target, gbps=self.gbps, both=both, waited=round(self.waited, 3))
+    def _connected(self, port: int) -> Iterator[Channel]:
+        channel = connect(self._target.address, port, source=self._source.address, limit_s=self._options.connect_s)
+        with channel:
+            HANDSHAKE.introduce(channel, self._key.secret, limit_s=self._options.answer_s)
+            yield channel
 
 
 def exchange_offset(asked: float, received: float, answered: float, heard: float) -> float:

@@ -13,21 +13,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from elastictrain.errors import TransportError, UsageError
-from elastictrain.preflight.links.rates import drain
-from elastictrain.preflight.links.responder import Responder, send_for
-from elastictrain.preflight.links.wire import (
-    CHUNK_BYTES,
-    GIVE,
-    RECEIPT,
-    REQUEST,
-    SINK,
-    TRAILER,
-    Line,
-    LineError,
-    Secret,
-    connect,
-    introduce,
-)
+from elastictrain.net.channel import Channel, ChannelError, connect
+from elastictrain.preflight.links.responder import Responder
+from elastictrain.preflight.links.streams import HANDSHAKE, ResponderKey, ask_to_give, ask_to_take
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -106,7 +94,7 @@ def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int
 
     Raises: TransportError naming the address, also if not all bytes came within `limit_s`.
     """
-    place = _Place(address, port, Secret(token.encode(), _nonce(token)), size_bytes, limit_s)
+    place = _Place(address, port, ResponderKey(token.encode(), _nonce(token)), size_bytes, limit_s)
     there, back = place.send(), place.receive()
     sent: list[Transfer | TransportError] = []
 
@@ -129,37 +117,31 @@ def measure_speed(address: str, *, port: int = PORT, token: str, size_bytes: int
 class _Place:
     address: str
     port: int
-    secret: Secret
+    key: ResponderKey
     size_bytes: int
     limit_s: float
 
     def send(self) -> Transfer:
         """Raises: TransportError."""
-        with self._connected() as line:
-            line.send(REQUEST.pack(SINK, self.limit_s, 0), limit_s=_ANSWER_S)
+        with self._connected() as channel:
             began = time.monotonic()
-            send_for(line, seconds=self.limit_s, most_bytes=self.size_bytes)
-            left_s = self.limit_s - (time.monotonic() - began)
-            num_bytes, _, _ = RECEIPT.unpack(line.receive(RECEIPT.size, limit_s=max(left_s, _ANSWER_S)))
-            return self._whole(num_bytes, time.monotonic() - began)
+            found = ask_to_take(channel, seconds=self.limit_s, num_bytes=self.size_bytes, answer_s=_ANSWER_S)
+            return self._whole(found.num_bytes, time.monotonic() - began)
 
     def receive(self) -> Transfer:
         """Raises: TransportError."""
-        with self._connected() as line:
+        with self._connected() as channel:
             began = time.monotonic()
-            line.send(REQUEST.pack(GIVE, self.limit_s, self.size_bytes), limit_s=_ANSWER_S)
-            buffer = memoryview(bytearray(CHUNK_BYTES))
-            meter = drain(line, buffer, clock=time.monotonic, limit_s=self.limit_s, idle_s=_STALL_S)
-            return self._whole(max(0, meter.num_bytes - TRAILER.size), time.monotonic() - began)
+            found = ask_to_give(channel, seconds=self.limit_s, num_bytes=self.size_bytes, idle_s=_STALL_S)
+            return self._whole(found.num_bytes, time.monotonic() - began)
 
     @contextmanager
-    def _connected(self) -> Iterator[Line]:
+    def _connected(self) -> Iterator[Channel]:
         try:
-            with connect(self.address, self.port, source="", limit_s=_CONNECT_S) as connection:
-                line = Line(connection)
-                introduce(line, self.secret, limit_s=_ANSWER_S)
-                yield line
-        except LineError as error:
+            with connect(self.address, self.port, limit_s=_CONNECT_S) as channel:
+                HANDSHAKE.introduce(channel, self.key.secret, limit_s=_ANSWER_S)
+                yield channel
+        except ChannelError as error:
             raise TransportError(
                 f"no speed test with {self.address}, port {self.port}: {error}; start the listening side there with the same "
                 f"token, and let TCP port {self.port} through"

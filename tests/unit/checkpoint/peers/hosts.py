@@ -18,9 +18,8 @@ from elastictrain.checkpoint.memory.records import compute_digests, load_digests
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.requests import Put
+from elastictrain.checkpoint.peers.requests import Limits, Put
 from elastictrain.checkpoint.peers.server import PeerServer
-from elastictrain.checkpoint.peers.wire import Limits
 
 RUN = "run0"
 TOKEN = b"the token of this incarnation"

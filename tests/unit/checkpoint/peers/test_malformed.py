@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.peers.requests import Put, key_of, put_to_json
-from elastictrain.checkpoint.peers.wire import MOST_JSON_BYTES, Channel, PeerHandshake, WireError, introduce
+from elastictrain.checkpoint.peers.requests import HANDSHAKE, Put, key_of, put_to_json
 from elastictrain.errors import TransientStorageError
+from elastictrain.net.channel import MOST_JSON_BYTES, Channel, ChannelError, Handshake, Secret, StrangerError
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, connected, facts_of, fill_slot, host, put_of
 from tests.unit.examples import examples
 
@@ -79,7 +79,7 @@ def dial(to: Host) -> socket.socket:
 def admitted(to: Host) -> tuple[socket.socket, Channel]:
     connection = dial(to)
     channel = Channel(connection)
-    introduce(channel, TOKEN, limit_s=2.0)
+    HANDSHAKE.introduce(channel, Secret(TOKEN), limit_s=2.0)
     return connection, channel
 
 
@@ -115,17 +115,16 @@ def test_a_token_that_is_replaced_between_proof_and_answer_lets_nobody_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with host(tmp_path / "b") as b:
-        answer = PeerHandshake.answer
+        prove = Handshake.prove
 
-        def replaced(handshake: PeerHandshake, heard: bytes) -> bytes | None:
-            found = answer(handshake, heard)
+        def replaced(handshake: Handshake, secret: Secret, *, greeting: bytes, received: bytes) -> bytes | None:
+            found = prove(handshake, secret, greeting=greeting, received=received)
             b.server.set_token(b"of the next incarnation")
             return found
 
-        monkeypatch.setattr(PeerHandshake, "answer", replaced)
-        connection, _ = admitted(b)
-        with connection:
-            assert ends(connection)
+        monkeypatch.setattr(Handshake, "prove", replaced)
+        with dial(b) as connection, pytest.raises(ChannelError):
+            HANDSHAKE.introduce(Channel(connection), Secret(TOKEN), limit_s=2.0)
 
 
 @pytest.mark.parametrize("name", STRANGERS)
@@ -155,7 +154,7 @@ def test_a_nonce_sent_back_is_no_proof(target: Host) -> None:
 
 def test_another_token(target: Host) -> None:
     put, data = put_of(facts_of(step=2))
-    refusal = pytest.raises(TransientStorageError, match="does not take the token of this incarnation")
+    refusal = pytest.raises(TransientStorageError, match="does not take the token")
     with connected(target.peer, token=b"of the incarnation before") as connection, refusal:
         connection.put(put, data, before_frame=lambda count: None)
 
@@ -165,8 +164,8 @@ def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
         far, _ = listener.accept()
         with far:
             far.sendall(b"ETPEER01" + bytes(32) + bytes(32))
-            with pytest.raises(WireError, match="does not know the token"):
-                introduce(Channel(near), TOKEN, limit_s=1.0)
+            with pytest.raises(StrangerError):
+                HANDSHAKE.introduce(Channel(near), Secret(TOKEN), limit_s=1.0)
 
 
 DEEP = b'{"op":' + b"[" * 100_000
@@ -190,8 +189,8 @@ FRAMES = {
 def test_frames(target: Host, name: str) -> None:
     connection, channel = admitted(target)
     with connection:
-        with suppress(WireError):
-            channel.send_raw(FRAMES[name], limit_s=2.0)
+        with suppress(ChannelError):
+            channel.send(FRAMES[name], limit_s=2.0)
         assert ends(connection)
 
 
@@ -201,8 +200,8 @@ def test_random_frames(target: Host, data: bytes) -> None:
     connection, channel = admitted(target)
     with connection:
         # The first bytes may have been enough for it to hang up.
-        with suppress(WireError, OSError):
-            channel.send_raw(data, limit_s=2.0)
+        with suppress(ChannelError, OSError):
+            channel.send(data, limit_s=2.0)
             connection.shutdown(socket.SHUT_WR)
         assert ends(connection)
 
@@ -347,8 +346,8 @@ def test_payloads(target: Host, name: str) -> None:
         channel.send_json(MESSAGE, limit_s=2.0)
         assert channel.receive_json(limit_s=2.0) == {"ok": True, "send": True}
         try:
-            channel.send_raw(PAYLOADS[name], limit_s=2.0)
-        except WireError:
+            channel.send(PAYLOADS[name], limit_s=2.0)
+        except ChannelError:
             return
         assert ends(connection)
 
@@ -389,7 +388,7 @@ def test_a_refusal_reaches_who_is_still_sending(target: Host) -> None:
 )
 def test_a_server_that_answers_nonsense(target: Host, answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client says what came, and from where."""
-    monkeypatch.setattr("elastictrain.checkpoint.peers.client.introduce", lambda channel, token, limit_s: None)
+    monkeypatch.setattr("elastictrain.net.channel.Handshake.introduce", lambda self, channel, secret, limit_s: None)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = replace(target.peer, port=listener.getsockname()[1])
 

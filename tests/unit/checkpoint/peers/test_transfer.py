@@ -19,9 +19,9 @@ from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
 from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.peers.requests import Put, key_of
 from elastictrain.checkpoint.peers.server import PeerServer
-from elastictrain.checkpoint.peers.wire import FRAME_BYTES
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError, TransportError
+from elastictrain.net.channel import FRAME_BYTES
 from tests.unit.checkpoint.peers.hosts import (
     LAYOUT,
     LIMITS,

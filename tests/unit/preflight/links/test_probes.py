@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from elastictrain.preflight.links.probes import PathProbe, candidates, exchange_offset
 from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.links.wire import Secret, answer_frame, probe_frame, read_answer
+from elastictrain.preflight.links.streams import ResponderKey
 
 TOKEN = b"a token"
 
@@ -37,9 +37,9 @@ def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iter
     responder = Responder("127.0.0.1")
     responder.start()
     responder.set_token(TOKEN)
-    secret = Secret(TOKEN, responder.nonce)
+    key = ResponderKey(TOKEN, responder.nonce)
     try:
-        yield PathProbe("127.0.0.1", responder.udp_port, source="127.0.0.1", secret=secret, wait_s=0.15)
+        yield PathProbe("127.0.0.1", responder.udp_port, source="127.0.0.1", key=key, wait_s=0.15)
     finally:
         responder.close()
 
@@ -67,19 +67,19 @@ def test_silence_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frames_of_strangers_are_not_answered() -> None:
-    secret, other = Secret(TOKEN, b"n"), Secret(b"another", b"n")
-    frame = probe_frame(secret, 1500, size=1472)
+    key, other = ResponderKey(TOKEN, b"n"), ResponderKey(b"another", b"n")
+    frame = key.probe(1500, size=1472)
     assert len(frame) == 1472
-    answer = answer_frame(secret, frame)
+    answer = key.answer(frame)
     assert answer is not None
     assert len(answer) <= len(frame)
-    assert (read_answer(secret, answer), read_answer(other, answer), read_answer(secret, frame)) == (1500, None, None)
-    assert answer_frame(other, frame) is answer_frame(secret, frame[:-1]) is answer_frame(secret, answer) is None
+    assert (key.acknowledged(answer), other.acknowledged(answer), key.acknowledged(frame)) == (1500, None, None)
+    assert other.answer(frame) is key.answer(frame[:-1]) is key.answer(answer) is None
 
 
 @given(st.binary(max_size=80))
 def test_garbage_is_not_answered(data: bytes) -> None:
-    assert answer_frame(Secret(TOKEN, b"n"), data) is None
+    assert ResponderKey(TOKEN, b"n").answer(data) is None
 
 
 def test_an_exchange_does_not_count_the_way() -> None:

@@ -7,18 +7,9 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 
 from elastictrain.errors import HostUnfitError
+from elastictrain.net.channel import Channel, ChannelError, StrangerError, connect
 from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.links.wire import (
-    GIVE,
-    PONG,
-    REQUEST,
-    Line,
-    LineError,
-    Secret,
-    StrangerError,
-    connect,
-    introduce,
-)
+from elastictrain.preflight.links.streams import GIVE, HANDSHAKE, PONG, REQUEST, ResponderKey
 
 TOKEN = b"the token"
 
@@ -33,11 +24,10 @@ def responder() -> Iterator[Responder]:
 
 
 @contextmanager
-def asked(responder: Responder, *, token: bytes = TOKEN, nonce: bytes | None = None) -> Iterator[Line]:
-    secret = Secret(token, responder.nonce if nonce is None else nonce)
-    with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as connection:
-        line = Line(connection)
-        introduce(line, secret, limit_s=1)
+def asked(responder: Responder, *, token: bytes = TOKEN, nonce: bytes | None = None) -> Iterator[Channel]:
+    key = ResponderKey(token, responder.nonce if nonce is None else nonce)
+    with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
+        HANDSHAKE.introduce(line, key.secret, limit_s=1)
         yield line
 
 
@@ -54,22 +44,21 @@ def test_who_has_the_token_is_answered(responder: Responder) -> None:
 
 
 def test_strangers_are_not(responder: Responder) -> None:
-    with pytest.raises(LineError), asked(responder, token=b"another"):
+    with pytest.raises(ChannelError), asked(responder, token=b"another"):
         pass
 
 
 def test_a_stranger_gets_nothing_whatever_it_sends_after_the_opening(responder: Responder) -> None:
     """It does not wait for a proof, and asks at once."""
-    with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as connection:
-        line = Line(connection)
+    with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as line:
         opening = line.receive(24, limit_s=1)
         line.send(opening[:8] + b"\0" * 48 + REQUEST.pack(GIVE, 1.0, 0), limit_s=1)
-        with pytest.raises(LineError, match="hung up"):
+        with pytest.raises(ChannelError, match="hung up"):
             line.receive(1, limit_s=1)
 
 
 def test_a_host_that_is_not_the_one_it_should_be_is_found_out(responder: Responder) -> None:
-    with pytest.raises(StrangerError, match="another host"), asked(responder, nonce=b"of somebody else"):
+    with pytest.raises(StrangerError), asked(responder, nonce=b"of somebody else"):
         pass
 
 
@@ -85,15 +74,15 @@ def test_something_else_is_found_out() -> None:
         thread = threading.Thread(target=speak)
         thread.start()
         connection = connect("127.0.0.1", other.getsockname()[1], source="127.0.0.1", limit_s=1)
-        with connection, pytest.raises(StrangerError, match="something else"):
-            introduce(Line(connection), Secret(TOKEN, b""), limit_s=1)
+        with connection, pytest.raises(StrangerError):
+            HANDSHAKE.introduce(connection, ResponderKey(TOKEN, b"").secret, limit_s=1)
         thread.join(5)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100, b"\xff" * 5000])
 def test_malformed_input_ends_a_connection_and_nothing_else(responder: Responder, data: bytes) -> None:
     with connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1) as connection:
-        connection.sendall(data)
+        connection.send(data, limit_s=1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams:
         datagrams.sendto(data, ("127.0.0.1", responder.udp_port))
     ping(responder)
@@ -104,7 +93,7 @@ def test_absurd_requests_end_a_connection(responder: Responder, request_: bytes)
     for seconds in (1e9, -1.0, float("nan")):
         with asked(responder) as line:
             line.send(REQUEST.pack(request_, seconds, 0), limit_s=1)
-            with pytest.raises(LineError, match="hung up"):
+            with pytest.raises(ChannelError, match="hung up"):
                 line.receive(1, limit_s=1)
     ping(responder)
 
@@ -133,7 +122,7 @@ def test_connections_are_bounded(responder: Responder) -> None:
         first.enter_context(asked(responder))
         for _ in range(3):
             stack.enter_context(asked(responder))
-        with pytest.raises(LineError, match="no answer"):
+        with pytest.raises(ChannelError, match="no answer"):
             ping(responder)
         first.close()
         ping(responder)
@@ -149,9 +138,9 @@ def test_close_ends_everything_at_once() -> None:
         began = time.monotonic()
         responder.close()
         assert time.monotonic() - began < 1.0
-        with pytest.raises(LineError):
+        with pytest.raises(ChannelError):
             line.receive(1 << 30, limit_s=2)
-    with pytest.raises(LineError, match="refused"):
+    with pytest.raises(ChannelError, match="refused"):
         connect("127.0.0.1", responder.tcp_ports[0], source="127.0.0.1", limit_s=1)
 
 

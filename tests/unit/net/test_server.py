@@ -1,66 +1,63 @@
 import errno
+import hmac
 import resource
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from elastictrain.net.handshakes import HandshakeListener
+from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret, connect
 from elastictrain.net.pending import PendingLimits
+from elastictrain.net.server import ChannelServer
 
-PROOF = b"open sesame"
-
-
-def hear(connection: socket.socket, count: int) -> bytes:
-    heard = b""
-    while len(heard) < count and (data := connection.recv(count - len(heard))):
-        heard += data
-    return heard
+HANDSHAKE = Handshake(magic=b"who?", nonce_bytes=4)
+SECRET = Secret(b"open sesame")
 
 
-class Words:
-    """A handshake of two words."""
+def receive(connection: socket.socket, count: int) -> bytes:
+    received = b""
+    while len(received) < count and (data := connection.recv(count - len(received))):
+        received += data
+    return received
 
-    greeting = b"who?"
-    num_bytes = len(PROOF)
 
-    def answer(self, heard: bytes) -> bytes | None:
-        return b"yes" if heard == PROOF else None
+def proof_for(connection: socket.socket, *, token: bytes = SECRET.token) -> bytes:
+    """What a client answers to the greeting."""
+    theirs, ours = receive(connection, 8), b"who?" + b"1234"
+    return ours + hmac.digest(token, b"client" + theirs[4:] + ours[4:], "sha256")
 
 
 class Door:
-    """A listener on loopback that echoes one message of whoever it lets in."""
+    """A server on loopback that greets whoever it lets in."""
 
-    def __init__(self, limits: PendingLimits, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, limits: PendingLimits, *, has_secret: bool) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.place = listener.getsockname()
-        self.addresses: list[str] = []
-        self.door = HandshakeListener(
-            [listener], handshake=Words, on_admitted=self._admit, is_ready=is_ready, limits=limits, name="door"
-        )
-        self.door.start()
+        self.num_served = 0
+        self.server = ChannelServer([listener], handshake=HANDSHAKE, serve=self._serve, place_s=2.0, limits=limits, name="door")
+        if has_secret:
+            self.server.set_secret(SECRET)
+        self.server.start()
 
-    def _admit(self, connection: socket.socket, address: str, _: Words) -> None:
-        self.addresses.append(address)
-        connection.sendall(b"!")
-        connection.close()
+    def _serve(self, channel: Channel) -> None:
+        self.num_served += 1
+        channel.send(b"!", limit_s=1.0)
 
     def dial(self, *, source: str = "127.0.0.1") -> socket.socket:
         return socket.create_connection(self.place, timeout=5.0, source_address=(source, 0))
 
-    def lets_in(self, proof: bytes = PROOF, *, source: str = "127.0.0.1", within_s: float = 5.0) -> bool:
+    def lets_in(self, token: bytes = SECRET.token, *, source: str = "127.0.0.1") -> bool:
         try:
             with self.dial(source=source) as connection:
-                connection.settimeout(within_s)
-                assert hear(connection, 4) in (b"who?", b"")
-                connection.sendall(proof)
-                return hear(connection, 4) == b"yes!"
-        except OSError:
+                channel = Channel(connection)
+                HANDSHAKE.introduce(channel, Secret(token), limit_s=5.0)
+                return channel.receive(1, limit_s=5.0) == b"!"
+        except (ChannelError, OSError):
             return False
 
 
@@ -69,12 +66,12 @@ def num_descriptors() -> int:
 
 
 @contextmanager
-def door(limits: PendingLimits | None = None, *, is_ready: Callable[[], bool] = lambda: True) -> Iterator[Door]:
-    found = Door(limits or PendingLimits(), is_ready)
+def door(limits: PendingLimits | None = None, *, has_secret: bool = True) -> Iterator[Door]:
+    found = Door(limits or PendingLimits(), has_secret=has_secret)
     try:
         yield found
     finally:
-        assert found.door.close()
+        assert found.server.close()
 
 
 def hangs_up(connection: socket.socket, *, within_s: float = 5.0) -> bool:
@@ -93,40 +90,63 @@ def test_who_proves_itself_is_let_in_and_nobody_else() -> None:
     with door() as found:
         assert found.lets_in()
         assert not found.lets_in(b"open barley")
-        assert not found.lets_in(bytes(100_000))
+        with found.dial() as connection:
+            connection.sendall(bytes(100_000))
+            assert hangs_up(connection)
         assert found.lets_in()
-    assert found.addresses == ["127.0.0.1"] * 2
+        assert found.num_served == 2
 
 
 def test_a_proof_may_come_in_pieces_and_what_follows_it_is_left_alone() -> None:
     with door() as found, found.dial() as connection:
-        for byte in PROOF:
+        for byte in proof_for(connection):
             connection.sendall(bytes([byte]))
             time.sleep(0.001)
-        assert hear(connection, 8) == b"who?yes!"
+        assert receive(connection, 33)[-1:] == b"!"
 
 
 def test_who_is_silent_or_too_slow_is_hung_up_on() -> None:
     with door(PendingLimits(handshake_s=0.1)) as found, found.dial() as silent, found.dial() as slow:
         began = time.monotonic()
-        slow.sendall(PROOF[:5])
+        slow.sendall(proof_for(slow)[:5])
         assert hangs_up(silent)
         assert hangs_up(slow)
         assert 0.1 <= time.monotonic() - began < 2.0
 
 
-def test_a_proof_is_kept_until_it_can_be_judged() -> None:
-    ready = threading.Event()
-    with door(is_ready=ready.is_set) as found:
-        timer = threading.Timer(0.05, lambda: (ready.set(), found.door.wake()))
+def test_a_proof_is_kept_until_there_is_a_secret() -> None:
+    with door(has_secret=False) as found:
+        timer = threading.Timer(0.05, found.server.set_secret, [SECRET])
         timer.start()
         assert found.lets_in()
         timer.join()
 
 
-def test_a_proof_that_cannot_be_judged_in_time_ends() -> None:
-    with door(PendingLimits(handshake_s=0.1), is_ready=lambda: False) as found:
+def test_without_a_secret_nobody_is_let_in() -> None:
+    with door(PendingLimits(handshake_s=0.1), has_secret=False) as found:
         assert not found.lets_in()
+
+
+def test_another_secret_ends_connections_under_the_old_one() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    place = listener.getsockname()
+    server = ChannelServer([listener], handshake=HANDSHAKE, serve=echo, place_s=2.0, name="door")
+    server.set_secret(SECRET)
+    server.start()
+    with connect(*place, limit_s=5.0) as channel:
+        HANDSHAKE.introduce(channel, SECRET, limit_s=5.0)
+        server.set_secret(SECRET)
+        channel.send(b"x", limit_s=1.0)
+        assert channel.receive(1, limit_s=5.0) == b"x"
+        server.set_secret(Secret(b"of the next one"))
+        with pytest.raises(ChannelError):
+            channel.receive(1, limit_s=5.0)
+    assert server.close()
+
+
+def echo(channel: Channel) -> None:
+    while True:
+        channel.send(channel.receive(1, limit_s=5.0), limit_s=1.0)
 
 
 def test_strangers_of_one_address_harm_themselves_alone() -> None:
@@ -134,11 +154,11 @@ def test_strangers_of_one_address_harm_themselves_alone() -> None:
     with door(PendingLimits(handshake_s=60.0, most=8, most_per_address=4)) as found, ExitStack() as stack:
         friend = stack.enter_context(found.dial(source="127.0.0.2"))
         friend.settimeout(5.0)
-        assert hear(friend, 4) == b"who?"
+        proof = proof_for(friend)
         strangers = [stack.enter_context(found.dial()) for _ in range(40)]
         assert all(hangs_up(one) for one in strangers[:36])
-        friend.sendall(PROOF)
-        assert hear(friend, 4) == b"yes!"
+        friend.sendall(proof)
+        assert receive(friend, 33)[-1:] == b"!"
 
 
 @pytest.fixture
@@ -185,7 +205,7 @@ def test_where_there_is_no_descriptor_the_oldest_stranger_makes_room(monkeypatch
         return accept(self)
 
     with door(PendingLimits(handshake_s=60.0)) as found, found.dial() as stranger:
-        assert hear(stranger, 4) == b"who?"
+        assert receive(stranger, 4) == b"who?"
         monkeypatch.setattr(socket.socket, "accept", full)
         assert found.lets_in()
         assert hangs_up(stranger)
@@ -195,7 +215,7 @@ def test_close_hangs_up_on_strangers_and_leaves_nothing_open() -> None:
     before = num_descriptors()
     with door() as found:
         strangers = [found.dial() for _ in range(5)]
-        assert hear(strangers[-1], 4) == b"who?"
+        assert receive(strangers[-1], 4) == b"who?"
     assert all(hangs_up(one) for one in strangers)
     for one in strangers:
         one.close()

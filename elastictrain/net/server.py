@@ -1,6 +1,7 @@
-"""Listens, and lets in who proves that it belongs to the run. One thread does this for all connections that have not yet.
+"""Listens, lets in whoever proves that it belongs to the run, and serves each connection in a thread of its own.
 
-A connection that is silent costs one descriptor for two seconds at most, and no thread: thousands of them keep nobody out.
+One thread does the handshakes of all. A connection that is silent costs one descriptor for two seconds at most, and no thread:
+thousands of them keep nobody out.
 """
 
 import errno
@@ -13,13 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
+from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret
 from elastictrain.net.pending import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
+
+CONNECTIONS = 64
+"""Served at once, by a thread each; more that have proven themselves wait for a place."""
 
 _ACCEPTED_AT_ONCE = 16
 """Between two looks at who has sent its proof: a flood of new connections must not be older than that."""
@@ -29,57 +33,43 @@ _FULL_S = 0.05
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Handshake(Protocol):
-    """The server's side of one. All that it sends fits into the buffer of a new connection."""
-
-    @property
-    def greeting(self) -> bytes:
-        """What the server says first."""
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes the other side answers with."""
-
-    def answer(self, heard: bytes) -> bytes | None:
-        """What the server says to one that belongs to the run; None for any other."""
-
-
-H = TypeVar("H", bound=Handshake)
-
-
 @dataclass(eq=False, slots=True)
-class _Pending(Generic[H]):
+class _Pending:
     """One connection that is not authenticated yet."""
 
     socket: socket.socket
     address: str
-    handshake: H
-    heard: bytearray = field(default_factory=bytearray)
+    greeting: bytes
+    received: bytearray = field(default_factory=bytearray)
 
 
-class HandshakeListener(Generic[H]):
-    """Hands out authenticated connections, from a thread of its own, until `close`."""
+class ChannelServer:
+    """Serves authenticated connections until `close`. While there is no secret, proofs are kept."""
 
     def __init__(
         self,
         listeners: Sequence[socket.socket],
         *,
-        handshake: Callable[[], H],
-        on_admitted: Callable[[socket.socket, str, H], None],
-        is_ready: Callable[[], bool] = lambda: True,
+        handshake: Handshake,
+        serve: Callable[[Channel], None],
+        connections: int = CONNECTIONS,
+        place_s: float,
         limits: PendingLimits | None = None,
-        name: str = "handshakes",
+        name: str,
     ) -> None:
-        """`on_admitted`: gets the connection, its address and its handshake, and must not wait. It owns the connection.
-
-        While `is_ready` says no, proofs are kept; `wake` has it asked again.
-        """
+        """`serve`: gets a connection in a thread of its own; a ChannelError ends it quietly. `place_s`: how long a connection
+        waits where `connections` others are served."""
         self._listeners = tuple(listeners)
         self._handshake = handshake
-        self._on_admitted = on_admitted
-        self._is_ready = is_ready
-        self._pending: PendingConnections[_Pending[H]] = PendingConnections(limits or PendingLimits())
-        self._complete: dict[_Pending[H], None] = {}
+        self._serve_one = serve
+        self._places = threading.Semaphore(connections)
+        self._place_s = place_s
+        self._name = name
+        self._secret: Secret | None = None
+        self._lock = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._pending: PendingConnections[_Pending] = PendingConnections(limits or PendingLimits())
+        self._complete: dict[_Pending, None] = {}
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._closing = threading.Event()
@@ -94,19 +84,34 @@ class HandshakeListener(Generic[H]):
         """Begin to let in."""
         self._thread.start()
 
-    def wake(self) -> None:
-        """From any thread: `is_ready` may say something else now."""
-        with suppress(OSError):
-            os.write(self._wake_writer, b"x")
+    def set_secret(self, secret: Secret) -> None:
+        """From any thread: only whoever knows this one is let in from now on; connections under another one end."""
+        with self._lock:
+            outdated = list(self._channels) if secret != self._secret else []
+            self._secret = secret
+        for channel in outdated:
+            channel.break_off()
+        self._wake()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop listening and hang up on whoever is not admitted yet; whether the thread ended within the time."""
+        """Stop listening and hang up on everybody; whether all threads ended within the time."""
+        deadline = time.monotonic() + timeout_s
         self._closing.set()
-        self.wake()
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            return False
+        listening = self._thread.is_alive()
+        if not listening:
+            self._close_listeners()
+        with self._lock:
+            served = list(self._channels)
+        for channel in served:
+            channel.break_off()
+        while self._channels and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return not listening and not self._channels
+
+    def _close_listeners(self) -> None:
         while (one := self._pending.give_up_oldest()) is not None:
             one.socket.close()
         for listener in self._listeners:
@@ -116,7 +121,10 @@ class HandshakeListener(Generic[H]):
             os.close(self._wake_reader)
             os.close(self._wake_writer)
             self._wake_reader = self._wake_writer = -1
-        return True
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            os.write(self._wake_writer, b"x")
 
     def _run(self) -> None:
         while not self._closing.is_set():
@@ -133,9 +141,10 @@ class HandshakeListener(Generic[H]):
         for key in events:
             if isinstance(key.data, _Pending):
                 self._read(key.data)
-        if self._complete and self._is_ready():
+        secret = self._secret
+        if secret is not None:
             for one in list(self._complete):
-                self._judge(one)
+                self._judge(one, secret)
         for key in events:
             if key.fd == self._wake_reader:
                 with suppress(BlockingIOError):
@@ -157,14 +166,13 @@ class HandshakeListener(Generic[H]):
                 return
             self._told_full = False
             connection.setblocking(False)
-            one = _Pending(connection, str(place[0]), self._handshake())
+            one = _Pending(connection, str(place[0]), self._handshake.greeting())
             given_up = self._pending.add(one, address=one.address, now_s=time.monotonic())
             if given_up is not None:
                 self._drop(given_up)
             try:
-                with suppress(OSError):
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connection.sendall(one.handshake.greeting)
+                # All that a handshake sends fits into the buffer of a new connection.
+                connection.sendall(one.greeting)
                 self._selector.register(connection, selectors.EVENT_READ, one)
             except OSError:
                 self._drop(one)
@@ -182,8 +190,8 @@ class HandshakeListener(Generic[H]):
             self._told_full = True
         self._closing.wait(_FULL_S)
 
-    def _read(self, one: _Pending[H]) -> None:
-        wanted = one.handshake.num_bytes - len(one.heard)
+    def _read(self, one: _Pending) -> None:
+        wanted = self._handshake.proof_bytes - len(one.received)
         try:
             data = one.socket.recv(wanted)
         except BlockingIOError:
@@ -193,30 +201,59 @@ class HandshakeListener(Generic[H]):
         if not data:
             self._drop(one)
             return
-        one.heard += data
+        one.received += data
         if len(data) == wanted:
-            # Nothing more is read: what it says next is for whoever it is handed to.
+            # Nothing more is read: what it sends next is for whoever serves it.
             self._selector.unregister(one.socket)
             self._complete[one] = None
 
-    def _judge(self, one: _Pending[H]) -> None:
-        answer = one.handshake.answer(bytes(one.heard))
+    def _judge(self, one: _Pending, secret: Secret) -> None:
+        answer = self._handshake.prove(secret, greeting=one.greeting, received=bytes(one.received))
         if answer is None:
             logger.debug("a connection from %s is closed: it does not have the token", one.address)
             self._drop(one)
             return
         self._pending.remove(one)
         del self._complete[one]
+        channel = Channel(one.socket)
+        with self._lock:
+            # The secret may have been replaced meanwhile, when `set_secret` broke off those that it knew.
+            is_outdated = secret != self._secret
+            if not is_outdated:
+                self._channels.add(channel)
+        if is_outdated:
+            channel.close()
+            return
         try:
             one.socket.sendall(answer)
             one.socket.setblocking(True)
-            self._on_admitted(one.socket, one.address, one.handshake)
+            threading.Thread(target=self._serve, args=(channel, one.address), name=self._name, daemon=True).start()
         except (OSError, RuntimeError) as error:
             # It has left, or there can be no more threads.
             logger.debug("a connection from %s ended: %s", one.address, error)
-            one.socket.close()
+            self._forget(channel)
 
-    def _drop(self, one: _Pending[H]) -> None:
+    def _serve(self, channel: Channel, address: str) -> None:
+        placed = self._places.acquire(timeout=self._place_s)
+        try:
+            if placed and not self._closing.is_set():
+                self._serve_one(channel)
+        except ChannelError as error:
+            logger.debug("a connection from %s ended: %s", address, error)
+        except Exception:
+            # The edge of the thread: nothing that comes over the network may end this process.
+            logger.exception("a connection from %s is closed", address)
+        finally:
+            self._forget(channel)
+            if placed:
+                self._places.release()
+
+    def _forget(self, channel: Channel) -> None:
+        channel.close()
+        with self._lock:
+            self._channels.discard(channel)
+
+    def _drop(self, one: _Pending) -> None:
         self._pending.remove(one)
         self._complete.pop(one, None)
         with suppress(KeyError, ValueError):

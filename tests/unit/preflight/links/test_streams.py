@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from elastictrain.preflight.links.rates import Meter, ProcessorWait, read_waited_s
+from elastictrain.preflight.links.streams import Meter, ProcessorWait, read_waited_s
 
 
 def waited(*, passed_s: float, before: float | None, after: float | None) -> float:

@@ -1,0 +1,269 @@
+"""One connection between hosts of a run: the handshake that lets it in, then frames of JSON or raw bytes over TCP.
+
+A frame is its kind (1 byte), the length of its body (8 bytes, little endian), the xxh3_128 of its body (16 bytes) and the body.
+The token keeps strangers and predecessors out, and digests find what is garbled on the way; nothing is encrypted, and whoever
+can change packets between two hosts is not held off. Whatever is not as it must be ends that connection, and nothing else.
+"""
+
+import hmac
+import json
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+import xxhash
+
+from elastictrain.errors import TransportError
+
+FRAME_BYTES = 1 << 20
+"""Most bytes in one frame of raw bytes."""
+
+MOST_JSON_BYTES = 64 << 20
+
+SIGNATURE_BYTES = 16
+
+_PROOF_BYTES = 32
+_HEAD = struct.Struct("<cQ16s")
+_JSON, _DATA = b"J", b"D"
+
+
+class ChannelError(TransportError):
+    """The connection broke, was too slow, or brought what the protocol does not allow; the message says which."""
+
+
+class StrangerError(ChannelError):
+    """Whoever answers is not the host that was meant."""
+
+
+class Channel:
+    """One TCP connection; owned by one thread at a time. Every wait has a limit in seconds."""
+
+    def __init__(self, connection: socket.socket, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._socket = connection
+        self._clock = clock
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, data: bytes | memoryview, *, limit_s: float, flags: int = 0) -> None:
+        """All of it, outside of frames. Raises: ChannelError."""
+        try:
+            self._socket.settimeout(max(limit_s, 0.001))
+            self._socket.sendall(data, flags)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def send_some(self, data: memoryview, *, limit_s: float) -> int:
+        """As many bytes as find room, outside of frames. Raises: ChannelError."""
+        try:
+            self._socket.settimeout(max(limit_s, 0.001))
+            return self._socket.send(data)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def end_sending(self) -> None:
+        """The other side reads the end. Raises: ChannelError."""
+        try:
+            self._socket.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def receive(self, count: int, *, limit_s: float) -> bytes:
+        """Exactly so many bytes, outside of frames. Raises: ChannelError."""
+        buffer = bytearray(count)
+        self._fill(memoryview(buffer), deadline=self._clock() + limit_s)
+        return bytes(buffer)
+
+    def receive_some(self, buffer: memoryview, *, limit_s: float) -> int:
+        """The bytes that have come, outside of frames; 0 at the end. Raises: ChannelError."""
+        try:
+            self._socket.settimeout(max(limit_s, 0.001))
+            return self._socket.recv_into(buffer)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def send_json(self, value: Mapping[str, object], *, limit_s: float) -> None:
+        """Raises: ChannelError."""
+        body = json.dumps(value, separators=(",", ":")).encode()
+        if len(body) > MOST_JSON_BYTES:
+            raise ChannelError(f"a message must have at most {MOST_JSON_BYTES} bytes, but has {len(body)}")
+        self._send_frame(_JSON, memoryview(body), limit_s=limit_s)
+
+    def send_data(self, data: memoryview, *, limit_s: float) -> None:
+        """One frame of at most `FRAME_BYTES`. Raises: ChannelError."""
+        self._send_frame(_DATA, data, limit_s=limit_s)
+
+    def receive_json(self, *, limit_s: float, idle_s: float = 0.0) -> dict[str, Any]:
+        """An object. It may be `idle_s` late in beginning, if that is longer. Raises: ChannelError."""
+        if idle_s > limit_s and not self._wait(idle_s):
+            raise ChannelError(f"nothing came for {idle_s:g} s")
+        deadline = self._clock() + limit_s
+        length, digest = self._receive_head(_JSON, most_bytes=MOST_JSON_BYTES, deadline=deadline)
+        # The memory grows with what has come, not with what was promised.
+        body = bytearray()
+        while len(body) < length:
+            part = memoryview(bytearray(min(FRAME_BYTES, length - len(body))))
+            self._fill(part, deadline=deadline)
+            body += part
+        if xxhash.xxh3_128_digest(body) != digest:
+            raise ChannelError("a message was garbled on the way")
+        try:
+            value = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ChannelError(f"a message is no JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise ChannelError(f"a message must be an object, but is {type(value).__name__}")
+        return value
+
+    def receive_data(self, buffer: memoryview, *, limit_s: float) -> int:
+        """Fills the beginning of `buffer` from one frame; returns the bytes it had. Raises: ChannelError."""
+        deadline = self._clock() + limit_s
+        length, digest = self._receive_head(_DATA, most_bytes=min(len(buffer), FRAME_BYTES), deadline=deadline)
+        if not length:
+            raise ChannelError("a frame of no bytes came")
+        part = buffer[:length]
+        self._fill(part, deadline=deadline)
+        if xxhash.xxh3_128_digest(part) != digest:
+            raise ChannelError("bytes were garbled on the way")
+        return length
+
+    def has_something(self) -> bool:
+        """Whether the other side has sent something, or hung up."""
+        return self._wait(0.0)
+
+    def break_off(self) -> None:
+        """From another thread: whatever the owner waits for on this connection ends with a ChannelError."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up. Only the owner does: a number that is free again could be another connection's before he notices."""
+        self.break_off()
+        self._socket.close()
+
+    def _send_frame(self, kind: bytes, body: memoryview, *, limit_s: float) -> None:
+        head = _HEAD.pack(kind, len(body), xxhash.xxh3_128_digest(body))
+        self.send(head, limit_s=limit_s, flags=socket.MSG_MORE)
+        self.send(body, limit_s=limit_s)
+
+    def _receive_head(self, kind: bytes, *, most_bytes: int, deadline: float) -> tuple[int, bytes]:
+        head = bytearray(_HEAD.size)
+        self._fill(memoryview(head), deadline=deadline)
+        found, length, digest = _HEAD.unpack(head)
+        if found != kind:
+            raise ChannelError(f"a frame must be of kind {kind!r}, but is of kind {found!r}")
+        if length > most_bytes:
+            raise ChannelError(f"a frame must have at most {most_bytes} bytes, but announces {length}")
+        return length, digest
+
+    def _wait(self, idle_s: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * idle_s))
+
+    def _fill(self, buffer: memoryview, *, deadline: float) -> None:
+        filled = 0
+        while filled < len(buffer):
+            left_s = deadline - self._clock()
+            if left_s <= 0:
+                raise ChannelError("no answer")
+            count = self.receive_some(buffer[filled:], limit_s=left_s)
+            if not count:
+                raise ChannelError("hung up")
+            filled += count
+
+
+def connect(address: str, port: int, *, limit_s: float, source: str = "") -> Channel:
+    """A connection from our address `source`, or from any. Raises: ChannelError."""
+    try:
+        found = socket.create_connection((address, port), timeout=limit_s, source_address=(source, 0) if source else None)
+    except OSError as error:
+        raise _broken(error) from error
+    return Channel(found)
+
+
+def _broken(error: OSError) -> ChannelError:
+    if isinstance(error, TimeoutError):
+        return ChannelError("no answer")
+    if isinstance(error, ConnectionRefusedError):
+        return ChannelError("refused")
+    if isinstance(error, ConnectionResetError | BrokenPipeError):
+        return ChannelError("hung up")
+    return ChannelError((error.strerror or str(error) or type(error).__name__).lower())
+
+
+@dataclass(frozen=True, slots=True)
+class Secret:
+    """What both sides know: the token, and their roles, which keep one side's proof from being sent back as the other's."""
+
+    token: bytes
+    client: bytes = b"client"
+    server: bytes = b"server"
+
+
+@dataclass(frozen=True, slots=True)
+class Handshake:
+    """The handshake of one protocol: each side sends a nonce, and proves under both nonces that it knows the secret."""
+
+    magic: bytes
+    nonce_bytes: int
+    separator: bytes = b""
+
+    @property
+    def proof_bytes(self) -> int:
+        """What the client answers to the greeting."""
+        return len(self.magic) + self.nonce_bytes + _PROOF_BYTES
+
+    def greeting(self) -> bytes:
+        """What the server sends first: the magic number, and a nonce."""
+        return self.magic + secrets.token_bytes(self.nonce_bytes)
+
+    def introduce(self, channel: Channel, secret: Secret, *, limit_s: float) -> None:
+        """The client's side. Raises: ChannelError; StrangerError if the server does not know the secret."""
+        deadline = time.monotonic() + limit_s
+        greeting = channel.receive(len(self.magic) + self.nonce_bytes, limit_s=limit_s)
+        if not greeting.startswith(self.magic):
+            begin = greeting[: len(self.magic)]
+            raise StrangerError(f"something else answers there, or another release: it begins with {begin!r}")
+        answer = self.greeting()
+        proof = self._proof(secret.token, secret.client, greeting, answer)
+        channel.send(answer + proof, limit_s=deadline - time.monotonic())
+        try:
+            proof = channel.receive(_PROOF_BYTES, limit_s=deadline - time.monotonic())
+        except ChannelError as error:
+            raise ChannelError(f"it does not take the token, or left ({error})") from error
+        if not hmac.compare_digest(proof, self._proof(secret.token, secret.server, greeting, answer)):
+            raise StrangerError("another host answers at this address, which does not know the token")
+
+    def prove(self, secret: Secret, *, greeting: bytes, received: bytes) -> bytes | None:
+        """The server's answer to a client that knows the secret; None to any other."""
+        answer, proof = received[:-_PROOF_BYTES], received[-_PROOF_BYTES:]
+        expected = self._proof(secret.token, secret.client, greeting, answer)
+        if not answer.startswith(self.magic) or not hmac.compare_digest(proof, expected):
+            return None
+        return self._proof(secret.token, secret.server, greeting, answer)
+
+    def _proof(self, token: bytes, role: bytes, server_greeting: bytes, client_answer: bytes) -> bytes:
+        nonces = (greeting[len(self.magic) :] for greeting in (server_greeting, client_answer))
+        return hmac.digest(token, self.separator.join((role, *nonces)), "sha256")
+
+
+def signature(data: bytes, token: bytes) -> bytes:
+    """Of a datagram, `SIGNATURE_BYTES` long."""
+    return hmac.digest(token, data, "sha256")[:SIGNATURE_BYTES]
+
+
+def is_signed(data: bytes, found: bytes, token: bytes) -> bool:
+    """Whether `found` is the signature of `data`."""
+    return hmac.compare_digest(found, signature(data, token))
