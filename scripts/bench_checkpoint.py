@@ -44,7 +44,7 @@ from checkpoint_methods import Bench, FailedError, Method, methods_of
 
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.load import load
-from elastictrain.data.assignment import passes_per_step
+from elastictrain.data.assignment import Share
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
@@ -70,9 +70,8 @@ class Training:
     def __init__(self, bench: Bench) -> None:
         self._parts = bench.built.loop
         train = bench.config.train
-        self._passes = passes_per_step(
-            global_batch=train.global_batch, micro_batch=train.micro_batch, world_size=bench.identity.world_size
-        )
+        share = Share(train.global_batch, train.micro_batch, bench.identity.world_size, bench.identity.rank)
+        self._passes = share.passes_per_step
         self._rate = bench.config.optim.lr
         self._pending: PendingStep | None = None
         self._settled_s = time.monotonic()

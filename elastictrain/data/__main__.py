@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastictrain.data.index import read_index
-from elastictrain.data.inspect import show_sample, summarize, verify
-from elastictrain.data.plan import DEFAULT_SHARD_TOKENS, plan_digest
-from elastictrain.data.prepare import discover, prepare
+import numpy as np
+
+from elastictrain.data.fetch import read_shard
+from elastictrain.data.index import TokenIndex, read_index, stored_type
+from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, discover, plan_digest, prepare
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file, tokenizer_of
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, ElasticTrainError, UsageError
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
 
 _EXIT_INTERRUPTED = 130
+_SHOWN_CHARACTERS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,7 +89,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         )
     if prepared.already_complete:
         print(f"{store.url} is complete already; nothing was done", file=sys.stderr)  # noqa: T201
-    print(summarize(prepared.index, url=store.url))  # noqa: T201
+    print(_summary(prepared.index, url=store.url))  # noqa: T201
     print(f"train on it with: data.path={store.url}", file=sys.stderr)  # noqa: T201
     return EXIT_OK
 
@@ -96,20 +99,56 @@ def _inspect(parsed: argparse.Namespace) -> int:
         raise UsageError(f"--seq-len must be >= 1, but is {parsed.seq_len}")
     store = open_store(parsed.url, follow_links=True)
     index = read_index(store)
-    print(summarize(index, url=store.url))  # noqa: T201
+    print(_summary(index, url=store.url))  # noqa: T201
     if parsed.sample is not None:
-        tokenizer = tokenizer_of(store, index)
-        print(f"  sample {parsed.sample} ({parsed.seq_len} tokens and the one after):")  # noqa: T201
-        print(show_sample(store, index, tokenizer=tokenizer, sample=parsed.sample, seq_len=parsed.seq_len))  # noqa: T201
+        text = _sample_text(store, index, sample=parsed.sample, seq_len=parsed.seq_len)
+        print(f"  sample {parsed.sample} ({parsed.seq_len} tokens and the one after):\n{text}")  # noqa: T201
     if parsed.verify:
         with _progress("verifying", index.size_bytes) as on_bytes:
-            problems = verify(store, index, on_bytes=on_bytes)
+            found = [read_shard(store, shard, take=lambda piece: on_bytes(len(piece))) for shard in index.shards]
+        problems = [problem for problem in found if problem]
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)  # noqa: T201
         if problems:
             return EXIT_STORAGE
         print("  verified   every shard has its digest")  # noqa: T201
     return EXIT_OK
+
+
+def _summary(index: TokenIndex, *, url: str) -> str:
+    """What a folder of token files holds, as a text for a terminal."""
+    tokenizer = index.tokenizer
+    lines = [
+        url,
+        f"  tokens     {index.num_tokens:,} in {index.num_documents:,} documents ({index.dtype}, {index.size_bytes:,} bytes)",
+        f"  tokenizer  {tokenizer.kind}, {tokenizer.vocab_size:,} tokens, separator {tokenizer.separator}",
+        f"  digest     {index.digest}",
+        f"  shards     {len(index.shards)}",
+        *(f"    {shard.file}  {shard.num_tokens:>14,} tokens  xxh3_128 {shard.xxh3_128}" for shard in index.shards),
+    ]
+    return "\n".join(lines)
+
+
+def _sample_text(store: Store, index: TokenIndex, *, sample: int, seq_len: int) -> str:
+    """The text of one sample, as training with `train.seq_len=seq_len` reads it; its head, if it is long.
+
+    Raises: UsageError if there is no such sample.
+    """
+    tokenizer = tokenizer_of(store, index)
+    num_samples = index.num_samples(seq_len)
+    if not 0 <= sample < num_samples:
+        raise UsageError(f"--sample must be in [0, {num_samples}) for --seq-len {seq_len}, but is {sample}")
+    dtype = stored_type(index.dtype)
+    start, end = sample * seq_len, sample * seq_len + seq_len + 1
+    data = b""
+    first = 0
+    for shard in index.shards:
+        low, high = max(start, first), min(end, first + shard.num_tokens)
+        if low < high:
+            data += store.read(shard.file, start=(low - first) * dtype.itemsize, end=(high - first) * dtype.itemsize)
+        first += shard.num_tokens
+    text = tokenizer.decode(np.frombuffer(data, dtype=dtype).tolist())
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}\n[{len(text) - _SHOWN_CHARACTERS} more]"
 
 
 @contextmanager

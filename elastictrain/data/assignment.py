@@ -1,14 +1,24 @@
-"""Which positions a rank reads at a step: a function of the step, the world size and the rank alone.
+"""Which samples a rank reads at a step: a function of the step, the world size and the rank alone.
 
 Step s (from 0) consumes positions [s * B, (s + 1) * B). They are cut into chunks of consecutive positions, and chunk c goes
 to rank c % world size. Dealt in turn, rather than in one stretch per rank, chunks leave a rank idle in its last pass at most:
 every rank has work of its own whenever there are as many chunks as ranks.
+
+A seeded permutation per epoch says which sample stands at a position. It is pure integer arithmetic, so the order is the same
+on every machine, Python and library version, and any position can be asked for without those before it.
+
+Source of the construction: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002): a Feistel network over
+[0, a) x [0, b) with a * b just above the number of samples, and cycle walking for the few values outside.
+Source of the mixing function: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014), SplitMix64.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isqrt
 
-from elastictrain.data.order import sample_at
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +31,6 @@ class Portion:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What fixes a rank's share of every step."""
-
-    global_batch: int
-    micro_batch: int
-    world_size: int
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
 class Pass:
     """One forward pass of a rank: the step (from 0) it belongs to, its positions, and the samples that stand there."""
 
@@ -39,52 +39,83 @@ class Pass:
     sample_ids: tuple[int, ...]
 
 
-def chunk_size(*, global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Samples per chunk: `micro_batch`, or fewer if some ranks would otherwise have nothing to do.
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What fixes a rank's share of every step."""
 
-    As long as global_batch >= micro_batch * world_size it is `micro_batch`, so the contents of micro-batches do not depend on
-    the world size.
-    """
-    return min(micro_batch, -(-global_batch // world_size))
+    global_batch: int
+    micro_batch: int
+    world_size: int
+    rank: int
 
+    @property
+    def chunk_size(self) -> int:
+        """Samples per chunk: `micro_batch`, or fewer if some ranks would otherwise have nothing to do.
 
-def passes_per_step(*, global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Forward passes of every rank per step; the same for all, so that their collectives pair up."""
-    size = chunk_size(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
-    return -(-global_batch // (size * world_size))
+        As long as global_batch >= micro_batch * world_size it is `micro_batch`, so the contents of micro-batches do not depend
+        on the world size.
+        """
+        return min(self.micro_batch, -(-self.global_batch // self.world_size))
 
+    @property
+    def passes_per_step(self) -> int:
+        """Forward passes of every rank per step; the same for all, so that their collectives pair up."""
+        return -(-self.global_batch // (self.chunk_size * self.world_size))
 
-def assign(step: int, *, global_batch: int, micro_batch: int, world_size: int, rank: int) -> tuple[Portion, ...]:
-    """The portions of `rank` at `step` (from 0), in the order in which it reads them.
+    def portions(self, step: int) -> tuple[Portion, ...]:
+        """What the rank reads at `step` (from 0), in order.
 
-    Over all ranks, the portions that count are disjoint and cover [step * global_batch, (step + 1) * global_batch). A rank
-    that is short of chunks repeats a real one of the same step that does not count.
-    """
-    size = chunk_size(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
-    num_chunks = -(-global_batch // size)
-    start = step * global_batch
-    num_passes = passes_per_step(global_batch=global_batch, micro_batch=micro_batch, world_size=world_size)
-    portions = []
-    for number in range(rank, num_passes * world_size, world_size):
-        counts = number < num_chunks
-        chunk = number if counts else rank % num_chunks
-        first = chunk * size
-        portions.append(Portion(start + first, start + min(first + size, global_batch), counts))
-    return tuple(portions)
+        Over all ranks, the portions that count are disjoint and cover [step * global_batch, (step + 1) * global_batch). A rank
+        that is short of chunks repeats a real one of the same step that does not count.
+        """
+        num_chunks = -(-self.global_batch // self.chunk_size)
+        start = step * self.global_batch
+        portions = []
+        for number in range(self.rank, self.passes_per_step * self.world_size, self.world_size):
+            counts = number < num_chunks
+            first = (number if counts else self.rank % num_chunks) * self.chunk_size
+            portions.append(Portion(start + first, start + min(first + self.chunk_size, self.global_batch), counts))
+        return tuple(portions)
 
 
 def passes(first_step: int, *, last_step: int, share: Share, num_samples: int, seed: int, shuffle: bool) -> Iterator[Pass]:
     """Every pass of a rank from `first_step` up to `last_step` (exclusive), in order."""
     for step in range(first_step, last_step):
-        for portion in assign(
-            step,
-            global_batch=share.global_batch,
-            micro_batch=share.micro_batch,
-            world_size=share.world_size,
-            rank=share.rank,
-        ):
-            sample_ids = tuple(
-                sample_at(position, num_samples=num_samples, seed=seed, shuffle=shuffle)
-                for position in range(portion.first, portion.end)
-            )
-            yield Pass(step, portion, sample_ids)
+        for portion in share.portions(step):
+            positions = range(portion.first, portion.end)
+            sample_ids = (sample_at(one, num_samples=num_samples, seed=seed, shuffle=shuffle) for one in positions)
+            yield Pass(step, portion, tuple(sample_ids))
+
+
+def sample_at(position: int, *, num_samples: int, seed: int, shuffle: bool) -> int:
+    """The sample at `position` of the run; each epoch of `num_samples` positions visits every sample once."""
+    epoch, offset = divmod(position, num_samples)
+    if not shuffle:
+        return offset
+    key = _mix((_mix((seed + _GOLDEN) & _MASK) + epoch * _GOLDEN) & _MASK)
+    return _permute(offset, size=num_samples, key=key)
+
+
+def _permute(value: int, *, size: int, key: int) -> int:
+    """The image of `value` under the permutation of [0, size) that belongs to the 64-bit `key`."""
+    width = isqrt(size - 1) + 1
+    height = -(-size // width)
+    while True:
+        high, low = divmod(value, width)
+        round_key = key
+        for _ in range(_ROUNDS // 2):
+            round_key = (round_key + _GOLDEN) & _MASK
+            low = (low + _mix(high ^ round_key)) % width
+            round_key = (round_key + _GOLDEN) & _MASK
+            high = (high + _mix(low ^ round_key)) % height
+        value = high * width + low
+        # The network permutes [0, width * height); following a value until it is back below `size` permutes [0, size).
+        if value < size:
+            return value
+
+
+def _mix(value: int) -> int:
+    """A bijection of 64-bit integers in which every input bit affects every output bit."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -44,12 +44,6 @@ def choose_evictions(entries: Sequence[Entry], *, needed_bytes: int, budget_byte
     return tuple(chosen) if excess <= 0 else None
 
 
-def check_fits(size_bytes: int, *, budget_bytes: int, source: str) -> None:
-    """Raises: DataError if data of this size can never be held."""
-    if size_bytes > budget_bytes:
-        raise DataError([Problem("data.cache_gb", _too_small(source, size_bytes, budget_bytes))])
-
-
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
     """`elastictrain` below $XDG_CACHE_HOME, or below ~/.cache."""
     base = environment.get("XDG_CACHE_HOME", "")
@@ -67,12 +61,16 @@ class CacheLease:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Be the only process that completes the entry; waits until no other does."""
-        with explained(self.folder):
-            lock = (self.folder / "fill.lock").open("a")
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        """Be the only process that completes the entry; waits until no other does. Closes the lease if that fails."""
+        try:
+            with explained(self.folder):
+                lock = (self.folder / "fill.lock").open("a")
+            with lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let the entry be removed when its space is needed."""
@@ -111,29 +109,22 @@ class CacheFolder:
         return lease
 
     def _make_room(self, name: str, *, size_bytes: int, source: str) -> None:
-        check_fits(size_bytes, budget_bytes=self._budget_bytes, source=source)
         for leftover in self._root.glob(f"{_REMOVED}*"):
             shutil.rmtree(leftover)
         # The folder may be one that a person also keeps other things in: what is not an entry is left alone.
         entries = [_entry(lock.parent) for lock in sorted(self._root.glob("*/use.lock")) if lock.parent.name != name]
         chosen = choose_evictions(entries, needed_bytes=size_bytes, budget_bytes=self._budget_bytes)
         if chosen is None:
-            held = sum(entry.size_bytes for entry in entries if entry.in_use)
-            raise DataError(
-                [Problem("data.cache_gb", _too_small(source, size_bytes + held, self._budget_bytes, held_bytes=held))]
+            held_bytes = sum(entry.size_bytes for entry in entries if entry.in_use)
+            beside = f" beside {held_bytes / 1e9:.3g} GB that other processes of this host are using" if held_bytes else ""
+            trouble = (
+                f"must be >= {math.ceil((size_bytes + held_bytes) / 1e8) / 10} to hold {source}{beside}, but is "
+                f"{self._budget_bytes / 1e9:.3g}; raise it, or copy the data to a local folder and set data.path to that"
             )
+            raise DataError([Problem("data.cache_gb", trouble)])
         for victim in chosen:
             # Renamed first, so that an entry is never found half removed, whenever this process dies.
             shutil.rmtree((self._root / victim).rename(self._root / f"{_REMOVED}{victim}"))
-
-
-def _too_small(source: str, needed_bytes: int, budget_bytes: int, *, held_bytes: int = 0) -> str:
-    needed_gb = math.ceil(needed_bytes / 1e8) / 10
-    beside = f" beside {held_bytes / 1e9:.3g} GB that other processes of this host are using" if held_bytes else ""
-    return (
-        f"must be >= {needed_gb} to hold {source}{beside}, but is {budget_bytes / 1e9:.3g}; "
-        "raise it, or copy the data to a local folder and set data.path to that"
-    )
 
 
 def _entry(folder: Path) -> Entry:
@@ -163,8 +154,7 @@ def explained(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise HostUnfitError(
                 f"the disk of the cache folder {path} must have room for the data, but is full; free space, lower "
-                "`data.cache_gb`, or "
-                "set `data.cache_dir` to a folder on a larger disk"
+                "`data.cache_gb`, or set `data.cache_dir` to a folder on a larger disk"
             ) from error
         raise DataError(
             [Problem("data.cache_dir", f"must be a folder that can be written, but {path} is not: {error}; set another folder")]

@@ -9,13 +9,11 @@ import xxhash
 
 from elastictrain.data.cache import CacheFolder, CacheLease
 from elastictrain.data.index import TokenIndex
-from elastictrain.data.plan import DEFAULT_SHARD_TOKENS, Document
-from elastictrain.data.prepare import prepare
+from elastictrain.data.prepare import Document, prepare
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
 from elastictrain.storage.opening import open_store
 
-STDLIB = "stdlib"
 _logger = logging.getLogger(__name__)
 _LEFT_OUT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
@@ -39,24 +37,20 @@ def belongs(name: str) -> bool:
 
 def find_sources(library: Path) -> tuple[Document, ...]:
     """The files of the corpus in name order. Raises: DataError if there are none."""
-    names = []
+    documents = []
     for folder, folders, files in os.walk(library):
         # Installed packages may be many times larger than the library.
         folders[:] = [name for name in folders if name not in _LEFT_OUT]
-        names += [Path(folder, file).relative_to(library).as_posix() for file in files if file.endswith(".py")]
-    documents = []
-    for name in sorted(names):
-        path = library / name
-        if belongs(name) and path.is_file():
-            status = path.stat()
-            if status.st_size:
+        for path in (Path(folder, file) for file in files):
+            name = path.relative_to(library).as_posix()
+            if belongs(name) and path.is_file() and (status := path.stat()).st_size:
                 documents.append(Document(path, name, status.st_size, status.st_mtime_ns))
     if not documents:
         raise DataError(
             f"`data.path=stdlib` needs the source files of the Python standard library, but {library} holds none; "
             "use a Python that has them, or set data.path to token files of your own"
         )
-    return tuple(documents)
+    return tuple(sorted(documents, key=lambda document: document.name))
 
 
 def content_digest(documents: tuple[Document, ...]) -> str:
@@ -78,21 +72,9 @@ def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Pa
     name = f"stdlib-{sysconfig.get_python_version()}-{content_digest(documents)}"
     size_bytes = 2 * (sum(document.size_bytes for document in documents) + len(documents))
     lease = cache.lease(name, size_bytes=size_bytes, source="the standard library corpus")
-    try:
-        with lease.filling():
-            # The name says what the text is; the files' times, which differ between installations, are no part of the plan.
-            prepared = prepare(
-                documents,
-                plan=name,
-                store=open_store(str(lease.folder)),
-                tokenizer=ByteTokenizer(),
-                tokenizer_file=None,
-                shard_tokens=DEFAULT_SHARD_TOKENS,
-                on_bytes=lambda _: None,
-            )
-    except BaseException:
-        lease.close()
-        raise
+    with lease.filling():
+        # The name says what the text is; the files' times, which differ between installations, are no part of the plan.
+        prepared = prepare(documents, plan=name, store=open_store(str(lease.folder)), tokenizer=ByteTokenizer())
     if not prepared.already_complete:
         _logger.info("prepared the standard library corpus (%d tokens) in %s", prepared.index.num_tokens, lease.folder)
     return prepared.index, lease.folder, lease

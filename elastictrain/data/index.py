@@ -6,14 +6,15 @@ else. The data set is the concatenation of its shards.
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
-from typing import Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import msgspec
+import numpy as np
 import xxhash
 
-from elastictrain.bounded_json import DOCUMENT, parse_json
+from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
 from elastictrain.errors import DataError, ObjectNotFoundError, ObjectTooLargeError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.local import LocalStore
@@ -24,6 +25,10 @@ FORMAT = "elastictrain.tokens"
 VERSION = 1
 
 TokenType = Literal["uint16", "uint32"]
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+# The name comes from outside and becomes a path below the cache folder: it must not lead out of it.
+_PlainName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.\.?\Z)[^/\0]+\Z")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +36,10 @@ class TokenizerDescription:
     """How text became tokens, enough to load the same tokenizer again."""
 
     kind: Literal["bytes", "huggingface"]
-    vocab_size: int
+    vocab_size: _Count
     """One more than the largest token id."""
 
-    separator: int
+    separator: _Count
     """The token that ends every document."""
 
     digest: str
@@ -45,9 +50,9 @@ class TokenizerDescription:
 class Shard:
     """One file of tokens."""
 
-    file: str
-    num_tokens: int
-    size_bytes: int
+    file: _PlainName
+    num_tokens: _Count
+    size_bytes: _Count
     xxh3_128: str
 
 
@@ -57,7 +62,7 @@ class TokenIndex:
 
     dtype: TokenType
     tokenizer: TokenizerDescription
-    num_documents: int
+    num_documents: _Count
     shards: tuple[Shard, ...]
 
     @property
@@ -80,22 +85,14 @@ class TokenIndex:
         return max(0, (self.num_tokens - 1) // seq_len)
 
 
-def token_bytes(dtype: TokenType) -> int:
-    """Bytes per token."""
-    return 2 if dtype == "uint16" else 4
+def stored_type(dtype: TokenType) -> "np.dtype[Any]":
+    """The tokens as they are in the files, on every machine."""
+    return np.dtype(dtype).newbyteorder("<")
 
 
 def _body(index: TokenIndex) -> dict[str, object]:
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "dtype": index.dtype,
-        "tokenizer": asdict(index.tokenizer),
-        "num_documents": index.num_documents,
-        "num_tokens": index.num_tokens,
-        "size_bytes": index.size_bytes,
-        "shards": [asdict(shard) for shard in index.shards],
-    }
+    totals = {"num_tokens": index.num_tokens, "size_bytes": index.size_bytes}
+    return {"format": FORMAT, "version": VERSION, **msgspec.to_builtins(index), **totals}
 
 
 def encode_index(index: TokenIndex) -> bytes:
@@ -118,24 +115,19 @@ def decode_index(data: bytes, *, url: str) -> TokenIndex:
         )
     if record.get("version") != VERSION:
         raise DataError(
-            f"{url} must have version {VERSION}, but has {record.get('version')!r}; prepare the data again with this "
-            "version of "
-            "elastictrain, or use the version that wrote it"
+            f"{url} must have version {VERSION}, but has {record.get('version')!r}; prepare the data again with this version "
+            "of elastictrain, or use the version that wrote it"
         )
     try:
-        index = TokenIndex(
-            dtype=_token_type(record["dtype"]),
-            tokenizer=_tokenizer(record["tokenizer"]),
-            num_documents=_count(record["num_documents"]),
-            shards=tuple(_shard(item) for item in record["shards"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{url} is damaged: {type(error).__name__}: {error}; prepare the data again") from None
-    if record.get("digest") != index.digest or any(record.get(name) != value for name, value in _body(index).items()):
+        index = as_record(record, TokenIndex)
+    except ValueError as error:
+        raise DataError(f"{url} is damaged: it {error}; prepare the data again") from None
+    derived = {"digest": index.digest, "num_tokens": index.num_tokens, "size_bytes": index.size_bytes}
+    if any(record.get(name) != value for name, value in derived.items()):
         raise DataError(
             f"{url} is damaged: its digest must be {index.digest}, but is {record.get('digest')!r}; prepare the data again"
         )
-    width = token_bytes(index.dtype)
+    width = stored_type(index.dtype).itemsize
     for shard in index.shards:
         if shard.size_bytes != shard.num_tokens * width:
             raise DataError(
@@ -178,43 +170,3 @@ def _refuse_file(store: LocalStore) -> None:
             f"{store.url} must be a folder of token files, but {there} is no folder; "
             "make one with: python -m elastictrain.data prepare TEXT... --out FOLDER"
         )
-
-
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"a count must be a whole number >= 0, but is {value!r}")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"a name must be a string, but is {value!r}")
-    return value
-
-
-def _token_type(value: object) -> TokenType:
-    if value == "uint16":
-        return "uint16"
-    if value == "uint32":
-        return "uint32"
-    raise ValueError(f"dtype must be uint16 or uint32, but is {value!r}")
-
-
-def _tokenizer(record: Mapping[str, object]) -> TokenizerDescription:
-    kind = record["kind"]
-    if kind not in ("bytes", "huggingface"):
-        raise ValueError(f"tokenizer.kind must be bytes or huggingface, but is {kind!r}")
-    return TokenizerDescription(
-        kind="bytes" if kind == "bytes" else "huggingface",
-        vocab_size=_count(record["vocab_size"]),
-        separator=_count(record["separator"]),
-        digest=_text(record["digest"]),
-    )
-
-
-def _shard(record: Mapping[str, object]) -> Shard:
-    file = _text(record["file"])
-    # The name comes from outside and becomes a path below the cache folder: it must not lead out of it.
-    if PurePosixPath(file).name != file or file in ("", ".", ".."):
-        raise ValueError(f"a shard's file must be a plain name, but is {file!r}")
-    return Shard(file, _count(record["num_tokens"]), _count(record["size_bytes"]), _text(record["xxh3_128"]))

@@ -6,12 +6,12 @@ later incarnation that does a step again supersedes the earlier ones, as its upd
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from elastictrain.bounded_json import parse_json
-from elastictrain.data.assignment import Portion
-from elastictrain.data.order import sample_at
+from elastictrain.bounded_json import as_record, parse_json
+from elastictrain.data.assignment import Portion, sample_at
 from elastictrain.events import AppendLog
 from elastictrain.storage.store import Store
 
@@ -71,15 +71,8 @@ def read_ledger(store: Store) -> Iterator[Row]:
             continue
         for line in store.read(info.key).splitlines():
             try:
-                record = parse_json(line)
-                yield Row(
-                    incarnation=name["incarnation"],
-                    rank=int(name["rank"]),
-                    step=int(record["step"]),
-                    positions=tuple((int(first), int(end)) for first, end in record["positions"]),
-                    samples=tuple(int(sample) for sample in record["samples"]),
-                )
-            except (ValueError, TypeError, KeyError):
+                yield as_record({**parse_json(line), "incarnation": name["incarnation"], "rank": int(name["rank"])}, Row)
+            except (ValueError, TypeError):
                 continue
 
 
@@ -88,11 +81,11 @@ def effective(rows: Sequence[Row]) -> dict[int, tuple[Row, ...]]:
     newest: dict[int, str] = {}
     for row in rows:
         newest[row.step] = max(newest.get(row.step, ""), row.incarnation)
-    kept: dict[int, list[Row]] = {step: [] for step in sorted(newest)}
+    kept = defaultdict(list)
     for row in rows:
         if row.incarnation == newest[row.step]:
             kept[row.step].append(row)
-    return {step: tuple(found) for step, found in kept.items()}
+    return {step: tuple(kept[step]) for step in sorted(kept)}
 
 
 def fold(rows: Sequence[Row]) -> dict[int, dict[int, int]]:
@@ -109,7 +102,7 @@ def check_exactly_once(
     """What is wrong, a sentence each; nothing if steps 1 to `steps` consumed every position once, in order, with the right
     sample."""
     problems = []
-    kept: Mapping[int, tuple[Row, ...]] = effective(rows)
+    kept = effective(rows)
     for step in range(1, steps + 1):
         consumed = [position for row in kept.get(step, ()) for position in _positions(row)]
         wanted = range((step - 1) * global_batch, step * global_batch)

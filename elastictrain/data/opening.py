@@ -8,40 +8,24 @@ from pathlib import Path
 
 from elastictrain.config.data import DataGroup
 from elastictrain.data.cache import CacheFolder, default_cache_dir
-from elastictrain.data.corpus import STDLIB, library_folder, prepare_stdlib
+from elastictrain.data.corpus import library_folder, prepare_stdlib
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.fetch import fetch_shards
-from elastictrain.data.index import TokenIndex, TokenizerDescription, read_index
-from elastictrain.data.split import split_samples
-from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_of
+from elastictrain.data.index import TokenIndex, read_index
 from elastictrain.data.tokens import TokenDataset
-from elastictrain.errors import DataError
+from elastictrain.errors import DataError, Problem
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.nofollow import describe
 from elastictrain.storage.opening import open_store
 
 
 @dataclass(frozen=True, slots=True)
-class DataDescription:
-    """What is read, for the record of the run."""
-
-    source: str
-    digest: str
-    """Names the tokens: ranks that train together must have the same."""
-
-    num_tokens: int
-    num_train_samples: int
-    num_holdout_samples: int
-    tokenizer: TokenizerDescription
-
-
-@dataclass(frozen=True, slots=True)
 class OpenedData:
-    """The samples to train on, those held out (None if there are none), and what they are."""
+    """The samples to train on, those held out (None if there are none), and the index of the token files they are from."""
 
     train: Dataset
     holdout: Dataset | None
-    description: DataDescription
+    index: TokenIndex
 
 
 def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str, str] = os.environ) -> OpenedData:
@@ -53,7 +37,7 @@ def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str,
     Raises: DataError, HostUnfitError, StorageError.
     """
     index, paths, lease = _open_files(options, environment=environment)
-    split = split_samples(
+    num_train = training_samples(
         index.num_tokens, seq_len=seq_len, holdout_samples=options.holdout_samples, source=f"data.path={options.path}"
     )
 
@@ -62,33 +46,34 @@ def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str,
             index, paths=paths, seq_len=seq_len, first_sample=first_sample, num_samples=num_samples, lease=lease
         )
 
-    return OpenedData(
-        train=part(0, split.train),
-        holdout=part(split.train, split.holdout) if split.holdout else None,
-        description=DataDescription(
-            source=options.path,
-            digest=index.digest,
-            num_tokens=index.num_tokens,
-            num_train_samples=split.train,
-            num_holdout_samples=split.holdout,
-            tokenizer=index.tokenizer,
-        ),
-    )
+    holdout = part(num_train, options.holdout_samples) if options.holdout_samples else None
+    return OpenedData(part(0, num_train), holdout, index)
 
 
-def open_tokenizer(options: DataGroup) -> Tokenizer:
-    """The tokenizer of the run's data. Raises: DataError, StorageError; UsageError if it needs an extra that is not
-    installed."""
-    if options.path == STDLIB:
-        return ByteTokenizer()
-    store = open_store(options.path, follow_links=True)
-    return tokenizer_of(store, read_index(store))
+def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, source: str) -> int:
+    """How many samples are trained on: all but the last `holdout_samples`; `source` is for messages.
+
+    Raises: DataError if nothing would be left to train on.
+    """
+    num_samples = max(0, (num_tokens - 1) // seq_len)
+    if num_samples == 0:
+        key = "train.seq_len"
+        trouble = (
+            f"must be <= {max(0, num_tokens - 1)}, since {source} has {num_tokens} tokens and a sample needs seq_len + 1 of "
+            f"them, but is {seq_len}"
+        )
+    elif holdout_samples >= num_samples:
+        key = "data.holdout_samples"
+        trouble = f"must be < {num_samples}, the samples of {seq_len} tokens in {source}, but is {holdout_samples}"
+    else:
+        return num_samples - holdout_samples
+    raise DataError([Problem(key, f"{trouble}; lower it, or set data.path to more text")])
 
 
 def _open_files(options: DataGroup, *, environment: Mapping[str, str]) -> tuple[TokenIndex, tuple[Path, ...], object]:
     root = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(environment)
     cache = CacheFolder(root, budget_bytes=int(options.cache_gb * 1e9))
-    if options.path == STDLIB:
+    if options.path == "stdlib":
         index, folder, lease = prepare_stdlib(cache, library=library_folder())
         return index, _in_place(index, folder=folder), lease
     store = open_store(options.path, follow_links=True)

@@ -1,32 +1,37 @@
 """Text files to token files: streaming, resumable, complete only when the index is there."""
 
 import glob
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from elastictrain.data.index import INDEX_FILE, Shard, TokenIndex, TokenType, decode_index, encode_index, read_index
-from elastictrain.data.plan import (
-    PROGRESS_FILE,
-    Document,
-    PlanProgress,
-    Position,
-    choose_start,
-    cut,
-    decode_progress,
-    encode_progress,
-    shard_name,
+from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
+from elastictrain.data.index import (
+    INDEX_FILE,
+    Shard,
+    TokenIndex,
+    TokenizerDescription,
+    TokenType,
+    decode_index,
+    encode_index,
+    read_index,
+    stored_type,
 )
 from elastictrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
+
+PROGRESS_FILE = "prepare.json"
+DEFAULT_SHARD_TOKENS = 2**27
 
 _logger = logging.getLogger(__name__)
 _PIECE_BYTES = 2**22
@@ -35,12 +40,49 @@ _WRITE_TOKENS = 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Document:
+    """A text file; `name` is its path relative to the input that it was found by."""
+
+    path: Path
+    name: str
+    size_bytes: int
+    modified_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the next token comes from: token `token` of the piece that starts at `offset_bytes` of a document."""
+
+    document: int
+    offset_bytes: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProgress:
+    """What is finished of the work that has the digest `plan`."""
+
+    plan: str
+    shards: tuple[Shard, ...]
+    position: Position
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
-    """The outcome: what the folder holds, and whether anything had to be done."""
+    """The outcome: what the folder holds, and whether nothing had to be done."""
 
     index: TokenIndex
-    resumed_shards: int
     already_complete: bool
+
+
+def plan_digest(documents: Sequence[Document], *, tokenizer: TokenizerDescription, shard_tokens: int) -> str:
+    """Names the work: the same digest gives the same bytes."""
+    plan = {
+        "documents": [[document.name, document.size_bytes, document.modified_ns] for document in documents],
+        "tokenizer": msgspec.to_builtins(tokenizer),
+        "shard_tokens": shard_tokens,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(plan, sort_keys=True).encode())
 
 
 def discover(inputs: Sequence[str], *, patterns: Sequence[str]) -> tuple[Document, ...]:
@@ -94,9 +136,9 @@ def prepare(
     plan: str,
     store: Store,
     tokenizer: Tokenizer,
-    tokenizer_file: bytes | None,
-    shard_tokens: int,
-    on_bytes: Callable[[int], None],
+    tokenizer_file: bytes | None = None,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Prepared:
     """Write token files of `documents` to `store`; a call that was interrupted continues when it is made again.
 
@@ -106,7 +148,7 @@ def prepare(
     description = tokenizer.description
     start = _claim(store, plan=plan)
     if start is None:
-        return Prepared(read_index(store), 0, already_complete=True)
+        return Prepared(read_index(store), already_complete=True)
     if start.shards:
         _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
     if tokenizer_file is not None:
@@ -116,11 +158,11 @@ def prepare(
     stream = _TokenStream(documents, tokenizer=tokenizer, start=start.position, on_bytes=on_bytes)
     shards = list(start.shards)
     while not stream.exhausted():
-        shards.append(_write_shard(store, shard_name(len(shards)), stream=stream, limit=shard_tokens, dtype=dtype))
-        store.write(PROGRESS_FILE, encode_progress(PlanProgress(plan, tuple(shards), stream.position)))
+        shards.append(_write_shard(store, f"tokens-{len(shards):05d}.bin", stream=stream, limit=shard_tokens, dtype=dtype))
+        store.write(PROGRESS_FILE, encode_record(PlanProgress(plan, tuple(shards), stream.position)))
     index = TokenIndex(dtype=dtype, tokenizer=description, num_documents=len(documents), shards=tuple(shards))
     store.write(INDEX_FILE, encode_index(index))
-    return Prepared(index, len(start.shards), already_complete=False)
+    return Prepared(index, already_complete=False)
 
 
 def _claim(store: Store, *, plan: str) -> PlanProgress | None:
@@ -129,7 +171,7 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | None:
     if start is not None and not start.shards:
         try:
             # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
-            store.create(PROGRESS_FILE, encode_progress(start))
+            store.create(PROGRESS_FILE, encode_record(start))
         except ObjectExistsError:
             start = _look(store, plan=plan)
     return start
@@ -153,19 +195,58 @@ def _look(store: Store, *, plan: str) -> PlanProgress | None:
     )
 
 
+def choose_start(*, plan: str, progress: PlanProgress | None, index: TokenIndex | None, url: str) -> PlanProgress | None:
+    """From where to go on; None if all is done.
+
+    Raises: DataError if the folder holds, or is being filled with, something else.
+    """
+    if progress is None and index is None:
+        return PlanProgress(plan, (), Position(0, 0, 0))
+    if progress is None or progress.plan != plan:
+        raise DataError(
+            f"{url} holds token files made from other inputs or with other options; choose another --out, or delete that "
+            "folder to make them again"
+        )
+    return None if index is not None else progress
+
+
+def decode_progress(data: bytes, *, url: str) -> PlanProgress:
+    """Reads `prepare.json`; `url` is for messages. Raises: DataError."""
+    try:
+        return parse_record(data, PlanProgress, limits=DOCUMENT)
+    except ValueError as error:
+        raise DataError(f"{url} is damaged ({error}); delete that folder to prepare the data again") from None
+
+
 def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:
     digest = xxhash.xxh3_128()
     count = size_bytes = 0
-    little_endian = "<u2" if dtype == "uint16" else "<u4"
     with store.open_writer(file) as writer:
         while count < limit and not stream.exhausted():
             tokens = stream.take(min(limit - count, _WRITE_TOKENS))
-            data = tokens.astype(little_endian).tobytes()
+            data = tokens.astype(stored_type(dtype)).tobytes()
             digest.update(data)
             writer.write(data)
             count += len(tokens)
             size_bytes += len(data)
     return Shard(file, count, size_bytes, digest.hexdigest())
+
+
+def cut(data: bytes, *, final: bool) -> int:
+    """Where the piece that begins with `data` ends: after the last line break, or else between two characters of UTF-8.
+
+    Long documents are encoded in pieces, so that memory stays bounded; a piece that ends at a line break hardly changes the
+    tokens.
+    """
+    if final:
+        return len(data)
+    end = data.rfind(b"\n") + 1
+    if end:
+        return end
+    end = len(data) - 1
+    while end > max(1, len(data) - 4) and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +261,7 @@ class _TokenStream:
     """The tokens of all documents in a row, from a position on."""
 
     def __init__(
-        self, documents: Sequence[Document], *, tokenizer: Tokenizer, start: Position, on_bytes: Callable[[int], None]
+        self, documents: Sequence[Document], *, tokenizer: Tokenizer, start: Position, on_bytes: Callable[[int], object]
     ) -> None:
         self.position = start
         self._tokens: npt.NDArray[np.uint32] = np.empty(0, dtype=np.uint32)
@@ -204,7 +285,7 @@ class _TokenStream:
     def take(self, count: int) -> npt.NDArray[np.uint32]:
         """The next tokens, `count` at most."""
         taken = self._tokens[self.position.token : self.position.token + count]
-        self.position = Position(self.position.document, self.position.offset_bytes, self.position.token + len(taken))
+        self.position = replace(self.position, token=self.position.token + len(taken))
         return taken
 
 

@@ -39,17 +39,13 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Every byte is a token, and 256 separates documents: no training, no file, every text in every language."""
 
-    @property
-    def description(self) -> TokenizerDescription:
-        """257 tokens."""
-        return TokenizerDescription(kind="bytes", vocab_size=257, separator=256, digest="")
+    description = TokenizerDescription(kind="bytes", vocab_size=257, separator=256, digest="")
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
-        """The bytes."""
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text; a separator is shown as a line with a bar."""
+        """The text, with a line with a bar for each separator."""
         return b"".join(bytes((token,)) if token < 256 else _BAR for token in tokens).decode(errors="replace")
 
 
@@ -58,12 +54,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, model: "HuggingFaceModel", *, description: TokenizerDescription) -> None:
         self._model = model
-        self._description = description
-
-    @property
-    def description(self) -> TokenizerDescription:
-        """As computed from the file."""
-        return self._description
+        self.description = description
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
         """Token ids without special tokens; bytes that are not UTF-8 become replacement characters."""

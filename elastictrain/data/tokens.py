@@ -2,18 +2,16 @@
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from elastictrain.data.dataset import Batch
-from elastictrain.data.index import TokenIndex
+from elastictrain.data.index import TokenIndex, stored_type
 from elastictrain.storage.nofollow import open_regular, opened_folder
 
 
@@ -36,7 +34,7 @@ class TokenDataset:
         lease: object = None,
     ) -> None:
         """`lease` is kept alive as long as the data set, so that the files are not removed from a cache meanwhile."""
-        self._dtype = "<u2" if index.dtype == "uint16" else "<u4"
+        self._dtype = stored_type(index.dtype)
         self._paths = tuple(str(path) for path in paths)
         self._ends = tuple(accumulate(shard.num_tokens for shard in index.shards))
         self._seq_len = seq_len
@@ -68,23 +66,19 @@ class TokenDataset:
         tokens = self._maps[number]
         if tokens is None:
             size = self._ends[number] - (self._ends[number - 1] if number else 0)
-            # An empty file cannot be mapped. The view is a plain array: slicing a memmap costs several times as much.
-            if size:
-                with _opened(self._paths[number]) as file:
-                    tokens = np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
-            else:
-                tokens = np.empty(0, dtype=self._dtype)
-            self._maps[number] = tokens
+            tokens = self._maps[number] = self._map_file(self._paths[number], size=size)
         return tokens
+
+    def _map_file(self, path: str, *, size: int) -> npt.NDArray[np.uint16 | np.uint32]:
+        if not size:
+            # An empty file cannot be mapped.
+            return np.empty(0, dtype=self._dtype)
+        folder, _, name = path.rpartition("/")
+        with opened_folder(folder or ".", "") as handle:
+            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=True)
+        with open(descriptor, "rb") as file:  # noqa: PTH123
+            # The view is a plain array: slicing a memmap costs several times as much.
+            return np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": [None] * len(self._maps), "_lease": None}
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    folder, _, name = path.rpartition("/")
-    with opened_folder(folder or ".", "") as handle:
-        descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=True)
-    with open(descriptor, "rb") as file:  # noqa: PTH123
-        yield file

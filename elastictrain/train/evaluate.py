@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from elastictrain.data.assignment import assign
+from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.workers import read_batch
 from elastictrain.distributed.wrapping import Wrapped, gather_no_more
@@ -34,13 +34,8 @@ class Evaluator:
         self._wrapped = wrapped
         self._dataset = dataset
         self.num_samples = min(num_samples, len(dataset))
-        self._portions = assign(
-            0,
-            global_batch=self.num_samples,
-            micro_batch=micro_batch,
-            world_size=identity.world_size,
-            rank=identity.rank,
-        )
+        share = Share(self.num_samples, micro_batch, world_size=identity.world_size, rank=identity.rank)
+        self._portions = share.portions(0)
         self._device = device
         self._tracker = tracker
 

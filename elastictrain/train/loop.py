@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.data.assignment import passes_per_step
+from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger
 from elastictrain.data.loader import MicroBatch
 from elastictrain.errors import StopRequestedError
@@ -102,11 +102,9 @@ class Loop:
             eval_every=config.train.eval_every_steps if parts.evaluator else 0,
             log_every=config.telemetry.log_every_steps,
         )
-        self._passes = passes_per_step(
-            global_batch=config.train.global_batch,
-            micro_batch=config.train.micro_batch,
-            world_size=parts.identity.world_size,
-        )
+        identity = parts.identity
+        share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
+        self._passes = share.passes_per_step
         self._last_save_s = parts.clock()
         self._last_save_step = 0
         self._last_settled_s = parts.clock()

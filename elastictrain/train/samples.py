@@ -29,9 +29,9 @@ def open_samples(task: Task, config: RunConfig) -> Samples:
             opened = open_datasets(config.data, seq_len=config.train.seq_len)
         except StorageError as error:
             raise type(error)(f"`data.path` cannot be used: {error}") from error
-        train, held_out, digest = opened.train, opened.holdout, opened.description.digest
+        train, held_out, digest = opened.train, opened.holdout, opened.index.digest
         if isinstance(task, ChecksTokens):
-            vocab_size = opened.description.tokenizer.vocab_size
+            vocab_size = opened.index.tokenizer.vocab_size
             if problems := task.check_tokens(seq_len=config.train.seq_len, vocab_size=vocab_size):
                 raise ConfigError(problems)
     if len(train) == 0:

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 
 from elastictrain.data.index import TokenIndex
-from elastictrain.data.plan import plan_digest
-from elastictrain.data.prepare import discover, prepare
+from elastictrain.data.prepare import discover, plan_digest, prepare
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
 from elastictrain.storage.store import Bytes, ObjectInfo, ObjectWriter, Store
 
 
 class MemoryStore:
-    """A store in a dictionary, which counts what is read and can be told to break after so many writes."""
+    """A store in a dictionary, which counts what is read and streamed and can be told to break after so many writes."""
 
     def __init__(self, url: str = "memory://tokens") -> None:
         self.objects: dict[str, bytes] = {}
         self.bytes_read = 0
+        self.streams = 0
         self.writes_left = -1
         self._url = url
 
@@ -56,6 +56,7 @@ class MemoryStore:
     @contextmanager
     def open_writer(self, key: str) -> Iterator[ObjectWriter]:
         store = self
+        self.streams += 1
 
         class Writer:
             def __init__(self) -> None:
@@ -102,9 +103,7 @@ def prepare_bytes(tmp_path: Path) -> Callable[..., TokenIndex]:
             plan=plan_digest(documents, tokenizer=tokenizer.description, shard_tokens=shard_tokens),
             store=store,
             tokenizer=tokenizer,
-            tokenizer_file=None,
             shard_tokens=shard_tokens,
-            on_bytes=lambda _: None,
         ).index
 
     return make

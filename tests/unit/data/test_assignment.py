@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.data.assignment import Portion, Share, assign, passes, passes_per_step
+from elastictrain.data.assignment import Portion, Share, passes
 
 BATCHES = st.integers(1, 200)
 MICRO = st.integers(1, 40)
@@ -10,7 +10,7 @@ STEPS = st.integers(0, 10**9)
 
 
 def everyone(step: int, *, batch: int, micro: int, world: int) -> list[tuple[Portion, ...]]:
-    return [assign(step, global_batch=batch, micro_batch=micro, world_size=world, rank=rank) for rank in range(world)]
+    return [Share(batch, micro, world, rank).portions(step) for rank in range(world)]
 
 
 @given(step=STEPS, batch=BATCHES, micro=MICRO, world=WORLDS)
@@ -22,7 +22,7 @@ def test_counting_portions_cover_the_step_exactly_once(step: int, batch: int, mi
 
 @given(step=STEPS, batch=BATCHES, micro=MICRO, world=WORLDS)
 def test_every_rank_makes_the_same_number_of_passes(step: int, batch: int, micro: int, world: int) -> None:
-    wanted = passes_per_step(global_batch=batch, micro_batch=micro, world_size=world)
+    wanted = Share(batch, micro, world, 0).passes_per_step
     assert {len(share) for share in everyone(step, batch=batch, micro=micro, world=world)} == {wanted}
 
 
@@ -52,7 +52,7 @@ def test_micro_batches_do_not_depend_on_the_world_size(step: int, micro: int, wo
 
 @given(batch=BATCHES, world=WORLDS)
 def test_one_pass_suffices_if_a_rank_can_hold_its_share(batch: int, world: int) -> None:
-    assert passes_per_step(global_batch=batch, micro_batch=-(-batch // world), world_size=world) == 1
+    assert Share(batch, -(-batch // world), world, 0).passes_per_step == 1
 
 
 def test_uneven_world() -> None:

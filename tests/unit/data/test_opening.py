@@ -7,8 +7,7 @@ import pytest
 from elastictrain.config.data import DataGroup
 from elastictrain.data.__main__ import main
 from elastictrain.data.index import TokenIndex
-from elastictrain.data.opening import open_datasets, open_tokenizer
-from elastictrain.data.split import check_data
+from elastictrain.data.opening import open_datasets
 from elastictrain.errors import EXIT_CONFIG, DataError, IrregularFileError
 from elastictrain.storage.opening import open_store
 
@@ -27,15 +26,14 @@ def test_training_and_held_out_samples_share_no_token_as_input(folder: Path) -> 
     assert (len(opened.train), len(opened.holdout)) == (26, 4)
     assert opened.train[25]["tokens"].tolist() == list(TEXT[250:261])
     assert opened.holdout[0]["tokens"].tolist() == list(TEXT[260:271])
-    assert opened.description.num_tokens == 301
-    assert opened.description.tokenizer.vocab_size == 257
+    assert opened.index.num_tokens == 301
+    assert opened.index.tokenizer.vocab_size == 257
 
 
 def test_without_holdout(folder: Path) -> None:
     opened = open_datasets(DataGroup(path=f"file://{folder}"), seq_len=10, environment={})
     assert opened.holdout is None
     assert len(opened.train) == 30
-    assert open_tokenizer(DataGroup(path=str(folder))).decode([104, 105]) == "hi"
 
 
 @pytest.mark.parametrize("damage", ["shorter", "gone"])
@@ -83,8 +81,6 @@ def test_files_of_a_folder_may_be_links(folder: Path, tmp_path: Path) -> None:
     options = DataGroup(path=str(folder), holdout_samples=4)
     opened = open_datasets(options, seq_len=10, environment={})
     assert opened.train[25]["tokens"].tolist() == list(TEXT[250:261])
-    assert open_tokenizer(options).decode([104, 105]) == "hi"
-    assert check_data(options, seq_len=10) == ()
     assert main(["inspect", str(folder), "--verify"]) == 0
 
 
@@ -104,26 +100,20 @@ def test_a_file_is_no_folder_of_tokens(tmp_path: Path, below: str) -> None:
         open_datasets(options, seq_len=10, environment={})
     assert caught.value.exit_code == EXIT_CONFIG
     assert f"{tmp_path}/text.txt is no folder" in str(caught.value)
-    assert [problem.key for problem in check_data(options, seq_len=10)] == ["data.path"]
 
 
-def test_check_finds_problems_by_key(folder: Path, tmp_path: Path) -> None:
-    assert check_data(DataGroup(path=str(folder)), seq_len=10) == ()
-    (missing,) = check_data(DataGroup(path=str(tmp_path / "nothing")), seq_len=10)
-    assert missing.key == "data.path"
-    assert "has no index.json; make it with" in missing.message
-    (too_long,) = check_data(DataGroup(path=str(folder)), seq_len=301)
-    assert (too_long.key, "must be <= 300" in too_long.message) == ("train.seq_len", True)
-    (too_many,) = check_data(DataGroup(path=str(folder), holdout_samples=30), seq_len=10)
-    assert (too_many.key, "must be < 30" in too_many.message) == ("data.holdout_samples", True)
+def problem_keys(options: DataGroup, *, seq_len: int, cache: Path) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        open_datasets(options, seq_len=seq_len, environment={"XDG_CACHE_HOME": str(cache)})
+    return [problem.key for problem in caught.value.problems]
 
 
-def test_check_knows_the_size_of_remote_data(prepare_bytes: Callable[..., TokenIndex]) -> None:
+def test_problems_have_their_keys(folder: Path, tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> None:
+    assert problem_keys(DataGroup(path=str(folder)), seq_len=301, cache=tmp_path) == ["train.seq_len"]
+    assert problem_keys(DataGroup(path=str(folder), holdout_samples=30), seq_len=10, cache=tmp_path) == ["data.holdout_samples"]
     url = "memory://check-data/tokens"
     prepare_bytes(open_store(url), TEXT)
-    assert check_data(DataGroup(path=url), seq_len=10) == ()
-    (problem,) = check_data(DataGroup(path=url, cache_gb=1e-7), seq_len=10)
-    assert problem.key == "data.cache_gb"
+    assert problem_keys(DataGroup(path=url, cache_gb=1e-7), seq_len=10, cache=tmp_path) == ["data.cache_gb"]
 
 
 def test_remote_data_is_read_from_the_cache(tmp_path: Path, prepare_bytes: Callable[..., TokenIndex]) -> None:
@@ -132,8 +122,3 @@ def test_remote_data_is_read_from_the_cache(tmp_path: Path, prepare_bytes: Calla
     opened = open_datasets(DataGroup(path=url), seq_len=10, environment={"XDG_CACHE_HOME": str(tmp_path)})
     assert [opened.train[i]["tokens"][0].item() for i in range(3)] == [0, 10, 20]
     assert list((tmp_path / "elastictrain").glob("tokens-*/tokens-00002.bin"))
-
-
-def test_check_accepts_the_default_corpus() -> None:
-    assert check_data(DataGroup(), seq_len=1024) == ()
-    assert check_data(DataGroup(), seq_len=10**9)[0].key == "train.seq_len"

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.data.order import sample_at
+from elastictrain.data.assignment import sample_at
 from tests.unit.examples import examples
 
 SEEDS = st.integers(0, 2**63 - 1)

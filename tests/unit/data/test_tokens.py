@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.data.index import Shard, TokenIndex
-from elastictrain.data.split import Split, split_samples
+from elastictrain.data.opening import training_samples
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError
@@ -80,16 +80,15 @@ def test_holdout_is_the_end_and_is_never_trained_on(num_tokens: int, seq_len: in
     num_samples = (num_tokens - 1) // seq_len
     if num_samples <= holdout:
         with pytest.raises(DataError):
-            split_samples(num_tokens, seq_len=seq_len, holdout_samples=holdout, source="data")
+            training_samples(num_tokens, seq_len=seq_len, holdout_samples=holdout, source="data")
         return
-    assert split_samples(num_tokens, seq_len=seq_len, holdout_samples=holdout, source="data") == Split(
-        num_samples - holdout, holdout
-    )
+    num_train = training_samples(num_tokens, seq_len=seq_len, holdout_samples=holdout, source="data")
+    assert num_train == num_samples - holdout
 
 
 def test_too_few_tokens_names_the_key() -> None:
     with pytest.raises(DataError, match=r"`train\.seq_len` must be <= 9, since x has 10 tokens .* but is 10"):
-        split_samples(10, seq_len=10, holdout_samples=0, source="x")
+        training_samples(10, seq_len=10, holdout_samples=0, source="x")
 
 
 def test_straddling_shards_from_prepared_files(

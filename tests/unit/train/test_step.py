@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastictrain.config.optim import OptimGroup
-from elastictrain.data.assignment import assign
+from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.liveness.progress import Phase, ProgressTracker
@@ -230,7 +230,7 @@ def masks_of(world_size: int) -> dict[tuple[int, int], tuple[bool, ...]]:
         task = Masked()
         bench = Bench(task)
         for step in (1, 2):
-            portions = assign(step - 1, global_batch=GLOBAL_BATCH, micro_batch=2, world_size=world_size, rank=rank)
+            portions = Share(GLOBAL_BATCH, 2, world_size, rank).portions(step - 1)
             source = [
                 MicroBatch(step - 1, one, tuple(range(one.first, one.end)), POINTS.batch(one.first, one.end))
                 for one in portions
