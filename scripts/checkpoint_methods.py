@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.memory.place import run_folder, run_name
+from elastictrain.checkpoint.memory.folder import run_folder, run_name
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest

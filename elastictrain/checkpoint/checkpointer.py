@@ -23,7 +23,7 @@ from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import parse_manifest
-from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet
+from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.restore import CheckpointLoader, LoadAccepted, LoadFailed, rank_results

@@ -2,31 +2,23 @@
 
 import base64
 import logging
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 import torch.distributed as dist
 
+from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
-from elastictrain.checkpoint.memory.header import SnapshotFacts
-from elastictrain.checkpoint.memory.inventory import Held, SnapshotSet, held_from_json, look, whole_sets
-from elastictrain.checkpoint.memory.layout import (
-    RankDigests,
-    RankLayout,
-    digests_from_json,
-    digests_to_json,
-    layout_from_bytes,
-    written_items,
-)
-from elastictrain.checkpoint.memory.records import compute_chunk_digests, load_digests, load_layout
-from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.memory.source import FileBytes, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, held_from_json, look, whole_sets
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes, written_items
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
+from elastictrain.checkpoint.memory.source import SnapshotFile, SnapshotSource, files_in_slot
 from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
@@ -38,11 +30,8 @@ _SIDE_BY_SIDE = 4
 """Snapshots whose digests are computed at a time; each reads its files side by side, too."""
 
 
-class RemoteFiles(Protocol):
-    """Opens the files of a snapshot that another host holds."""
-
-    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, FileBytes]:
-        """Raises: ElasticTrainError if that host cannot be reached."""
+RemoteFiles: TypeAlias = Callable[[Held, RankLayout], Mapping[str, SnapshotFile]]
+"""Opens the files of a snapshot that another host holds. Raises: ElasticTrainError if that host cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,18 +165,18 @@ class MemoryRestore:
                 digests = load_digests(path, held.facts)
                 if digests is None:
                     # Its saver was killed, or has not come to this one yet.
-                    digests = compute_chunk_digests(slot, layout, threads=READ_THREADS)
+                    digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False)
             finally:
                 slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
-        encoded: dict[str, JsonValue] = {name: list(values) for name, values in digests_to_json(digests).items()}
+        encoded: dict[str, JsonValue] = {name: list(values) for name, values in digests.to_json().items()}
         return [base64.b64encode(layout.to_bytes()).decode(), encoded]
 
     def _files(self, primary: Sequence[Held], records: Sequence[Record]) -> tuple[SnapshotSource | None, int | None]:
         """All files, or the rank whose files cannot be opened here."""
-        files: dict[str, FileBytes] = {}
+        files: dict[str, SnapshotFile] = {}
         slots: list[Slot] = []
 
         def close() -> None:
@@ -229,17 +218,12 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
 
     Raises: OSError; InvalidCheckpointError.
     """
-    slot, deadline = Slot.open(path), time.monotonic() + _LETTING_GO_S
-    try:
-        while not slot.lock(shared=True):
-            if time.monotonic() >= deadline:
-                raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
-            time.sleep(0.01)
-        if slot.facts != facts:
-            raise InvalidCheckpointError(f"{path} holds another snapshot now")
-    except BaseException:
+    slot = Slot.hold(path, wait_s=_LETTING_GO_S)
+    if slot is None:
+        raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
+    if slot.facts != facts:
         slot.close()
-        raise
+        raise InvalidCheckpointError(f"{path} holds another snapshot now")
     return slot
 
 
@@ -247,8 +231,8 @@ def _record(value: JsonValue) -> Record | None:
     if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
         return None
     try:
-        return Record(layout_from_bytes(base64.b64decode(value[0]), where="a snapshot"), digests_from_json(value[1]))
-    except (ElasticTrainError, ValueError, TypeError, KeyError) as error:
+        return Record(layout_from_bytes(base64.b64decode(value[0]), where="a snapshot"), as_record(value[1], RankDigests))
+    except (ElasticTrainError, ValueError) as error:
         logger.warning("the record of a snapshot cannot be read: %s", error)
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from elastictrain.checkpoint.memory.place import run_folder
+from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, encode
 from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from elastictrain.checkpoint.memory.place import run_name
+from elastictrain.checkpoint.memory.folder import run_name
 from elastictrain.errors import EXIT_OK, HostUnfitError, UsageError
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.private import NameTakenError, open_private_file

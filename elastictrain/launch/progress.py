@@ -2,8 +2,7 @@
 
 from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.checkpoint.lineage import Lineage
-from elastictrain.checkpoint.memory.inventory import look
-from elastictrain.checkpoint.memory.place import is_private, run_folder, run_name
+from elastictrain.checkpoint.memory.folder import is_private, look, run_folder, run_name
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.storage.store import Store

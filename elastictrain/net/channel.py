@@ -138,10 +138,6 @@ class Channel:
             raise ChannelError("bytes were garbled on the way")
         return length
 
-    def has_something(self) -> bool:
-        """Whether the other side has sent something, or hung up."""
-        return self._wait(0.0)
-
     def break_off(self) -> None:
         """From another thread: whatever the owner waits for on this connection ends with a ChannelError."""
         with suppress(OSError):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.memory.place import run_folder
+from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest

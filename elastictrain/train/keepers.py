@@ -11,8 +11,9 @@ import torch
 
 from elastictrain.checkpoint.exchange import from_first, gather_json
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.folder import make_private, run_folder, run_name
 from elastictrain.checkpoint.memory_restore import MemoryRestore
+from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.peers.placement import replica_sources_of, roster_from_json
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import Message, RunFacts
@@ -24,7 +25,6 @@ from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.settings import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.bringup import Started
-from elastictrain.train.peers import OtherHosts
 from elastictrain.train.signing import signing_key
 from elastictrain.version import __version__
 

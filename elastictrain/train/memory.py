@@ -18,9 +18,8 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.inventory import SnapshotSet, look
+from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
 from elastictrain.checkpoint.snapshot.copier import Copier

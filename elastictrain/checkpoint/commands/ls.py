@@ -17,8 +17,7 @@ from elastictrain.checkpoint.commands.survey import (
     survey,
 )
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.inventory import Held, look
-from elastictrain.checkpoint.memory.place import is_private, run_folder, run_name
+from elastictrain.checkpoint.memory.folder import Held, is_private, look, run_folder, run_name
 from elastictrain.errors import EXIT_OK, NoValidCheckpointError
 
 _HEADER = ("", "name", "step", "age", "size", "world", "files", "tier", "state")

@@ -1,12 +1,14 @@
 """How the snapshot of one rank lies in memory: its shard files, one after another, as they will lie in storage. Pure."""
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
-from elastictrain.bounded_json import DOCUMENT, parse_json
+import msgspec
+
+from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, ShardFile, plan_files
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
 from elastictrain.checkpoint.safetensors_format import BY_NAME
@@ -18,6 +20,27 @@ HEADER_BYTES = 4 * PAGE_BYTES
 """Of a slot, before the snapshot's bytes."""
 
 _METADATA = {"format": "pt"}
+
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Positive = Annotated[int, msgspec.Meta(ge=1)]
+_Numbers = tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayoutDocument:
+    """A layout as JSON; `items` are name, dtype, shape, offsets and sizes."""
+
+    shard_bytes: _Positive
+    chunk_bytes: _Positive
+    items: tuple[tuple[str, str, _Numbers, _Numbers, _Numbers], ...]
+
+    def __post_init__(self) -> None:
+        for name, dtype, shape, offsets, sizes in self.items:
+            if dtype not in BY_NAME:
+                raise ValueError(f"{name!r} of element type {dtype!r} is no tensor")
+            if not len(shape) == len(offsets) == len(sizes) or math.prod(sizes) > 2**60:
+                raise ValueError(f"{name!r} has the shape {shape!r}, {offsets!r}, {sizes!r}")
 
 
 @dataclass(frozen=True)
@@ -71,22 +94,17 @@ class RankLayout:
 
     def to_bytes(self) -> bytes:
         """JSON, the same for equal layouts."""
-        items = [[item.name, item.dtype, item.shape, item.offsets, item.sizes] for item in self.items]
-        document = {"shard_bytes": self.shard_bytes, "chunk_bytes": self.chunk_bytes, "items": items}
-        return json.dumps(document, separators=(",", ":")).encode()
+        items = tuple((item.name, item.dtype, item.shape, item.offsets, item.sizes) for item in self.items)
+        return encode_record(_LayoutDocument(self.shard_bytes, self.chunk_bytes, items))
 
 
 def layout_from_bytes(data: bytes, *, where: str) -> RankLayout:
     """The inverse of `RankLayout.to_bytes`. Raises: InvalidCheckpointError naming `where`."""
     try:
-        document = parse_json(data, limits=DOCUMENT)
-        layout = RankLayout(
-            tuple(_item(*values) for values in document["items"]),
-            _positive(document["shard_bytes"]),
-            _positive(document["chunk_bytes"]),
-        )
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidCheckpointError(f"{where}: is no layout of a snapshot ({type(error).__name__}: {error})") from error
+        document = parse_record(data, _LayoutDocument, limits=DOCUMENT)
+    except MalformedJsonError as error:
+        raise InvalidCheckpointError(f"{where}: is no layout of a snapshot: {error}") from error
+    layout = RankLayout(tuple(Item(*item) for item in document.items), document.shard_bytes, document.chunk_bytes)
     if layout.to_bytes() != data:
         raise InvalidCheckpointError(f"{where}: is not as it was written")
     return layout
@@ -102,6 +120,11 @@ class RankDigests:
 
     sha256: tuple[str, ...] = ()
     """Of the headers and then of the chunks, where the save is to be signed."""
+
+    def to_json(self) -> dict[str, list[str]]:
+        """For the record beside a snapshot, and for peers; `as_record` is the inverse."""
+        document = {"files": list(self.files), "headers": list(self.headers), "chunks": list(self.chunks)}
+        return document | ({"sha256": list(self.sha256)} if self.sha256 else {})
 
 
 def written_items(layout: RankLayout, digests: RankDigests, *, incarnation: str, rank: int) -> tuple[WrittenItem, ...]:
@@ -139,55 +162,11 @@ def digests_of(written: Sequence[WrittenItem]) -> RankDigests:
     files: dict[str, FileRecord] = {}
     for one in written:
         files.setdefault(one.file.name, one.file)
+    chunks = [chunk for one in written for chunk in one.chunks]
+    strong = (*(file.header_sha256 for file in files.values()), *(chunk.sha256 for chunk in chunks))
     return RankDigests(
         tuple(file.digest for file in files.values()),
         tuple(file.header_digest for file in files.values()),
-        tuple(chunk.digest for one in written for chunk in one.chunks),
-        tuple(
-            strong
-            for strong in (
-                *(file.header_sha256 for file in files.values()),
-                *(chunk.sha256 for one in written for chunk in one.chunks),
-            )
-            if strong
-        ),
+        tuple(chunk.digest for chunk in chunks),
+        tuple(filter(None, strong)),
     )
-
-
-def digests_to_json(digests: RankDigests) -> dict[str, list[str]]:
-    """For the record beside a snapshot, and for peers."""
-    document = {"files": list(digests.files), "headers": list(digests.headers), "chunks": list(digests.chunks)}
-    return document | ({"sha256": list(digests.sha256)} if digests.sha256 else {})
-
-
-def digests_from_json(value: object) -> RankDigests:
-    """The inverse. Raises: TypeError, KeyError."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"digests must be an object, but are {type(value).__name__}")
-    return RankDigests(
-        _texts(value["files"]), _texts(value["headers"]), _texts(value["chunks"]), _texts(value.get("sha256", []))
-    )
-
-
-def _item(name: object, dtype: object, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Item:
-    if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in BY_NAME:
-        raise TypeError(f"{name!r} of element type {dtype!r} is no tensor")
-    item = Item(name, dtype, tuple(shape), tuple(offsets), tuple(sizes))
-    numbers = (*item.shape, *item.offsets, *item.sizes)
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers) or math.prod(item.sizes) > 2**60:
-        raise TypeError(f"{name!r} has the shape {shape!r}, {offsets!r}, {sizes!r}")
-    if not len(item.shape) == len(item.offsets) == len(item.sizes):
-        raise TypeError(f"{name!r} has the shape {shape!r}, {offsets!r}, {sizes!r}")
-    return item
-
-
-def _positive(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TypeError(f"{value!r} is no positive number")
-    return value
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise TypeError(f"must be a list of texts, but is {type(value).__name__}")
-    return tuple(value)

@@ -3,24 +3,17 @@
 import json
 import os
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
 
 import xxhash
 
-from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.checkpoint.layout import ShardFile
+from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
 from elastictrain.checkpoint.manifest import digest_of
-from elastictrain.checkpoint.memory.header import SnapshotFacts
-from elastictrain.checkpoint.memory.layout import (
-    RankDigests,
-    RankLayout,
-    digests_from_json,
-    digests_to_json,
-    layout_from_bytes,
-)
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.errors import InvalidCheckpointError
 
 _MOST_BYTES = 1 << 30
@@ -77,7 +70,7 @@ def load_layout(folder: str, digest: str) -> RankLayout:
 
 def store_digests(slot_path: str, facts: SnapshotFacts, digests: RankDigests) -> None:
     """Note the digests of what is in a slot. Raises: OSError."""
-    document = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout, **digests_to_json(digests)}
+    document = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout, **digests.to_json()}
     text = json.dumps(document, separators=(",", ":")).encode()
     write_file(f"{slot_path}.digests", digest_of(text).encode() + b"\n" + text)
 
@@ -91,66 +84,44 @@ def load_digests(slot_path: str, facts: SnapshotFacts) -> RankDigests | None:
         document = parse_json(text, limits=DOCUMENT)
         if (document["incarnation"], document["step"], document["layout"]) != (facts.incarnation, facts.step, facts.layout):
             return None
-        return digests_from_json(document)
+        return as_record(document, RankDigests)
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THREADS) -> RankDigests:
-    """Digests of all bytes of a snapshot, files side by side, in the memory of one chunk per thread. Raises: OSError."""
-    starts = layout.starts
+def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THREADS, whole_files: bool = True) -> RankDigests:
+    """Digests of all bytes of a snapshot, files side by side, in the memory of one chunk per thread. Raises: OSError.
 
-    def of_file(index: int) -> tuple[str, str, list[str]]:
-        file: ShardFile = layout.template[index]
-        longest = max((chunk.size_bytes for placed in file.items for chunk in placed.chunks), default=0)
-        buffer = memoryview(bytearray(max(longest, len(file.header))))
-
-        def read(begin: int, size_bytes: int) -> memoryview:
-            piece = buffer[:size_bytes]
-            slot.read_into(piece, start=starts[index] + begin)
-            return piece
-
-        header = read(0, len(file.header))
-        whole, header_digest = xxhash.xxh3_128(header), digest_of(header)
-        chunks = []
-        for placed in file.items:
-            for chunk in placed.chunks:
-                piece = read(placed.start + chunk.begin, chunk.size_bytes)
-                whole.update(piece)
-                chunks.append(digest_of(piece))
-        return whole.hexdigest(), header_digest, chunks
-
-    with ThreadPoolExecutor(max(1, min(threads, len(starts))), thread_name_prefix="digest") as pool:
-        results = list(pool.map(of_file, range(len(starts))))
-    return RankDigests(
-        tuple(whole for whole, _, _ in results),
-        tuple(header for _, header, _ in results),
-        tuple(chunk for _, _, chunks in results for chunk in chunks),
-    )
-
-
-def compute_chunk_digests(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
-    """The same but for those of whole files, which take a file's length to compute, and are left empty: enough to read by.
-
-    Raises: OSError.
+    Without `whole_files` theirs are left empty: they take a file's length to compute, and the others are enough to read by.
     """
-    headers = [(start, len(file.header)) for file, start in zip(layout.template, layout.starts, strict=True)]
-    chunks = [
-        (start + placed.start + chunk.begin, chunk.size_bytes)
+    files = [
+        [(start, len(file.header))]
+        + [(start + placed.start + chunk.begin, chunk.size_bytes) for placed in file.items for chunk in placed.chunks]
         for file, start in zip(layout.template, layout.starts, strict=True)
-        for placed in file.items
-        for chunk in placed.chunks
     ]
-    longest = max((size_bytes for _, size_bytes in (*headers, *chunks)), default=0)
+    longest = max((size_bytes for ranges in files for _, size_bytes in ranges), default=0)
     buffers = local()
 
-    def of_range(begin_and_size: tuple[int, int]) -> str:
-        begin, size_bytes = begin_and_size
+    def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
+        """Of all of them together, and of each."""
         if not hasattr(buffers, "buffer"):
             buffers.buffer = memoryview(bytearray(longest))
-        piece: memoryview = buffers.buffer[:size_bytes]
-        slot.read_into(piece, start=begin)
-        return digest_of(piece)
+        whole, each = xxhash.xxh3_128(), []
+        for begin, size_bytes in ranges:
+            piece: memoryview = buffers.buffer[:size_bytes]
+            slot.read_into(piece, start=begin)
+            each.append(digest_of(piece))
+            if whole_files:
+                whole.update(piece)
+        return whole.hexdigest() if whole_files else "", each
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="digest") as pool:
-        return RankDigests(("",) * len(headers), tuple(pool.map(of_range, headers)), tuple(pool.map(of_range, chunks)))
+    tasks = files if whole_files else [[one] for ranges in files for one in ranges]
+    with ThreadPoolExecutor(max(1, min(threads, len(tasks))), thread_name_prefix="digest") as pool:
+        results = list(pool.map(digest, tasks))
+    digests = (one for _, each in results for one in each)
+    of_files = [[next(digests) for _ in ranges] for ranges in files]
+    return RankDigests(
+        tuple(whole for whole, _ in results) if whole_files else ("",) * len(files),
+        tuple(header for header, *_ in of_files),
+        tuple(chunk for _, *chunks in of_files for chunk in chunks),
+    )

@@ -1,14 +1,110 @@
-"""One slot: a file in host memory with room for one snapshot of one rank; its writer maps it, others read it like a file."""
+"""One slot: a file in host memory with room for one snapshot of one rank; its writer maps it, others read it like a file.
+
+The first page says what the snapshot is, and whether it is whole:
+
+    bytes 0-7    magic
+    bytes 8-15   state: 0 empty, 1 being written, 2 complete
+    bytes 16-19  length of the body
+    bytes 20-35  xxh3_128 of the body
+    bytes 36-    body: JSON
+
+A writer sets the state to 1 before it changes anything, and to 2 when everything else is in place. Killed at any moment it
+leaves a slot that says 1, or a body that does not have its digest: neither is ever taken for a whole snapshot.
+"""
 
 import errno
 import fcntl
 import mmap
 import os
+import struct
+import time
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Literal
 
-from elastictrain.checkpoint.memory.header import SlotState, SnapshotFacts, mark, read_header, write_body
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES
+import xxhash
+
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, Count
 from elastictrain.errors import CheckpointError
+
+VERSION: Final = 1
+_MAGIC = b"ETSNAP01"
+_HEAD = struct.Struct("<8sQI16s")
+_STATE_AT = 8
+_POLL_S = 0.01
+
+
+class SlotState(IntEnum):
+    """What a slot holds."""
+
+    EMPTY = 0
+    WRITING = 1
+    COMPLETE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFacts:
+    """What is known of one rank's snapshot besides its bytes."""
+
+    version: Literal[1]
+    run: str
+    """Name of the run in host memory."""
+
+    incarnation: str
+    step: Count
+    world_size: Count
+    rank: Count
+    layout: str
+    """Digest of its layout."""
+
+    config_digest: str
+    created: float
+    reason: str
+    """Why it is to become durable, such as `interval`; empty if it stays in memory."""
+
+    state: Mapping[str, Any]
+    """JSON: what the manifest says of the state."""
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank {self.rank} is not below the world size {self.world_size}")
+
+    @property
+    def durable(self) -> bool:
+        """Whether it is on its way to storage."""
+        return bool(self.reason)
+
+
+def mark(page: memoryview, state: SlotState) -> None:
+    """Set the state: one aligned word, so that no reader ever sees half of it."""
+    page[:_STATE_AT] = _MAGIC
+    struct.pack_into("<Q", page, _STATE_AT, state)
+
+
+def write_body(page: memoryview, facts: SnapshotFacts) -> None:
+    """Put the facts in place. Raises: CheckpointError if they do not fit."""
+    body = encode_record(facts)
+    if _HEAD.size + len(body) > len(page):
+        raise CheckpointError(f"the state of step {facts.step} must fit into {len(page)} bytes, but has {len(body)}")
+    page[_HEAD.size : _HEAD.size + len(body)] = body
+    struct.pack_into("<I16s", page, 16, len(body), xxhash.xxh3_128_digest(body))
+
+
+def read_header(page: bytes | memoryview) -> SnapshotFacts | None:
+    """The facts of a whole snapshot; None for anything else, however garbled."""
+    if len(page) < _HEAD.size:
+        return None
+    magic, state, length, digest = _HEAD.unpack_from(page, 0)
+    body = bytes(page[_HEAD.size : _HEAD.size + length])
+    if magic != _MAGIC or state != SlotState.COMPLETE or len(body) != length or xxhash.xxh3_128_digest(body) != digest:
+        return None
+    try:
+        return parse_record(body, SnapshotFacts)
+    except MalformedJsonError:
+        return None
 
 
 class Slot:
@@ -64,6 +160,20 @@ class Slot:
         except BaseException:
             os.close(descriptor)
             raise
+
+    @classmethod
+    def hold(cls, path: str, *, wait_s: float = 0.0) -> "Slot | None":
+        """An existing slot that its writer cannot change until it is closed; None if the writer holds it longer than `wait_s`.
+
+        Raises: OSError.
+        """
+        slot, deadline = cls.open(path), time.monotonic() + wait_s
+        while not slot.lock(shared=True):
+            if time.monotonic() >= deadline:
+                slot.close()
+                return None
+            time.sleep(_POLL_S)
+        return slot
 
     def is_current(self) -> bool:
         """Whether the file is still the one of that name."""
@@ -130,3 +240,15 @@ class Slot:
             with suppress(BufferError):
                 self._map.close()
         os.close(self._descriptor)
+
+
+def facts_in(path: str) -> SnapshotFacts | None:
+    """What is in the slot at `path` now, if there is one and it is whole."""
+    try:
+        slot = Slot.open(path)
+    except OSError:
+        return None
+    try:
+        return slot.facts
+    finally:
+        slot.close()

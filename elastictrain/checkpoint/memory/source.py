@@ -3,50 +3,51 @@
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import ObjectNotFoundError, TransientStorageError
 
 
-class FileBytes(Protocol):
-    """One file of a snapshot."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Of the file."""
-
-    def read_into(self, buffer: memoryview, *, start: int) -> None:
-        """Fill `buffer` from offset `start`. Raises: StorageError."""
-
-
 @dataclass(frozen=True, slots=True)
-class SlotFile:
-    """A file in a slot on this host; `base` is its offset in the snapshot's bytes."""
+class SnapshotFile:
+    """One shard file of a snapshot; `base` is its offset in the snapshot's bytes."""
 
-    slot: Slot
+    read_snapshot: Callable[[memoryview, int], None]
+    """Fills a buffer with the snapshot's bytes from an offset. Raises: StorageError."""
+
     base: int
     size_bytes: int
-
-    def read_into(self, buffer: memoryview, *, start: int) -> None:
-        """A copy, so that nothing can change between its verification and its use."""
-        try:
-            self.slot.read_into(buffer, start=self.base + start)
-        except OSError as error:
-            raise TransientStorageError(f"{self.slot.path} cannot be read: {error}") from error
+    remote: bool
 
 
-def files_in_slot(slot: Slot, layout: RankLayout, *, incarnation: str, rank: int) -> dict[str, FileBytes]:
-    """The files of a snapshot on this host, by name."""
+def snapshot_files(
+    layout: RankLayout, read_snapshot: Callable[[memoryview, int], None], *, incarnation: str, rank: int, remote: bool
+) -> dict[str, SnapshotFile]:
+    """The files of one rank's snapshot by name, read through `read_snapshot`."""
     files = layout.files(incarnation=incarnation, rank=rank)
-    return {file.name: SlotFile(slot, base, file.size_bytes) for file, base in zip(files, layout.starts, strict=True)}
+    return {
+        file.name: SnapshotFile(read_snapshot, base, file.size_bytes, remote)
+        for file, base in zip(files, layout.starts, strict=True)
+    }
+
+
+def files_in_slot(slot: Slot, layout: RankLayout, *, incarnation: str, rank: int) -> dict[str, SnapshotFile]:
+    """The files of a snapshot on this host, read as copies: nothing changes between their verification and their use."""
+
+    def read_slot(buffer: memoryview, start: int) -> None:
+        try:
+            slot.read_into(buffer, start=start)
+        except OSError as error:
+            raise TransientStorageError(f"{slot.path} cannot be read: {error}") from error
+
+    return snapshot_files(layout, read_slot, incarnation=incarnation, rank=rank, remote=False)
 
 
 class SnapshotSource:
     """The part of a store that verified reading needs; keys are names of files."""
 
-    def __init__(self, url: str, files: Mapping[str, FileBytes], *, close: Callable[[], None]) -> None:
+    def __init__(self, url: str, files: Mapping[str, SnapshotFile], *, close: Callable[[], None]) -> None:
         self._url = url
         self._files = files
         self._close = close
@@ -80,13 +81,13 @@ class SnapshotSource:
         """Let go of slots and connections."""
         self._close()
 
-    def _fetch(self, file: FileBytes, buffer: memoryview, start: int) -> None:
-        file.read_into(buffer, start=start)
-        if not isinstance(file, SlotFile):
+    def _fetch(self, file: SnapshotFile, buffer: memoryview, start: int) -> None:
+        file.read_snapshot(buffer, file.base + start)
+        if file.remote:
             with self._lock:
                 self.remote_bytes += len(buffer)
 
-    def _file(self, key: str) -> FileBytes:
+    def _file(self, key: str) -> SnapshotFile:
         file = self._files.get(key)
         if file is None:
             raise ObjectNotFoundError(f"{self._url}/{key} is in no host's memory")

@@ -1,27 +1,20 @@
 """The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
 
 import queue
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.source import FileBytes
+from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.source import SnapshotFile, snapshot_files
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, SnapshotKey, get_to_json, put_to_json
+from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, SnapshotKey, get_to_json, key_of, put_to_json
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from elastictrain.net.channel import FRAME_BYTES, Channel, ChannelError, Secret, connect
 
 POOL_CONNECTIONS = 4
-
-
-class SnapshotBytes(Protocol):
-    """The bytes of a snapshot that is to be replicated, such as a slot."""
-
-    def read_into(self, buffer: memoryview, *, start: int) -> None:
-        """Fill `buffer` from offset `start`. Raises: OSError."""
 
 
 class PeerConnection:
@@ -39,7 +32,7 @@ class PeerConnection:
 
         Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address.
         """
-        request = get_to_json(Get(key, start, len(buffer)))
+        request = get_to_json(Get(key.run, key.incarnation, key.step, key.rank, start, len(buffer)))
         what = f"{key} cannot be read"
         try:
             self._get(request, buffer, what=what)
@@ -51,7 +44,7 @@ class PeerConnection:
                 self.close()
                 raise self._error(what, str(error)) from error
 
-    def put(self, put: Put, source: SnapshotBytes, *, before_frame: Callable[[int], None]) -> bool:
+    def put(self, put: Put, source: Slot, *, before_frame: Callable[[int], None]) -> bool:
         """Hand over a replica; False if the peer has it already, and nothing was sent.
 
         `before_frame` is called with the number of bytes before they are sent: it may wait, and break off by raising.
@@ -64,8 +57,8 @@ class PeerConnection:
             channel.send_json(put_to_json(put), limit_s=self._limits.io_s)
             if not self._answer(channel, what, limit_s=self._limits.prepare_s).get("send"):
                 return False
-            self._send(channel, put.layout.size_bytes, source, what=what, before_frame=before_frame)
-            self._answer(channel, what, limit_s=self._limits.io_s)
+            self._send(channel, put.layout.size_bytes, source, before_frame)
+            self._answer(channel, what, limit_s=self._limits.prepare_s)
         except ChannelError as error:
             self.close()
             raise self._error(what, str(error)) from error
@@ -96,33 +89,13 @@ class PeerConnection:
         while filled < len(buffer):
             filled += channel.receive_data(buffer[filled:], limit_s=self._limits.io_s)
 
-    def _send(
-        self,
-        channel: Channel,
-        size_bytes: int,
-        source: SnapshotBytes,
-        *,
-        what: str,
-        before_frame: Callable[[int], None],
-    ) -> None:
+    def _send(self, channel: Channel, size_bytes: int, source: Slot, before_frame: Callable[[int], None]) -> None:
         buffer = memoryview(bytearray(min(FRAME_BYTES, size_bytes)))
-        try:
-            for start in range(0, size_bytes, FRAME_BYTES):
-                part = buffer[: size_bytes - start]
-                source.read_into(part, start=start)
-                before_frame(len(part))
-                if channel.has_something():
-                    break
-                channel.send_data(part, limit_s=self._limits.io_s)
-            else:
-                return
-        except ChannelError:
-            # It may have said why before it hung up.
-            with suppress(ChannelError):
-                self._answer(channel, what, limit_s=self._limits.handshake_s)
-            raise
-        self._answer(channel, what, limit_s=self._limits.io_s)
-        raise ChannelError("it answered before it had everything")
+        for start in range(0, size_bytes, FRAME_BYTES):
+            part = buffer[: size_bytes - start]
+            source.read_into(part, start=start)
+            before_frame(len(part))
+            channel.send_data(part, limit_s=self._limits.io_s)
 
     def _connected(self, what: str) -> Channel:
         if self._channel is not None:
@@ -180,21 +153,32 @@ class PeerPool:
             self._idle.put(connection)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """A file of a snapshot on another host; `base` is its offset in the snapshot's bytes."""
+class OtherHosts:
+    """Connections to the savers of other hosts, made when they are needed: reads snapshots while this rank restores."""
 
-    pool: PeerPool
-    key: SnapshotKey
-    base: int
-    size_bytes: int
+    def __init__(self, roster: Sequence[Peer], *, token: bytes) -> None:
+        self._peers = {peer.number: peer for peer in roster}
+        self._token = token
+        self._pools: dict[int, PeerPool] = {}
 
-    def read_into(self, buffer: memoryview, *, start: int) -> None:
-        """Fill `buffer` from offset `start`. Raises: StorageError."""
-        self.pool.get_into(buffer.cast("B"), self.key, start=self.base + start)
+    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
+        """The files of a snapshot that another host holds. Raises: TransientStorageError if it is not in the roster."""
+        peer = self._peers.get(held.host)
+        if peer is None:
+            raise TransientStorageError(f"host number {held.host} is not in the roster")
+        pool = self._pools.setdefault(held.host, PeerPool(peer, token=self._token))
+        return files_of_peer(pool, layout, key_of(held.facts))
+
+    def close(self) -> None:
+        """Hang up."""
+        for pool in self._pools.values():
+            pool.close()
 
 
-def files_of_peer(pool: PeerPool, layout: RankLayout, key: SnapshotKey) -> dict[str, FileBytes]:
+def files_of_peer(pool: PeerPool, layout: RankLayout, key: SnapshotKey) -> dict[str, SnapshotFile]:
     """The files of a snapshot on another host, by name; the pool stays the caller's to close."""
-    files = layout.files(incarnation=key.incarnation, rank=key.rank)
-    return {file.name: RemoteFile(pool, key, base, file.size_bytes) for file, base in zip(files, layout.starts, strict=True)}
+
+    def read_peer(buffer: memoryview, start: int) -> None:
+        pool.get_into(buffer.cast("B"), key, start=start)
+
+    return snapshot_files(layout, read_peer, incarnation=key.incarnation, rank=key.rank, remote=True)

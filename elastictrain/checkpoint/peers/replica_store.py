@@ -4,95 +4,16 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 
-import xxhash
-
-from elastictrain.checkpoint.layout import file_name
 from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, HostMemory, decide_buffers, memory_of
-from elastictrain.checkpoint.memory.header import SnapshotFacts
-from elastictrain.checkpoint.memory.inventory import slot_names
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
-from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import load_digests, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.peers.requests import Put
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
 from elastictrain.net.channel import FRAME_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class _ReplicaPiece:
-    """Bytes [begin, end) of the snapshot, which have a digest of their own: a file's header or one chunk."""
-
-    begin: int
-    end: int
-    digest: str
-    file: int
-    start: int
-    """Of the piece in its file."""
-
-    last: bool
-    """Whether the file ends with it."""
-
-
-class Verifier:
-    """Takes the bytes of one snapshot in their order. `digests` must be as many as the layout has files and chunks."""
-
-    def __init__(self, layout: RankLayout, digests: RankDigests, *, incarnation: str, rank: int) -> None:
-        self._digests = digests
-        self._incarnation = incarnation
-        self._rank = rank
-        self._size_bytes = layout.size_bytes
-        self._pieces = _pieces(layout, digests)
-        self._piece = next(self._pieces, None)
-        self._position = 0
-        self._hash = xxhash.xxh3_128()
-        self._whole = xxhash.xxh3_128()
-
-    def feed(self, data: memoryview) -> None:
-        """The next bytes. Raises: InvalidCheckpointError naming the bytes that do not have their digest."""
-        base, end = self._position, self._position + len(data)
-        self._position = end
-        # Padding between files belongs to no piece, and has no digest.
-        while self._piece is not None and self._piece.begin <= end:
-            piece = self._piece
-            part = data[max(piece.begin, base) - base : max(0, min(piece.end, end) - base)]
-            self._hash.update(part)
-            self._whole.update(part)
-            if piece.end > end:
-                break
-            self._check(piece)
-            self._piece = next(self._pieces, None)
-
-    def finish(self) -> None:
-        """All bytes have come. Raises: InvalidCheckpointError if not."""
-        if self._piece is not None or self._position != self._size_bytes:
-            raise InvalidCheckpointError(f"the snapshot must have {self._size_bytes} bytes, but {self._position} came")
-
-    def _check(self, piece: _ReplicaPiece) -> None:
-        name = file_name(self._incarnation, rank=self._rank, index=piece.file)
-        if self._hash.hexdigest() != piece.digest:
-            end = piece.start + piece.end - piece.begin
-            raise InvalidCheckpointError(f"{name}: bytes [{piece.start}, {end}) do not have their digest")
-        self._hash.reset()
-        if piece.last:
-            if self._whole.hexdigest() != self._digests.files[piece.file]:
-                raise InvalidCheckpointError(f"{name} does not have its digest")
-            self._whole.reset()
-
-
-def _pieces(layout: RankLayout, digests: RankDigests) -> Iterator[_ReplicaPiece]:
-    chunk_digests = iter(digests.chunks)
-    for index, (file, base) in enumerate(zip(layout.template, layout.starts, strict=True)):
-        num_chunks = sum(len(placed.chunks) for placed in file.items)
-        yield _ReplicaPiece(base, base + len(file.header), digests.headers[index], index, 0, last=num_chunks == 0)
-        for placed in file.items:
-            for chunk in placed.chunks:
-                num_chunks -= 1
-                start = placed.start + chunk.begin
-                end = base + start + chunk.size_bytes
-                yield _ReplicaPiece(base + start, end, next(chunk_digests), index, start, last=num_chunks == 0)
 
 
 class RefusedError(Exception):
@@ -130,9 +51,7 @@ class ReplicaSlots:
         """Remove the replicas of ranks that are not kept any more; who has one mapped keeps its memory until then."""
         for name in slot_names(self._folder):
             if name.kind == "replica" and not self._keeps(name.rank):
-                for path in (f"{self._folder}/{name}", f"{self._folder}/{name}.digests"):
-                    with suppress(FileNotFoundError):
-                        os.unlink(path)  # noqa: PTH108
+                remove_slot(self._folder, name)
 
     def take(self, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> bool:
         """Store a replica; False if it is here already, and nothing was received.
@@ -205,25 +124,19 @@ class ReplicaSlots:
 
 
 def _receive_into(slot: Slot, put: Put, receive: Callable[[memoryview], int]) -> None:
-    verifier = Verifier(put.layout, put.digests, incarnation=put.facts.incarnation, rank=put.facts.rank)
     with slot.data as data:
         position = 0
         while position < len(data):
-            part = data[position : position + FRAME_BYTES]
-            count = receive(part)
-            verifier.feed(part[:count])
-            position += count
-    verifier.finish()
+            position += receive(data[position : position + FRAME_BYTES])
+    found = compute_digests(slot, put.layout)
+    if found != replace(put.digests, sha256=()):
+        same = [a == b for a, b in zip(found.files, put.digests.files, strict=True)]
+        files = put.layout.files(incarnation=put.facts.incarnation, rank=put.facts.rank)
+        wrong = [file.name for file, is_same in zip(files, same, strict=True) if not is_same]
+        raise InvalidCheckpointError(f"the bytes of {', '.join(wrong) or 'its chunks'} do not have their digests")
 
 
 def _facts_in(path: str, coming: SnapshotFacts) -> SnapshotFacts | None:
     """The whole snapshot in a slot, if it is one of the same rank and run."""
-    try:
-        slot = Slot.open(path)
-    except OSError:
-        return None
-    try:
-        facts = slot.facts
-        return facts if facts is not None and (facts.run, facts.rank) == (coming.run, coming.rank) else None
-    finally:
-        slot.close()
+    facts = facts_in(path)
+    return facts if facts is not None and (facts.run, facts.rank) == (coming.run, coming.rank) else None

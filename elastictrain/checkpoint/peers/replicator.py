@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from elastictrain.checkpoint.memory.header import SnapshotFacts
 from elastictrain.checkpoint.memory.records import load_digests, load_layout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.pace import Bucket, PaceOptions, StepTimes, decide_pace
 from elastictrain.checkpoint.peers.placement import Peer
@@ -243,11 +242,12 @@ class Replicator:
 
     def _hold(self, offer: ReplicaOffer, stack: ExitStack) -> Slot:
         try:
-            slot = Slot.open(f"{self._folder}/{offer.slot}")
+            slot = Slot.hold(f"{self._folder}/{offer.slot}")
         except OSError as error:
             raise _GoneError(f"{offer.slot} cannot be read: {error}") from error
-        stack.callback(slot.close)
-        if not slot.lock(shared=True) or slot.facts != offer.facts:
+        if slot is not None:
+            stack.callback(slot.close)
+        if slot is None or slot.facts != offer.facts:
             raise _GoneError(f"{offer.slot} holds something else by now")
         return slot
 

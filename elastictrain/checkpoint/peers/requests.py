@@ -1,19 +1,15 @@
 """What peers ask each other for, and the checks of what comes in. Pure."""
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+import msgspec
+
+from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.header import SnapshotFacts, facts_from_json
-from elastictrain.checkpoint.memory.layout import (
-    RankDigests,
-    RankLayout,
-    digests_from_json,
-    digests_to_json,
-    layout_from_bytes,
-)
+from elastictrain.checkpoint.memory.layout import Count, RankDigests, RankLayout, layout_from_bytes
+from elastictrain.checkpoint.memory.slot import SnapshotFacts
 from elastictrain.errors import CheckpointError
 from elastictrain.net.channel import Handshake
 
@@ -35,7 +31,7 @@ class Limits:
     """One frame, or the answer to a request."""
 
     prepare_s: float = 180.0
-    """Making room for a replica: the system clears the memory first."""
+    """Making room for a replica, for which the system clears the memory first, or digesting one that has come."""
 
     idle_s: float = 60.0
     """A connection without a request."""
@@ -67,9 +63,17 @@ def key_of(facts: SnapshotFacts) -> SnapshotKey:
 class Get:
     """Bytes [start, start + length) of a snapshot, counted as its layout does."""
 
-    key: SnapshotKey
-    start: int
-    length: int
+    run: str
+    incarnation: str
+    step: Count
+    rank: Count
+    start: Count
+    length: Count
+
+    @property
+    def key(self) -> SnapshotKey:
+        """Of the snapshot."""
+        return SnapshotKey(self.run, self.incarnation, self.step, self.rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,58 +85,67 @@ class Put:
     digests: RankDigests
 
 
+@dataclass(frozen=True, slots=True)
+class _PutRecord:
+    """The request as JSON."""
+
+    facts: SnapshotFacts
+    layout: str
+    digests: RankDigests
+    size_bytes: Count
+
+
 def get_to_json(get: Get) -> dict[str, JsonValue]:
     """The request."""
-    key: dict[str, JsonValue] = asdict(get.key)
-    return {"op": "get", **key, "start": get.start, "length": get.length}
+    return {"op": "get", **msgspec.to_builtins(get)}
 
 
 def get_from_json(message: Mapping[str, JsonValue]) -> Get:
     """Raises: RequestError."""
-    key = SnapshotKey(_text(message, "run"), _text(message, "incarnation"), _count(message, "step"), _count(message, "rank"))
-    return Get(key, _count(message, "start"), _count(message, "length"))
+    try:
+        return as_record(message, Get)
+    except MalformedJsonError as error:
+        raise RequestError(f"the request {error}") from error
 
 
 def put_to_json(put: Put) -> dict[str, JsonValue]:
     """The request."""
-    facts: dict[str, JsonValue] = asdict(put.facts)
-    digests: dict[str, JsonValue] = {name: list(texts) for name, texts in digests_to_json(put.digests).items()}
-    return {
-        "op": "put",
-        "facts": facts,
-        "layout": put.layout.to_bytes().decode(),
-        "digests": digests,
-        "size_bytes": put.layout.size_bytes,
-    }
+    record = _PutRecord(put.facts, put.layout.to_bytes().decode(), put.digests, put.layout.size_bytes)
+    return {"op": "put", **msgspec.to_builtins(record)}
 
 
 def put_from_json(message: Mapping[str, JsonValue]) -> Put:
     """Facts, layout, digests and size that belong to each other. Raises: RequestError."""
     try:
-        facts = facts_from_json(message.get("facts"))
-        digests = digests_from_json(message.get("digests"))
-        layout = layout_from_bytes(_text(message, "layout").encode(), where="the layout")
-        if not _NAME.fullmatch(facts.incarnation):
-            raise RequestError(f"`incarnation` must be a name, but is {facts.incarnation!r:.200}")
+        record = as_record(message, _PutRecord)
+        layout = layout_from_bytes(record.layout.encode(), where="the layout")
         # Infinite numbers can be read, but not written.
-        json.dumps(asdict(facts), allow_nan=False)
-        if layout.digest != facts.layout:
-            raise RequestError(f"the layout has digest {layout.digest}, but the facts say {facts.layout!r:.200}")
-        # Counted before it is laid out: a layout of a few bytes can have more chunks than there is memory for.
-        chunks = sum(_num_chunks(item.sizes, item.size_bytes, layout.chunk_bytes) for item in layout.items)
-        if chunks != len(digests.chunks):
-            raise RequestError(f"the layout has {chunks} chunks, but {len(digests.chunks)} digests of chunks came")
-        files = len(layout.template)
-        if not files == len(digests.files) == len(digests.headers):
-            raise RequestError(f"the layout has {files} files, but {len(digests.files)} digests of files came")
-        size_bytes = _count(message, "size_bytes")
-        if layout.size_bytes != size_bytes:
-            raise RequestError(f"the layout has {layout.size_bytes} bytes, but {size_bytes} are announced")
-    except RequestError:
-        raise
-    except (ValueError, TypeError, KeyError, CheckpointError) as error:
+        encode_record(record.facts)
+        problem = _mismatch(record, layout)
+    except (ValueError, CheckpointError) as error:
         raise RequestError(f"it is no replica: {error}") from error
-    return Put(facts, layout, digests)
+    if problem:
+        raise RequestError(problem)
+    return Put(record.facts, layout, record.digests)
+
+
+def _mismatch(record: _PutRecord, layout: RankLayout) -> str:
+    """What does not fit together; empty if all of it does. Raises: CheckpointError."""
+    facts, digests = record.facts, record.digests
+    if not _NAME.fullmatch(facts.incarnation):
+        return f"`incarnation` must be a name, but is {facts.incarnation!r:.200}"
+    if layout.digest != facts.layout:
+        return f"the layout has digest {layout.digest}, but the facts say {facts.layout!r:.200}"
+    # Counted before it is laid out: a layout of a few bytes can have more chunks than there is memory for.
+    chunks = sum(_num_chunks(item.sizes, item.size_bytes, layout.chunk_bytes) for item in layout.items)
+    if chunks != len(digests.chunks):
+        return f"the layout has {chunks} chunks, but {len(digests.chunks)} digests of chunks came"
+    files = len(layout.template)
+    if not files == len(digests.files) == len(digests.headers):
+        return f"the layout has {files} files, but {len(digests.files)} digests of files came"
+    if layout.size_bytes != record.size_bytes:
+        return f"the layout has {layout.size_bytes} bytes, but {record.size_bytes} are announced"
+    return ""
 
 
 def _num_chunks(sizes: tuple[int, ...], size_bytes: int, chunk_bytes: int) -> int:
@@ -141,17 +154,3 @@ def _num_chunks(sizes: tuple[int, ...], size_bytes: int, chunk_bytes: int) -> in
         return 1
     rows_per_chunk = max(1, chunk_bytes // (size_bytes // sizes[0]))
     return -(-sizes[0] // rows_per_chunk)
-
-
-def _text(message: Mapping[str, JsonValue], name: str) -> str:
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"`{name}` must be a text, but is {value!r:.200}")
-    return value
-
-
-def _count(message: Mapping[str, JsonValue], name: str) -> int:
-    value = message.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise RequestError(f"`{name}` must be a count, but is {value!r:.200}")
-    return value

@@ -1,12 +1,11 @@
 """The side that listens: gives out snapshots of this host, and takes replicas of others. Free of torch."""
 
 import socket
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.inventory import slot_names
+from elastictrain.checkpoint.memory.folder import slot_names
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots
 from elastictrain.checkpoint.peers.requests import (
@@ -19,7 +18,7 @@ from elastictrain.checkpoint.peers.requests import (
     put_from_json,
 )
 from elastictrain.errors import CheckpointError, TransportError
-from elastictrain.net.channel import FRAME_BYTES, Channel, ChannelError, Secret
+from elastictrain.net.channel import FRAME_BYTES, Channel, Secret
 from elastictrain.net.pending import PendingLimits
 from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer
 
@@ -31,20 +30,18 @@ def locked_snapshot(folder: str, key: SnapshotKey) -> Iterator[Slot | None]:
         if name.rank != key.rank:
             continue
         try:
-            slot = Slot.open(f"{folder}/{name}")
+            slot = Slot.hold(f"{folder}/{name}")
         except OSError:
             continue
+        if slot is None:
+            continue
         try:
-            # Locked first: what is read then stays as it is.
-            if slot.lock(shared=True) and (facts := slot.facts) is not None and key_of(facts) == key:
+            if (facts := slot.facts) is not None and key_of(facts) == key:
                 yield slot
                 return
         finally:
             slot.close()
     yield None
-
-
-_DRAIN_S = 10.0
 
 
 class PeerServer:
@@ -151,33 +148,19 @@ class PeerServer:
                 channel.send_data(part, limit_s=self._limits.io_s)
 
     def _put(self, channel: Channel, message: dict[str, JsonValue]) -> None:
-        receiving = False
-
-        def go() -> None:
-            nonlocal receiving
-            receiving = True
-            channel.send_json({"ok": True, "send": True}, limit_s=self._limits.io_s)
-
         try:
-            put = put_from_json(message)
-            stored = self._replicas.take(put, go=go, receive=lambda part: channel.receive_data(part, limit_s=self._limits.io_s))
+            stored = self._replicas.take(
+                put_from_json(message),
+                go=lambda: channel.send_json({"ok": True, "send": True}, limit_s=self._limits.io_s),
+                receive=lambda part: channel.receive_data(part, limit_s=self._limits.io_s),
+            )
         except RequestError as error:
             self._refuse(channel, "malformed", str(error))
         except (RefusedError, CheckpointError, OSError) as error:
+            # Before the first byte of the replica, or after its last: the next request is read from its beginning.
             self._refuse(channel, "refused", str(error))
-            if receiving:
-                self._drain(channel)
-                raise ChannelError("a replica was given up midway") from error
         else:
             channel.send_json({"ok": True, "send": False, "stored": stored}, limit_s=self._limits.io_s)
 
     def _refuse(self, channel: Channel, code: str, error: str) -> None:
         channel.send_json({"ok": False, "code": code, "error": error}, limit_s=self._limits.io_s)
-
-    def _drain(self, channel: Channel) -> None:
-        """Until the sender has read the refusal: hanging up with bytes unread would throw it away on its side."""
-        scratch = memoryview(bytearray(FRAME_BYTES))
-        deadline = time.monotonic() + _DRAIN_S
-        with suppress(ChannelError):
-            while (left_s := deadline - time.monotonic()) > 0:
-                channel.receive_data(scratch, limit_s=left_s)

@@ -20,16 +20,9 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastictrain.bounded_json import DOCUMENT, parse_json
+from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
 from elastictrain.checkpoint.folders import ROOT
-from elastictrain.checkpoint.memory.layout import (
-    RankDigests,
-    RankLayout,
-    digests_from_json,
-    digests_to_json,
-    layout_from_bytes,
-    written_items,
-)
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes, written_items
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
@@ -115,7 +108,7 @@ class RankPart:
 def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
     """The content of `host-RANK`. Equal layouts are written once. Signed for its `key` in the store if there is a secret."""
     layouts: dict[str, str] = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
-    ranks = [[part.rank, part.layout.digest, digests_to_json(part.digests)] for part in parts]
+    ranks = [[part.rank, part.layout.digest, part.digests.to_json()] for part in parts]
     text = json.dumps({"layouts": layouts, "ranks": ranks}, separators=(",", ":")).encode()
     return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
 
@@ -129,7 +122,8 @@ def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey 
     try:
         document = parse_json(data, limits=DOCUMENT)
         layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in document["layouts"].items()}
-        return [RankPart(int(rank), layouts[name], digests_from_json(digests)) for rank, name, digests in document["ranks"]]
+        ranks = as_record(document["ranks"], list[tuple[int, str, RankDigests]])
+        return [RankPart(rank, layouts[name], digests) for rank, name, digests in ranks]
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from elastictrain.checkpoint.fence import RunFolder
 from elastictrain.checkpoint.lineage import Lineage
-from elastictrain.checkpoint.memory.inventory import Held
+from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol, steps_begun
 from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts

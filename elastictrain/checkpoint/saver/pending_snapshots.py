@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from elastictrain.checkpoint.memory.header import SnapshotFacts
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.saver.commit_protocol import Deadline
 from elastictrain.checkpoint.saver.messages import HostRanks, Message
 from elastictrain.errors import ElasticTrainError, StorageError, StorageFullError, TransientStorageError

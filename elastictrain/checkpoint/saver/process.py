@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastictrain.checkpoint.memory.place import SlotName, make_private
+from elastictrain.checkpoint.memory.folder import make_private
 from elastictrain.checkpoint.saver.messages import LOCK_NAME, LOG_NAME, SOCKET_NAME, RunFacts, store_facts
 from elastictrain.errors import CheckpointError
 
@@ -90,13 +90,6 @@ def log_tail(folder: str) -> str:
 
 
 _STALE_S = 3600.0
-
-
-def remove_slot(folder: str, name: SlotName) -> None:
-    """Delete a slot and what lies beside it; who has it mapped keeps its memory until then."""
-    for path in (f"{folder}/{name}", f"{folder}/{name}.digests"):
-        with suppress(FileNotFoundError):
-            os.unlink(path)  # noqa: PTH108
 
 
 def clear_folder(folder: str) -> None:

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable
 
-from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.peers.pace import PaceOptions
 from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of, roster_from_json
 from elastictrain.checkpoint.peers.replicator import Replicator, Reports

@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from elastictrain.checkpoint.memory.inventory import look, slot_names
-from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
 from elastictrain.checkpoint.saver.commit_protocol import Deadline
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
 from elastictrain.checkpoint.saver.event_log import SaverEventLogs, SlowSaves
@@ -23,7 +22,6 @@ from elastictrain.checkpoint.saver.pending_snapshots import (
     SlotLeases,
     StepOutcomes,
 )
-from elastictrain.checkpoint.saver.process import remove_slot
 from elastictrain.checkpoint.saver.replication import ReplicaService
 from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
 from elastictrain.checkpoint.signing import SigningKey, proof_of

@@ -10,12 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from elastictrain.checkpoint.memory.inventory import look, slot_names
+from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import store_layout
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.saver.process import remove_slot
 from elastictrain.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

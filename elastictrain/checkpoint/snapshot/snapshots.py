@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copied, Copier

@@ -20,7 +20,7 @@ from faultyruns import (
 )
 from torchruns import alone, events, keepers, last_step, losses, torchrun, wait_until
 
-from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
 
 

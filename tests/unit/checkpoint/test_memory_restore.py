@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from elastictrain.checkpoint import memory_restore, restore
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
-from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
-from elastictrain.checkpoint.memory.inventory import Held, look
+from elastictrain.checkpoint.memory.folder import Held, SlotName, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
-from elastictrain.checkpoint.memory.place import SlotName
-from elastictrain.checkpoint.memory.records import compute_chunk_digests, compute_digests, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.memory.source import FileBytes
+from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
+from elastictrain.checkpoint.memory.source import SnapshotFile, snapshot_files
 from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import StorageError, TransientStorageError
@@ -196,19 +193,6 @@ def test_a_snapshot_on_the_line_goes_before_a_checkpoint_that_is_not(bench: Benc
     assert restored(bench, recall_of(tmp_path)) == (120, "memory")
 
 
-@dataclass(frozen=True)
-class Unreadable:
-    """A file on a host whose answers do not come through, after the header if that is given."""
-
-    size_bytes: int
-    header: bytes
-
-    def read_into(self, buffer: memoryview, *, start: int) -> None:
-        if start > 0 or not self.header:
-            raise TransientStorageError("host b does not answer")
-        buffer[:] = self.header
-
-
 class Neighbour:
     """Rank 1 on another host: it tells what it holds, and cannot be read."""
 
@@ -228,9 +212,17 @@ class Neighbour:
             answer = {str(one.facts.rank): self._recall._tell(one) for one in look(str(self.folder), host=1)}
         return [value, answer]
 
-    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, FileBytes]:
+    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
         files = layout.files(incarnation=held.facts.incarnation, rank=held.facts.rank)
-        return {file.name: Unreadable(file.size_bytes, file.header if self._headers else b"") for file in files}
+        headers = {base: file.header for file, base in zip(files, layout.starts, strict=True)} if self._headers else {}
+
+        def read(buffer: memoryview, start: int) -> None:
+            """After the headers, if those can be read, no answer comes through."""
+            if start not in headers:
+                raise TransientStorageError("host b does not answer")
+            buffer[:] = headers[start]
+
+        return snapshot_files(layout, read, incarnation=held.facts.incarnation, rank=held.facts.rank, remote=True)
 
 
 @pytest.mark.parametrize("headers", [True, False])
@@ -297,13 +289,13 @@ def test_nothing_is_written_to_a_snapshot_while_it_is_digested(
     keep(tmp_path, 300, digests=False)
     asked = []
 
-    def digest(slot: Slot, layout: RankLayout, *, threads: int) -> RankDigests:
+    def digest(slot: Slot, layout: RankLayout, *, threads: int, whole_files: bool) -> RankDigests:
         writer = Slot.open(slot.path)
         asked.append(writer.lock(shared=False))
         writer.close()
-        return compute_chunk_digests(slot, layout, threads=threads)
+        return compute_digests(slot, layout, threads=threads, whole_files=whole_files)
 
-    monkeypatch.setattr(memory_restore, "compute_chunk_digests", digest)
+    monkeypatch.setattr(memory_restore, "compute_digests", digest)
     assert restored(bench, recall_of(tmp_path)) == (300, "memory")
     assert asked == [False]
 

@@ -5,7 +5,7 @@ import pytest
 
 from elastictrain.checkpoint.folders import ROOT, key_of
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.checkpoint.memory.place import make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.folder import make_private, run_folder, run_name
 from elastictrain.config.load import load
 from elastictrain.errors import TransientStorageError
 from elastictrain.launch import progress

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.memory.place import make_private, run_folder
+from elastictrain.checkpoint.memory.folder import make_private, run_folder
 from elastictrain.checkpoint.saver.messages import SOCKET_NAME, encode
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load

@@ -12,8 +12,9 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import Buffers, HostMemory
-from elastictrain.checkpoint.memory.inventory import SnapshotSet
+from elastictrain.checkpoint.memory.folder import SnapshotSet
 from elastictrain.checkpoint.memory_restore import MemoryRestore
+from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.identity import Identity
@@ -23,7 +24,6 @@ from elastictrain.train import memory as train_memory
 from elastictrain.train.bringup import Started
 from elastictrain.train.keepers import SnapshotMemory, meet_keepers
 from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
-from elastictrain.train.peers import OtherHosts
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
 from elastictrain.train.state import TrainState

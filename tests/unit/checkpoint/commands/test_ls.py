@@ -10,9 +10,8 @@ import pytest
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands.ls import list_checkpoints
 from elastictrain.checkpoint.commands.survey import list_folders, locate, survey
-from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
-from elastictrain.checkpoint.memory.place import SlotName, make_private, run_folder, run_name
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.folder import SlotName, make_private, run_folder, run_name
+from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
 from tests.unit.checkpoint.commands.made import CREATED, as_version_2, flip, quarantine, save, shard, truncate
 

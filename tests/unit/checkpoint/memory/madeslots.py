@@ -4,11 +4,10 @@ import random
 from pathlib import Path
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.memory.header import VERSION, SnapshotFacts
+from elastictrain.checkpoint.memory.folder import SlotName
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
-from elastictrain.checkpoint.memory.place import SlotName
 from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 
 RUN = "a-run"
 

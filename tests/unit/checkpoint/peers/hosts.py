@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import cast
 
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.memory.header import SnapshotFacts
-from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.peers.client import PeerConnection
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Limits, Put

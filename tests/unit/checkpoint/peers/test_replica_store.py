@@ -1,14 +1,17 @@
-"""Bytes are checked as they come, however they are cut, and what is wrong is named."""
+"""A replica counts only when all its bytes have their digests, and what is wrong is named."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
-from elastictrain.checkpoint.peers.replica_store import Verifier
+from elastictrain.checkpoint.peers.replica_store import ReplicaSlots
+from elastictrain.checkpoint.peers.requests import Put
 from elastictrain.errors import InvalidCheckpointError
-from tests.unit.checkpoint.peers.hosts import facts_of, put_of
+from tests.unit.checkpoint.peers.hosts import RUN, facts_of, put_of
 
 LAYOUT = RankLayout(
     (
@@ -22,59 +25,59 @@ LAYOUT = RankLayout(
 PUT, DATA = put_of(facts_of(layout=LAYOUT), layout=LAYOUT)
 
 
-def verify(data: bytes | bytearray, sizes: list[int], digests: RankDigests = PUT.digests) -> None:
-    verifier = Verifier(LAYOUT, digests, incarnation="i", rank=3)
+def take(folder: Path, put: Put, data: bytes | bytearray, *, cut: int = 1000) -> list[int]:
+    """The steps of the replicas that are whole after one has come in pieces of at most `cut` bytes."""
+    slots = ReplicaSlots(str(folder), run=RUN)
+    slots.set_kept([put.facts.rank])
     position = 0
-    for size in [*sizes, len(data)]:
-        verifier.feed(memoryview(data)[position : position + size])
+
+    def receive(part: memoryview) -> int:
+        nonlocal position
+        size = min(cut, len(part))
+        part[:size] = data[position : position + size]
         position += size
-    verifier.finish()
+        return size
 
-
-def covered(offset: int) -> bool:
-    return any(base <= offset < base + file.size_bytes for file, base in zip(LAYOUT.template, LAYOUT.starts, strict=True))
+    assert slots.take(put, go=lambda: None, receive=receive)
+    return [one.facts.step for one in look(str(folder), host=0)]
 
 
 def test_the_layout_has_padding_and_several_files() -> None:
     assert len(LAYOUT.template) == 2
-    assert not covered(LAYOUT.size_bytes - 1)
+    assert LAYOUT.starts[1] + LAYOUT.template[1].size_bytes < LAYOUT.size_bytes
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3000), max_size=20))
-def test_whole_bytes_pass_however_they_are_cut(sizes: list[int]) -> None:
-    verify(DATA, sizes)
+@pytest.mark.parametrize("cut", [1, 100, 4096, 1 << 20])
+def test_whole_bytes_pass_however_they_are_cut(tmp_path: Path, cut: int) -> None:
+    assert take(tmp_path, PUT, DATA, cut=cut) == [1]
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 3000), max_size=20), st.integers(0, LAYOUT.size_bytes - 1), st.integers(0, 7))
-def test_a_flipped_bit_is_found_and_named(sizes: list[int], offset: int, bit: int) -> None:
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("place", ["header", "middle", "end"])
+def test_a_flipped_bit_is_found_and_its_file_named(tmp_path: Path, index: int, place: str) -> None:
+    file, base = LAYOUT.template[index], LAYOUT.starts[index]
     data = bytearray(DATA)
-    data[offset] ^= 1 << bit
-    if not covered(offset):
-        verify(data, sizes)
-        return
-    index = 0 if offset < LAYOUT.starts[1] else 1
-    with pytest.raises(InvalidCheckpointError, match=rf"^i-r00003-00{index}.safetensors: bytes \[") as caught:
-        verify(data, sizes)
-    begin, end = str(caught.value).partition("[")[2].partition(")")[0].split(", ")
-    assert int(begin) <= offset - LAYOUT.starts[index] < int(end)
+    data[base + {"header": 3, "middle": file.size_bytes // 2, "end": file.size_bytes - 1}[place]] ^= 4
+    with pytest.raises(InvalidCheckpointError, match=rf"-00{index}.safetensors"):
+        take(tmp_path, PUT, data)
+    assert look(str(tmp_path), host=0) == []
 
 
-@settings(deadline=None)
-@given(st.integers(0, LAYOUT.size_bytes - 1))
-def test_missing_bytes_are_found(count: int) -> None:
-    with pytest.raises(InvalidCheckpointError, match=f"must have {LAYOUT.size_bytes} bytes, but {count} came"):
-        verify(DATA[:count], [])
+def test_padding_belongs_to_no_file(tmp_path: Path) -> None:
+    data = bytearray(DATA)
+    data[-1] ^= 1
+    assert take(tmp_path, PUT, data) == [1]
 
 
-def test_the_digest_of_a_whole_file_is_checked_too() -> None:
-    digests = RankDigests(("0" * 32, *PUT.digests.files[1:]), PUT.digests.headers, PUT.digests.chunks)
-    with pytest.raises(InvalidCheckpointError, match=r"^i-r00003-000.safetensors does not have its digest"):
-        verify(DATA, [], digests)
+@pytest.mark.parametrize("field", ["files", "headers", "chunks"])
+def test_every_digest_counts(tmp_path: Path, field: str) -> None:
+    digests = replace(PUT.digests, **{field: ("0" * 32, *getattr(PUT.digests, field)[1:])})
+    with pytest.raises(InvalidCheckpointError):
+        take(tmp_path, replace(PUT, digests=digests), DATA)
+    assert look(str(tmp_path), host=0) == []
 
 
-def test_a_snapshot_of_nothing() -> None:
+def test_a_snapshot_of_nothing(tmp_path: Path) -> None:
     layout = RankLayout((), shard_bytes=1)
-    verifier = Verifier(layout, RankDigests((), (), ()), incarnation="i", rank=0)
-    verifier.finish()
+    put = Put(facts_of(layout=layout), layout, RankDigests((), (), ()))
+    assert take(tmp_path, put, b"") == [1]

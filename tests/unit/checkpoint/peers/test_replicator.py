@@ -258,7 +258,7 @@ def test_a_damaged_snapshot_is_told_of_and_does_not_stop_newer_ones(a: Path, b: 
         slot.close()
         replicator.offer("own-r00000-s0", facts_of(step=1))
         desk.wait(lambda: desk.failed != [])
-        assert "i00001-aa-r00000-001.safetensors: bytes [" in desk.failed[0][2]
+        assert "i00001-aa-r00000-001.safetensors" in desk.failed[0][2]
         offer(replicator, a, 2, index=1)
         desk.wait_replicated((0, 2))
 

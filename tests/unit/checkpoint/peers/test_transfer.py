@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.memory.budget import HostMemory
-from elastictrain.checkpoint.memory.inventory import look
+from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import RankDigests, written_items
 from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot
@@ -157,26 +157,9 @@ def test_a_bit_that_flipped_in_the_slot_of_the_sender(tmp_path: Path) -> None:
     data[offset] ^= 1
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
         send(b, 1)
-        with pytest.raises(
-            TransientStorageError, match=r"-r00000-001.safetensors: bytes \[\d+, \d+\) do not have their digest"
-        ):
+        with pytest.raises(TransientStorageError, match=r"-r00000-001.safetensors do not have their digests"):
             connection.put(put, data, before_frame=lambda count: None)
         assert b.replicas() == {"replica-r00000-s0": 1}
-
-
-def test_a_replica_that_is_refused_midway_is_not_sent_to_its_end(tmp_path: Path) -> None:
-    put, data = put_of(facts_of())
-    data[len(LAYOUT.template[0].header)] ^= 1
-    frames: list[int] = []
-
-    def before_frame(count: int) -> None:
-        frames.append(count)
-        time.sleep(0.2)
-
-    refusal = pytest.raises(TransientStorageError, match="do not have their digest")
-    with host(tmp_path / "b") as b, connected(b.peer) as connection, refusal:
-        connection.put(put, data, before_frame=before_frame)
-    assert len(frames) == 2
 
 
 def test_a_connection_that_was_broken_off_is_not_made_anew(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from itertools import product
 
 from elastictrain.checkpoint.fence import still_there
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.checkpoint.memory.inventory import Held
-from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.folder import Held, SlotName
 from elastictrain.checkpoint.saver.commit_protocol import begin_key
 from elastictrain.checkpoint.saver.final_save import (
     ALONE_S,

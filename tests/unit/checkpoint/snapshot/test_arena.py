@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastictrain.checkpoint.memory.inventory import slot_names
-from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.folder import SlotName, slot_names
 from elastictrain.checkpoint.memory.records import layout_path
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.checkpoint.memory.choice import SlotBook
-from elastictrain.checkpoint.memory.place import SlotName
+from elastictrain.checkpoint.memory.folder import SlotName
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.arena import Arena
 from elastictrain.checkpoint.snapshot.copier import Copier

@@ -1,11 +1,23 @@
+import os
 from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.memory.header import SnapshotFacts
-from elastictrain.checkpoint.memory.inventory import Held, held_from_json, look, whole_sets
-from elastictrain.checkpoint.memory.place import SlotName, parse_slot_name
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.bounded_json import MalformedJsonError
+from elastictrain.checkpoint.memory.folder import (
+    Held,
+    SlotName,
+    held_from_json,
+    is_private,
+    look,
+    make_private,
+    parse_slot_name,
+    run_folder,
+    run_name,
+    whole_sets,
+)
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
+from elastictrain.errors import ConfigError
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, layout_of, put
 
 
@@ -64,7 +76,7 @@ def test_what_is_told_is_what_was_held() -> None:
     one = held(facts_of(5, rank=1, world_size=2), host=7)
     assert held_from_json(one.to_json()) == one
     for garbled in (None, [1, 2], ["0", "own", {}], [0, "own-r00000-s0", {}]):
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises(MalformedJsonError):
             held_from_json(garbled)  # type: ignore[arg-type]
 
 
@@ -72,3 +84,58 @@ def test_names_of_slots() -> None:
     assert parse_slot_name(str(SlotName("replica", 123456, 1))) == SlotName("replica", 123456, 1)
     for name in ("own-r00000-s0.digests", "own-r0-s0", "x-own-r00000-s0", "own-r00000-s10"):
         assert parse_slot_name(name) is None
+
+
+def test_one_run_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    assert run_name("run") == run_name(f"{tmp_path}/run/") == run_name(f"{tmp_path}/link")
+    assert run_name("s3://bucket/run/") == run_name("s3://bucket/run") != run_name("run")
+    assert run_folder("/dev/shm/", "run") == f"/dev/shm/elastictrain-{os.getuid()}/{run_name('run')}"
+
+
+def test_private_folders(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/user/run"
+    make_private(folder)
+    make_private(folder)
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    Path(folder).chmod(0o750)
+    with pytest.raises(ConfigError, match="alone can enter"):
+        make_private(folder)
+
+
+def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "user").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="alone can enter"):
+        make_private(f"{tmp_path}/user/run")
+    with pytest.raises(ConfigError, match="cannot be made"):
+        make_private(f"{tmp_path}/not/there/run")
+
+
+def test_the_last_run_of_a_user_may_end_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its saver removes the user's folder when it is empty: between our making it, and our making one in it."""
+    really_mkdir, taken_away = os.mkdir, []
+
+    def mkdir(path: str, mode: int = 0o777) -> None:
+        if path.endswith("/run") and not taken_away:
+            taken_away.append(path)
+            Path(path).parent.rmdir()
+        really_mkdir(path, mode)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    make_private(f"{tmp_path}/user/run")
+    assert taken_away
+    assert (tmp_path / "user/run").is_dir()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give folders to somebody else")
+@pytest.mark.parametrize("of_others", ["user", "user/run"])
+def test_a_folder_of_somebody_else_is_neither_used_nor_read(tmp_path: Path, of_others: str) -> None:
+    make_private(f"{tmp_path}/user/run")
+    assert is_private(f"{tmp_path}/user/run")
+    assert is_private(f"{tmp_path}/none/run")
+    os.chown(tmp_path / of_others, 54_321, 54_321)
+    with pytest.raises(ConfigError, match=rf"checkpoint.memory_dir.* {tmp_path}/{of_others} must .* belongs to user 54321"):
+        make_private(f"{tmp_path}/user/run")
+    assert not is_private(f"{tmp_path}/user/run")
