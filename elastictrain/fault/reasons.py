@@ -1,16 +1,23 @@
-"""What workers leave in files for the launcher: where they went on from, and why they ended. torchrun swallows exit codes."""
+"""Why workers end: what an exception means for the run, and what workers leave in files for the launcher.
+
+torchrun swallows exit codes.
+"""
 
 import json
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import encode_record, parse_record
+from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, TransportError
+
+T = TypeVar("T")
 
 TURN_S = 10.0
 """How long the first worker of a host is left the word."""
@@ -64,9 +71,16 @@ class Reason:
     """Whether it hung, and others waited for it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _JobNote:
+    """Of what a job remembers: the newest step that its workers on this host knew to be committed."""
+
+    step: int
+
+
 def leave_reason(folder: str, reason: Reason, *, only_if_none: bool = False) -> None:
     """Never raises: it is the last thing that a process does. `only_if_none`: what the rank has left itself is kept."""
-    _leave(Path(folder) / f"rank-{reason.rank:05d}.json", json.dumps(asdict(reason)), only_if_none=only_if_none)
+    _leave(Path(folder) / f"rank-{reason.rank:05d}.json", encode_record(reason).decode(), only_if_none=only_if_none)
 
 
 def leave_begun(folder: str, *, resumed_step: int) -> None:
@@ -76,34 +90,26 @@ def leave_begun(folder: str, *, resumed_step: int) -> None:
 
 def read_begun(folder: str) -> int | None:
     """The step whose state the generation took up; None if its first step was not through."""
-    try:
-        step = parse_json((Path(folder) / _BEGUN_NAME).read_text())
-    except (OSError, ValueError):
-        return None
-    return step if type(step) is int else None
+    return _read(Path(folder) / _BEGUN_NAME, int)
 
 
 def read_noted_step(folder: str) -> int:
     """The newest step that the job's workers on this host knew to be committed; 0 if none. `folder` is the launcher's own."""
-    try:
-        step = parse_json((Path(folder) / JOB_NAME).read_text())["step"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return 0
-    return step if type(step) is int else 0
+    note = _read(Path(folder) / JOB_NAME, _JobNote)
+    return note.step if note is not None else 0
 
 
 def read_reasons(folder: str) -> list[Reason]:
     """What the workers of one generation left, in order of rank; what cannot be read is left out."""
-    found = []
-    for path in sorted(Path(folder).glob("rank-*.json")):
-        try:
-            values = parse_json(path.read_text())
-            reason = Reason(**{field.name: values[field.name] for field in fields(Reason)})
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        if all(type(getattr(reason, field.name)) is field.type for field in fields(Reason)):
-            found.append(reason)
-    return found
+    found = (_read(path, Reason) for path in sorted(Path(folder).glob("rank-*.json")))
+    return [reason for reason in found if reason is not None]
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return parse_record(path.read_bytes(), kind)
+    except (OSError, ValueError):
+        return None
 
 
 def leave_text(path: Path, text: str) -> None:
@@ -127,3 +133,67 @@ def _leave(path: Path, text: str, *, only_if_none: bool) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+_TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
+_TRANSPORT_WORDS = (
+    "gloo",
+    "nccl",
+    "rccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "heartbeat monitor",
+    "application timeout caused pair closure",
+    "tcpstore",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ExitClassification:
+    """How a process ends because of an exception."""
+
+    exit_code: int
+    sentence: str
+    show_stack: bool
+    alone: bool = False
+    """Whether it is this rank's own trouble: the others do not find it too, and wait for this rank."""
+
+
+def classify_exit(
+    error: BaseException, *, where: str, in_collective: bool, last_heard: Mapping[str, str]
+) -> ExitClassification:
+    """Judge an exception that ends a worker. `last_heard` says for each other rank where it was, and how long ago."""
+    if isinstance(error, ElasticTrainError) and not isinstance(error, TransportError):
+        # What has a class of its own is found by all ranks alike, or ends a run for good; a data worker's death does not.
+        return ExitClassification(error.exit_code, str(error), show_stack=False, alone=type(error) is ElasticTrainError)
+    if isinstance(error, TransportError) or (in_collective and _is_transport(error)):
+        sentence = f"a collective failed in {where}: {_first_line(error)}{describe_heard(last_heard)}"
+        return ExitClassification(EXIT_TRANSPORT, sentence, show_stack=False, alone=True)
+    return ExitClassification(EXIT_BUG, f"{type(error).__name__} in {where}: {_first_line(error)}", show_stack=True, alone=True)
+
+
+def describe_heard(last_heard: Mapping[str, str]) -> str:
+    """The last words of the other ranks, as lines that continue a sentence; empty if there are none."""
+    lines = "".join(f"\n  {name}: {where}" for name, where in last_heard.items())
+    return f"\nlast heard of the other ranks:{lines}" if lines else ""
+
+
+def _is_transport(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        text = str(seen).lower()
+        if type(seen).__name__ in _TRANSPORT_CLASSES:
+            return True
+        if isinstance(seen, RuntimeError) and any(word in text for word in _TRANSPORT_WORDS):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

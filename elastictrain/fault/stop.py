@@ -1,8 +1,6 @@
 """Stop requests: a signal becomes a fact that the loop reads, and all ranks agree on."""
 
-import json
 import logging
-import math
 import os
 import signal
 import threading
@@ -10,8 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
-from elastictrain.bounded_json import parse_json
+import msgspec
+
+from elastictrain.bounded_json import encode_record, parse_record
 
 logger = logging.getLogger(__name__)
 
@@ -22,31 +23,14 @@ _MOST_BYTES = 1 << 16
 class StopNote:
     """Why to stop, and the unix second by which to be gone; None: nobody says."""
 
-    reason: str
-    deadline: float | None
-
-
-def parse_stop_note(data: bytes) -> StopNote:
-    """Raises: ValueError that says what the note must be and is not."""
-    try:
-        facts = parse_json(data)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it must be JSON, but is {data[:40]!r}") from error
-    reason = facts.get("reason") if isinstance(facts, dict) else None
-    if not isinstance(reason, str) or not reason:
-        raise ValueError("it must be an object with the text `reason`")
-    deadline = facts.get("deadline")
-    if deadline is None:
-        return StopNote(reason, None)
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not math.isfinite(deadline):
-        raise ValueError(f"`deadline` must be unix seconds or null, but is {deadline!r}")
-    return StopNote(reason, float(deadline))
+    reason: Annotated[str, msgspec.Meta(min_length=1)]
+    deadline: float | None = None
 
 
 def write_stop_note(path: str, note: StopNote) -> None:
     """Whoever reads it finds all of it, or what was there before. Raises: OSError."""
     temporary = f"{path}.{os.getpid()}"
-    Path(temporary).write_text(json.dumps({"reason": note.reason, "deadline": note.deadline}))
+    Path(temporary).write_bytes(encode_record(note))
     Path(temporary).replace(path)
 
 
@@ -56,10 +40,10 @@ def read_stop_note(path: str | None) -> StopNote | None:
         return None
     try:
         with Path(path).open("rb") as file:
-            return parse_stop_note(file.read(_MOST_BYTES))
+            return parse_record(file.read(_MOST_BYTES), StopNote)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, OverflowError) as error:
+    except (OSError, ValueError) as error:
         logger.warning("the reason to stop cannot be read from %s: %s", path, error)
         return None
 
@@ -84,7 +68,7 @@ class StopRequest:
 def after_signal(
     request: StopRequest | None, note: StopNote | None, *, name: str, now_s: float, now: float, notice_s: float | None
 ) -> StopRequest:
-    """The request once a signal has come. Pure. `now_s` and `now` are the same moment, monotonic and in unix seconds.
+    """The request once a signal has come. `now_s` and `now` are the same moment, monotonic and in unix seconds.
 
     The first reason stays, and its deadline can only be brought forward, by a note. A deadline that is past says nothing: it is
     left over from an earlier stop, or else it makes no difference any more.
@@ -97,14 +81,14 @@ def after_signal(
 
 
 def brought_forward(request: StopRequest, deadline_s: float | None) -> StopRequest:
-    """The request with the earlier of two deadlines. Pure."""
+    """The request with the earlier of two deadlines."""
     if deadline_s is None or (request.deadline_s is not None and request.deadline_s <= deadline_s):
         return request
     return replace(request, deadline_s=deadline_s)
 
 
 def is_news(request: StopRequest, *, before: StopRequest | None) -> bool:
-    """Whether a person has to be told of it. Pure. Who asks again tells a deadline anew, which differs in its last digits."""
+    """Whether a person has to be told of it. Who asks again tells a deadline anew, which differs in its last digits."""
     if before is None or before.reason != request.reason:
         return True
     return request.deadline_s is not None and (before.deadline_s is None or request.deadline_s < before.deadline_s - 1.0)

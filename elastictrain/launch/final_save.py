@@ -14,7 +14,7 @@ from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
-from elastictrain.fault.wait_notice import WaitNotice, describe_process
+from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.launch.membership.decisions import Wait
 
 _PEER = struct.Struct("3i")

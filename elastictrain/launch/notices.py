@@ -4,10 +4,8 @@ import time
 from collections.abc import Callable
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.fault.notices.detect import detect, source_of
-from elastictrain.fault.notices.limits import LimitSource, TimeLimits
-from elastictrain.fault.notices.notice import Notice, Source
-from elastictrain.fault.notices.poller import NoticePoller
+from elastictrain.fault.clouds import detect, source_of
+from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.records import NoticeGiven, Recorder
@@ -22,7 +20,7 @@ class CloudSource:
     name = "the cloud's metadata service"
 
     def __init__(self) -> None:
-        self._source: Source | None = None
+        self._source: NoticeSource | None = None
         self._looked = False
 
     def look(self) -> Notice | None:
@@ -45,8 +43,9 @@ def watch_notices(
         else:
             say(f"this host may be taken away soon ({notice.reason}); training goes on")
 
-    limits = TimeLimits(time.time(), config.launch.max_hours, place.deadline)
-    sources: list[Source] = [LimitSource(limits, lead_s=max(config.fault.notice_s, _LEAD_S))]
+    lead_s = max(config.fault.notice_s, _LEAD_S)
+    limit = LimitSource(started=time.time(), max_hours=config.launch.max_hours, job_end=place.deadline, lead_s=lead_s)
+    sources: list[NoticeSource] = [limit]
     if config.launch.notices:
         sources.append(CloudSource())
     poller = NoticePoller(sources, on_notice=on_notice)

@@ -8,7 +8,7 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.pending_saves import Saved
-from elastictrain.fault.wait_notice import WaitNotice, describe_process
+from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.train.leaving import LeaveDecision, SaveStatus, judge, least
 from elastictrain.train.saving import SavingParts, tell_failure
 

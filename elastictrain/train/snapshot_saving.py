@@ -12,7 +12,7 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
-from elastictrain.fault.wait_notice import WaitNotice, describe_process
+from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import LeaveDecision, Reached, copy_limit_s, describe_kept

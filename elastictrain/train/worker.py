@@ -19,9 +19,16 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder, leave
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, StopRequestedError
 from elastictrain.events import Failure, Journal, Stop
-from elastictrain.fault.exit_classification import ExitClassification, classify_exit, describe_heard
 from elastictrain.fault.exits import follow_parent, limit_the_end
-from elastictrain.fault.reasons import TURN_S, Reason, elect_reporter, leave_reason
+from elastictrain.fault.reasons import (
+    TURN_S,
+    ExitClassification,
+    Reason,
+    classify_exit,
+    describe_heard,
+    elect_reporter,
+    leave_reason,
+)
 from elastictrain.fault.stop import STOP_FILE_VARIABLE, StopListener
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker

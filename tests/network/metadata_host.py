@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from email.utils import formatdate
 from pathlib import Path
 
-from elastictrain.fault.notices import aws, azure, gcp
-from tests.unit.fault.notices.clouds import FakeAws, FakeAzure, FakeCloud, FakeGcp, serving
+from elastictrain.fault.clouds import AWS_ACTION, AZURE_EVENTS, AZURE_NAME, GCP_MAINTENANCE, GCP_PREEMPTED
+from tests.unit.fault.metadata_servers import FakeAws, FakeAzure, FakeCloud, FakeGcp, serving
 
 ADDRESS = ("169.254.169.254", 80)
 NAME = "west-3"
@@ -22,8 +22,8 @@ def quiet(cloud: str) -> FakeCloud:
     if cloud == "aws":
         return FakeAws()
     if cloud == "gcp":
-        return FakeGcp(items={gcp.PREEMPTED_PATH: b"FALSE", gcp.MAINTENANCE_PATH: b"NONE"})
-    return FakeAzure(items={azure.NAME_PATH: NAME.encode(), azure.EVENTS_PATH: b'{"DocumentIncarnation": 1, "Events": []}'})
+        return FakeGcp(items={GCP_PREEMPTED: b"FALSE", GCP_MAINTENANCE: b"NONE"})
+    return FakeAzure(items={AZURE_NAME: NAME.encode(), AZURE_EVENTS: b'{"DocumentIncarnation": 1, "Events": []}'})
 
 
 def notice(cloud: str, *, left_s: float) -> dict[str, bytes]:
@@ -31,11 +31,11 @@ def notice(cloud: str, *, left_s: float) -> dict[str, bytes]:
     when = time.time() + left_s
     if cloud == "aws":
         told = {"action": "terminate", "time": datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
-        return {aws.ACTION_PATH: json.dumps(told).encode()}
+        return {AWS_ACTION: json.dumps(told).encode()}
     if cloud == "gcp":
-        return {gcp.PREEMPTED_PATH: b"TRUE"}
+        return {GCP_PREEMPTED: b"TRUE"}
     event = {"EventType": "Preempt", "Resources": [NAME], "NotBefore": formatdate(when, usegmt=True)}
-    return {azure.EVENTS_PATH: json.dumps({"DocumentIncarnation": 2, "Events": [event]}).encode()}
+    return {AZURE_EVENTS: json.dumps({"DocumentIncarnation": 2, "Events": [event]}).encode()}
 
 
 def main() -> None:

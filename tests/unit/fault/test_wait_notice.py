@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.fault.wait_notice import AGAIN_S, FIRST_S, WaitNotice, describe_process
+from elastictrain.fault.exits import AGAIN_S, FIRST_S, WaitNotice, describe_process
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import queue
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +12,9 @@ import pytest
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
-from elastictrain.fault.notices.detect import Cloud
-from elastictrain.fault.notices.metadata import MetadataError
-from elastictrain.fault.notices.notice import Notice
-from elastictrain.fault.notices.poller import NoticePoller
+from elastictrain.fault.clouds import Cloud
+from elastictrain.fault.metadata import MetadataError
+from elastictrain.fault.notices import Notice, NoticePoller
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.notices import CloudSource, watch_notices
@@ -90,8 +90,9 @@ def watching(config: RunConfig, watched: Watched, place: ClusterPlace = PLACE) -
         yield poller
     finally:
         poller.close()
-        poller._thread.join(LIMIT_S)
-        assert not poller._thread.is_alive()
+        for thread in [thread for thread in threading.enumerate() if thread.name == "notices"]:
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
         log.close()
 
 

@@ -15,7 +15,7 @@ from elastictrain.checkpoint.saver.pending_saves import Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
-from elastictrain.fault.wait_notice import FIRST_S
+from elastictrain.fault.exits import FIRST_S
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.cadence import SaveReason
 from elastictrain.train.leaving import Reached

@@ -11,8 +11,7 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.events import Failure
-from elastictrain.fault.exit_classification import ExitClassification
-from elastictrain.fault.reasons import Reason, read_reasons
+from elastictrain.fault.reasons import ExitClassification, Reason, read_reasons
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.watchdog import LostPeer, Overdue

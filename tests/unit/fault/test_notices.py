@@ -6,14 +6,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from elastictrain.fault.notices import gcp
-from elastictrain.fault.notices.aws import ACTION_PATH, AwsSource
-from elastictrain.fault.notices.gcp import GcpSource
-from elastictrain.fault.notices.metadata import MetadataError, MetadataService
-from elastictrain.fault.notices.notice import Notice, Source, is_news
-from elastictrain.fault.notices.poller import NoticePoller
-from tests.unit.fault.notices.clouds import FakeAws, FakeGcp, serving
+from elastictrain.fault.clouds import AWS_ACTION, GCP_PREEMPTED, AwsSource, GcpSource
+from elastictrain.fault.metadata import MetadataError, MetadataService
+from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource, adds_to
+from tests.unit.fault.metadata_servers import FakeAws, FakeGcp, serving
 
 NOTICE = Notice("preempt", "taken", 100.0)
 
@@ -33,7 +32,7 @@ NOTICE = Notice("preempt", "taken", 100.0)
     ],
 )
 def test_news(notice: Notice, before: Notice | None, news: bool) -> None:
-    assert is_news(notice, before=before) is news
+    assert adds_to(notice, before) is news
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Script:
 
 
 @contextmanager
-def polling(*sources: Source) -> Iterator["queue.SimpleQueue[Notice]"]:
+def polling(*sources: NoticeSource) -> Iterator["queue.SimpleQueue[Notice]"]:
     heard: queue.SimpleQueue[Notice] = queue.SimpleQueue()
     poller = NoticePoller(sources, on_notice=heard.put, interval_s=0.001)
     poller.start()
@@ -64,8 +63,9 @@ def polling(*sources: Source) -> Iterator["queue.SimpleQueue[Notice]"]:
         yield heard
     finally:
         poller.close()
-        poller._thread.join(5.0)
-        assert not poller._thread.is_alive()
+        for thread in [thread for thread in threading.enumerate() if thread.name == "notices"]:
+            thread.join(5.0)
+            assert not thread.is_alive()
 
 
 def all_of(heard: "queue.SimpleQueue[Notice]") -> list[Notice]:
@@ -84,7 +84,7 @@ def test_what_is_new_is_passed_on_once_and_again_after_it_was_called_off() -> No
 
 
 def test_errors_are_survived_and_told_when_they_change(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "elastictrain.fault.notices.poller")
+    caplog.set_level(logging.INFO, "elastictrain.fault.notices")
     gone, odd = MetadataError("no answer"), KeyError("bug")
     script = Script([gone, gone, odd, odd, None, gone, NOTICE])
     with polling(script) as heard:
@@ -116,11 +116,42 @@ def test_a_notice_that_could_not_be_passed_on_is_passed_on_again() -> None:
 
 
 def test_a_source_that_fails_does_not_silence_the_others() -> None:
-    with serving(FakeAws(misbehave="error")) as aws, serving(FakeGcp(items={gcp.PREEMPTED_PATH: b"TRUE"})) as google:
+    with serving(FakeAws(misbehave="error")) as aws, serving(FakeGcp(items={GCP_PREEMPTED: b"TRUE"})) as google:
         sources = AwsSource(MetadataService(aws.url)), GcpSource(MetadataService(google.url))
         with polling(*sources) as heard:
             assert heard.get(timeout=5.0).reason == "Google Cloud takes this spot instance"
             # It gets better, and has something to say.
-            aws.items[ACTION_PATH] = b'{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+            aws.items[AWS_ACTION] = b'{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
             aws.misbehave = ""
             assert heard.get(timeout=5.0).reason == "AWS terminates this spot instance"
+
+
+@pytest.mark.parametrize(
+    ("max_hours", "job_end", "reason", "deadline"),
+    [
+        (0.0, None, None, None),
+        (2.0, None, "launch.max_hours = 2 is reached", 8200.0),
+        (0.0, 5000.0, "the time limit of the job is reached", 5000.0),
+        (2.0, 5000.0, "the time limit of the job is reached", 5000.0),
+        (1.0, 5000.0, "launch.max_hours = 1 is reached", 4600.0),
+    ],
+)
+def test_the_first_limit_counts(max_hours: float, job_end: float | None, reason: str | None, deadline: float | None) -> None:
+    notice = LimitSource(started=1000.0, max_hours=max_hours, job_end=job_end, lead_s=10.0, wall=lambda: 1e9).look()
+    assert (notice and notice.reason, notice and notice.deadline) == (reason, deadline)
+
+
+@given(st.floats(0, 1e6), st.floats(0, 100), st.none() | st.floats(0, 1e6), st.floats(0, 1e6), st.floats(0, 1e4))
+def test_a_notice_comes_its_lead_before_the_limit_and_stays(
+    started: float, max_hours: float, job_end: float | None, now: float, lead_s: float
+) -> None:
+    clock = [now]
+    source = LimitSource(started=started, max_hours=max_hours, job_end=job_end, lead_s=lead_s, wall=lambda: clock[0])
+    limits = [*([started + 3600 * max_hours] if max_hours else []), *([] if job_end is None else [job_end])]
+    notice = source.look()
+    assert (notice is not None) == any(now >= limit - lead_s for limit in limits)
+    if limits:
+        clock[0] = max(now, *limits, min(limits))
+        final = source.look()
+        assert final is not None
+        assert (final.kind, final.leave, final.deadline) == ("limit", True, min(limits))

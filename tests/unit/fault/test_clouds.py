@@ -3,18 +3,34 @@
 import json
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from elastictrain.fault.notices import aws, azure, gcp
-from elastictrain.fault.notices.aws import AwsSource
-from elastictrain.fault.notices.azure import AzureSource
-from elastictrain.fault.notices.gcp import GcpSource
-from elastictrain.fault.notices.metadata import MetadataError, MetadataService
-from elastictrain.fault.notices.notice import Notice, Source
-from tests.unit.fault.notices.clouds import FakeAws, FakeAzure, FakeCloud, FakeGcp, serving
+from elastictrain.fault.clouds import (
+    AWS_ACTION,
+    AWS_REBALANCE,
+    AWS_TOKEN_LIFE_S,
+    AZURE_EVENTS,
+    AZURE_NAME,
+    GCP_MAINTENANCE,
+    GCP_PREEMPTED,
+    AwsSource,
+    AzureSource,
+    Cloud,
+    GcpSource,
+    cloud_of,
+    detect,
+    parse_action,
+    parse_rebalance,
+    source_of,
+)
+from elastictrain.fault.metadata import MetadataError, MetadataService
+from elastictrain.fault.notices import Notice, NoticeSource
+from tests.unit.fault.metadata_servers import FakeAws, FakeAzure, FakeCloud, FakeGcp, serving
 
+NOWHERE = "http://127.0.0.1:9"
 NOW = 1_700_000_000.0
 NAME = "west-3"
 
@@ -35,7 +51,7 @@ def document(*events: Any) -> bytes:
     return json.dumps({"DocumentIncarnation": 1, "Events": events}).encode()
 
 
-def source_at(cloud: FakeCloud, *, timeout_s: float = 5.0) -> Source:
+def source_at(cloud: FakeCloud, *, timeout_s: float = 5.0) -> NoticeSource:
     service = MetadataService(cloud.url, timeout_s=timeout_s)
     if isinstance(cloud, FakeAws):
         return AwsSource(service)
@@ -46,8 +62,8 @@ def quiet_clouds() -> list[FakeCloud]:
     """One of each, with nothing to say."""
     return [
         FakeAws(),
-        FakeGcp(items={gcp.PREEMPTED_PATH: b"FALSE", gcp.MAINTENANCE_PATH: b"NONE"}),
-        FakeAzure(items={azure.NAME_PATH: NAME.encode(), azure.EVENTS_PATH: document()}),
+        FakeGcp(items={GCP_PREEMPTED: b"FALSE", GCP_MAINTENANCE: b"NONE"}),
+        FakeAzure(items={AZURE_NAME: NAME.encode(), AZURE_EVENTS: document()}),
     ]
 
 
@@ -117,9 +133,10 @@ def test_proxies_are_not_asked(quiet: FakeCloud, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_spot_action(body: bytes, notice: Notice | None) -> None:
-    assert aws.parse_action(body) == notice
-    with serving(FakeAws(items={aws.ACTION_PATH: body})) as cloud:
+    with serving(FakeAws(items={AWS_ACTION: body})) as cloud:
         if notice is None:
+            with pytest.raises(ValueError):
+                parse_action(body)
             with pytest.raises(MetadataError, match="instance-action answers 200"):
                 source_at(cloud).look()
         else:
@@ -127,16 +144,17 @@ def test_spot_action(body: bytes, notice: Notice | None) -> None:
 
 
 def test_rebalance_is_a_hint_and_an_action_comes_first() -> None:
-    with serving(FakeAws(items={aws.REBALANCE_PATH: b'{"noticeTime": "2020-10-27T08:22:00Z"}'})) as cloud:
+    with serving(FakeAws(items={AWS_REBALANCE: b'{"noticeTime": "2020-10-27T08:22:00Z"}'})) as cloud:
         source = source_at(cloud)
         notice = source.look()
         assert notice is not None
         assert (notice.kind, notice.leave, notice.deadline) == ("rebalance", False, None)
-        cloud.items[aws.ACTION_PATH] = b'{"action": "terminate", "time": "2020-10-27T08:24:00Z"}'
+        cloud.items[AWS_ACTION] = b'{"action": "terminate", "time": "2020-10-27T08:24:00Z"}'
         notice = source.look()
         assert notice is not None
         assert (notice.kind, notice.leave) == ("preempt", True)
-    assert aws.parse_rebalance(b'{"noticeTime": "soon"}') is None
+    with pytest.raises(ValueError):
+        parse_rebalance(b'{"noticeTime": "soon"}')
 
 
 def test_a_token_serves_until_it_is_old_or_forgotten() -> None:
@@ -144,10 +162,10 @@ def test_a_token_serves_until_it_is_old_or_forgotten() -> None:
     with serving(FakeAws()) as cloud:
         source = AwsSource(MetadataService(cloud.url), clock=lambda: now[0])
         source.look()
-        now[0] = 0.89 * aws.TOKEN_LIFE_S
+        now[0] = 0.89 * AWS_TOKEN_LIFE_S
         source.look()
         assert len(cloud.tokens) == 1
-        now[0] = 0.91 * aws.TOKEN_LIFE_S
+        now[0] = 0.91 * AWS_TOKEN_LIFE_S
         source.look()
         assert len(cloud.tokens) == 2
         cloud.tokens.clear()
@@ -192,24 +210,24 @@ def test_a_service_that_gives_no_token_is_told_of_with_what_may_help() -> None:
     ],
 )
 def test_google_cloud(preempted: bytes | None, maintenance: bytes, notice: Notice) -> None:
-    cloud = FakeGcp(items={gcp.MAINTENANCE_PATH: maintenance})
+    cloud = FakeGcp(items={GCP_MAINTENANCE: maintenance})
     if preempted is not None:
-        cloud.items[gcp.PREEMPTED_PATH] = preempted
+        cloud.items[GCP_PREEMPTED] = preempted
     with serving(cloud):
         assert source_at(cloud).look() == notice
 
 
 @pytest.mark.parametrize("body", [b"", b"yes", b"<html>", b"\xff"])
-@pytest.mark.parametrize("path", [gcp.PREEMPTED_PATH, gcp.MAINTENANCE_PATH])
+@pytest.mark.parametrize("path", [GCP_PREEMPTED, GCP_MAINTENANCE])
 def test_google_cloud_says_nothing_that_can_be_understood(path: str, body: bytes) -> None:
-    items = {gcp.PREEMPTED_PATH: b"FALSE", gcp.MAINTENANCE_PATH: b"NONE", path: body}
+    items = {GCP_PREEMPTED: b"FALSE", GCP_MAINTENANCE: b"NONE", path: body}
     with serving(FakeGcp(items=items)) as cloud, pytest.raises(MetadataError, match="answers 200"):
         source_at(cloud).look()
 
 
 def test_a_captive_portal_is_no_metadata_server() -> None:
     with (
-        serving(FakeGcp(flavor="", items={gcp.PREEMPTED_PATH: b"TRUE"})) as cloud,
+        serving(FakeGcp(flavor="", items={GCP_PREEMPTED: b"TRUE"})) as cloud,
         pytest.raises(MetadataError, match="is not the metadata server"),
     ):
         source_at(cloud).look()
@@ -245,22 +263,22 @@ def test_a_captive_portal_is_no_metadata_server() -> None:
     ],
 )
 def test_azure(events: list[Any], notice: Notice | None) -> None:
-    with serving(FakeAzure(items={azure.NAME_PATH: NAME.encode(), azure.EVENTS_PATH: document(*events)})) as cloud:
+    with serving(FakeAzure(items={AZURE_NAME: NAME.encode(), AZURE_EVENTS: document(*events)})) as cloud:
         source = source_at(cloud)
         assert source.look() == source.look() == notice
-        assert [path for _, path in cloud.asked].count(azure.NAME_PATH) == 1
+        assert [path for _, path in cloud.asked].count(AZURE_NAME) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"Events": {}}', b"\xff", b"[" * 100_000])
 def test_azure_says_nothing_that_can_be_understood(body: bytes) -> None:
-    items = {azure.NAME_PATH: NAME.encode(), azure.EVENTS_PATH: body}
+    items = {AZURE_NAME: NAME.encode(), AZURE_EVENTS: body}
     with serving(FakeAzure(items=items)) as cloud, pytest.raises(MetadataError, match="answers 200"):
         source_at(cloud).look()
 
 
 def test_a_machine_of_azure_without_a_name_is_an_error() -> None:
     with (
-        serving(FakeAzure(items={azure.NAME_PATH: b" ", azure.EVENTS_PATH: document()})) as cloud,
+        serving(FakeAzure(items={AZURE_NAME: b" ", AZURE_EVENTS: document()})) as cloud,
         pytest.raises(MetadataError, match="compute/name"),
     ):
         source_at(cloud).look()
@@ -268,7 +286,55 @@ def test_a_machine_of_azure_without_a_name_is_an_error() -> None:
 
 def test_an_answer_has_a_longest() -> None:
     with (
-        serving(FakeAzure(items={azure.NAME_PATH: b"x" * (1 << 20 | 1)})) as cloud,
+        serving(FakeAzure(items={AZURE_NAME: b"x" * (1 << 20 | 1)})) as cloud,
         pytest.raises(MetadataError, match="more than"),
     ):
         source_at(cloud).look()
+
+
+@pytest.mark.parametrize(
+    ("facts", "cloud"),
+    [
+        ({"sys_vendor": "Amazon EC2", "product_name": "p5.48xlarge"}, Cloud.AWS),
+        ({"sys_vendor": "Xen", "product_name": "HVM domU", "bios_version": "4.11.amazon"}, Cloud.AWS),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, Cloud.GCP),
+        (
+            {
+                "sys_vendor": "Microsoft Corporation",
+                "product_name": "Virtual Machine",
+                "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77",
+            },
+            Cloud.AZURE,
+        ),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine", "chassis_asset_tag": "1"}, None),
+        ({"sys_vendor": "Supermicro", "product_name": "SYS-821GE-TNHR"}, None),
+        ({}, None),
+    ],
+)
+def test_firmware_names_the_cloud(facts: dict[str, str], cloud: Cloud | None, tmp_path: Path) -> None:
+    assert cloud_of(facts) is cloud
+    folder = tmp_path / "sys/class/dmi/id"
+    folder.mkdir(parents=True)
+    for name, text in facts.items():
+        (folder / name).write_text(f"{text}\n")
+    assert detect(str(tmp_path), base_url=NOWHERE) is cloud
+
+
+@pytest.mark.parametrize(
+    ("server", "cloud"),
+    [
+        (FakeAws(), Cloud.AWS),
+        (FakeGcp(items={GCP_MAINTENANCE: b"NONE"}), Cloud.GCP),
+        (FakeAzure(items={AZURE_NAME: b"vm"}), Cloud.AZURE),
+        (FakeAzure(), None),
+        (FakeAws(misbehave="error"), None),
+        (FakeAws(misbehave="garbage"), None),
+    ],
+)
+def test_without_firmware_whoever_answers_is_asked(server: FakeCloud, cloud: Cloud | None, tmp_path: Path) -> None:
+    with serving(server):
+        assert detect(str(tmp_path), base_url=server.url, timeout_s=2.0) is cloud
+
+
+def test_each_cloud_has_a_source() -> None:
+    assert [type(source_of(cloud)) for cloud in Cloud] == [AwsSource, GcpSource, AzureSource]

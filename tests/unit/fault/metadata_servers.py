@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from elastictrain.fault.notices.aws import TOKEN_HEADER, TOKEN_LIFE_HEADER, TOKEN_PATH
+from elastictrain.fault.clouds import AWS_TOKEN, AWS_TOKEN_HEADER, AWS_TOKEN_LIFE_HEADER
 
 
 @dataclass
@@ -39,8 +39,8 @@ class FakeAws(FakeCloud):
     """Version 2 only: nothing without a token, and a token only for a PUT that comes from the instance itself."""
 
     def verdict(self, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
-        if path == TOKEN_PATH:
-            life = headers.get(TOKEN_LIFE_HEADER, "")
+        if path == AWS_TOKEN:
+            life = headers.get(AWS_TOKEN_LIFE_HEADER, "")
             if method != "PUT":
                 return 405, {}, b""
             if "X-Forwarded-For" in headers:
@@ -48,10 +48,10 @@ class FakeAws(FakeCloud):
             if not life.isdigit() or not 1 <= int(life) <= 21600:
                 return 400, {}, b""
             self.tokens.append(f"token-{len(self.asked)}==")
-            return 200, {TOKEN_LIFE_HEADER: life}, self.tokens[-1].encode()
+            return 200, {AWS_TOKEN_LIFE_HEADER: life}, self.tokens[-1].encode()
         if method != "GET":
             return 405, {}, b""
-        if headers.get(TOKEN_HEADER) not in self.tokens:
+        if headers.get(AWS_TOKEN_HEADER) not in self.tokens:
             return 401, {}, b"<html>401 - Unauthorized</html>"
         return self.item(path)
 

@@ -5,7 +5,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from elastictrain import errors
 from elastictrain.errors import ConfigError, Problem, TransportError
-from elastictrain.fault.exit_classification import ExitClassification, classify_exit, describe_heard
+from elastictrain.fault.reasons import ExitClassification, classify_exit, describe_heard
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 REDUCE = ProgressMark(Phase.REDUCE, 7, 0, 0.0, True)

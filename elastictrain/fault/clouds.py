@@ -1,0 +1,300 @@
+"""Notices of AWS, Google Cloud and Azure for this host, and which of them it is in.
+
+Sources: EC2 user guide, "Spot Instance interruption notices", "EC2 instance rebalance recommendations" and "Use the Instance
+Metadata Service" (version 2: a token first, then everything with it). Compute Engine documentation, "Spot VMs" (30 s between
+the notice and the end) and "Get live migration notices" (60 s at least; an instance with GPUs is ended, not moved, and told up
+to an hour before). Azure documentation, "Scheduled Events for Linux VMs" and "Azure Instance Metadata Service".
+"""
+
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from elastictrain.bounded_json import parse_record
+from elastictrain.fault.metadata import ADDRESS, Answer, MetadataError, MetadataService, unexpected
+from elastictrain.fault.notices import Notice, NoticeSource
+
+AWS_TOKEN = "/latest/api/token"  # noqa: S105  # where to get one
+AWS_ACTION = "/latest/meta-data/spot/instance-action"
+AWS_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+AWS_TOKEN_LIFE_S = 21600
+AWS_TOKEN_LIFE_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"  # noqa: S105
+AWS_TOKEN_HEADER = "X-aws-ec2-metadata-token"  # noqa: S105
+_AWS_REFRESHED_AT = 0.9
+_AWS_HOPS = "in a container the hop limit of the metadata service must be 2 or more"
+
+GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
+GCP_MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
+GCP_HEADERS = {"Metadata-Flavor": "Google"}
+_GCP_PREEMPT_S = 30.0
+_GCP_MAINTENANCE_S = 60.0
+
+AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+AZURE_HEADERS = {"Metadata": "true"}
+_AZURE_LEAVING = {
+    "Preempt": ("preempt", "Azure takes this spot machine"),
+    "Terminate": ("preempt", "Azure deletes this machine"),
+    "Reboot": ("maintenance", "Azure restarts this machine"),
+    "Redeploy": ("maintenance", "Azure moves this machine, whose memory is lost"),
+}
+_AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
+"""Of the chassis of every virtual machine of Azure; other hosts of Hyper-V have the same vendor."""
+
+PROBE_S = 1.0
+
+Parser = Callable[[bytes], Notice | None]
+"""What an item of a metadata service says. Raises: ValueError if that is nothing that can be understood."""
+
+
+class AwsSource:
+    """Asks an EC2 instance's metadata service, version 2 only: that one is always there, and the other often is not."""
+
+    name = "AWS"
+
+    def __init__(self, service: MetadataService, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service = service
+        self._clock = clock
+        self._token = ""
+        self._refresh_at_s = 0.0
+
+    def look(self) -> Notice | None:
+        return _first_notice(self._service, self._ask, {AWS_ACTION: parse_action, AWS_REBALANCE: parse_rebalance})
+
+    def _ask(self, path: str) -> Answer:
+        fresh = not self._token or self._clock() >= self._refresh_at_s
+        if fresh:
+            self._refresh()
+        answer = self._service.ask(path, headers={AWS_TOKEN_HEADER: self._token})
+        if answer.status == 401 and not fresh:
+            # It has forgotten our token: after a stop and start, for one.
+            self._refresh()
+            answer = self._service.ask(path, headers={AWS_TOKEN_HEADER: self._token})
+        return answer
+
+    def _refresh(self) -> None:
+        try:
+            answer = self._service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: str(AWS_TOKEN_LIFE_S)})
+        except MetadataError as error:
+            raise MetadataError(f"{error}; {_AWS_HOPS}") from error
+        token = answer.body.decode("ascii", errors="replace").strip()
+        if answer.status != 200 or not token.isprintable() or not token:
+            raise unexpected(self._service, AWS_TOKEN, answer)
+        self._token = token
+        self._refresh_at_s = self._clock() + _AWS_REFRESHED_AT * AWS_TOKEN_LIFE_S
+
+
+class GcpSource:
+    """Asks the metadata server of an instance of Google Cloud."""
+
+    name = "Google Cloud"
+
+    def __init__(self, service: MetadataService, *, wall: Callable[[], float] = time.time) -> None:
+        """`wall`: unix seconds."""
+        self._service = service
+        self._wall = wall
+
+    def look(self) -> Notice | None:
+        return _first_notice(
+            self._service, self._ask, {GCP_PREEMPTED: self._parse_preempted, GCP_MAINTENANCE: self._parse_maintenance}
+        )
+
+    def _ask(self, path: str) -> Answer:
+        answer = self._service.ask(path, headers=GCP_HEADERS)
+        if answer.headers.get("metadata-flavor") != "Google":
+            raise MetadataError(f"{self._service.url}{path}: whoever answers is not the metadata server of Google Cloud")
+        return answer
+
+    def _parse_preempted(self, body: bytes) -> Notice | None:
+        match body.strip().upper():
+            case b"TRUE":
+                return Notice("preempt", "Google Cloud takes this spot instance", self._wall() + _GCP_PREEMPT_S)
+            case b"FALSE":
+                return None
+            case other:
+                raise ValueError(other)
+
+    def _parse_maintenance(self, body: bytes) -> Notice | None:
+        deadline = self._wall() + _GCP_MAINTENANCE_S
+        match body.strip().upper():
+            case b"TERMINATE_ON_HOST_MAINTENANCE":
+                return Notice("maintenance", "Google Cloud ends this instance for maintenance", deadline)
+            case b"MIGRATE_ON_HOST_MAINTENANCE":
+                return Notice("pause", "Google Cloud moves this instance to another machine", deadline, leave=False)
+            case b"NONE":
+                return None
+            case other:
+                raise ValueError(other)
+
+
+class AzureSource:
+    """Asks a virtual machine's metadata service. The first question may take minutes: it switches the events on."""
+
+    name = "Azure"
+
+    def __init__(self, service: MetadataService) -> None:
+        self._service = service
+        self._machine = ""
+
+    def look(self) -> Notice | None:
+        if not self._machine:
+            answer = self._ask(AZURE_NAME)
+            self._machine = answer.body.decode(errors="replace").strip() if answer.status == 200 else ""
+            if not self._machine:
+                raise unexpected(self._service, AZURE_NAME, answer)
+        items: dict[str, Parser] = {AZURE_EVENTS: lambda body: parse_events(body, machine=self._machine)}
+        return _first_notice(self._service, self._ask, items, may_lack=False)
+
+    def _ask(self, path: str) -> Answer:
+        return self._service.ask(path, headers=AZURE_HEADERS)
+
+
+def _first_notice(
+    service: MetadataService, ask: Callable[[str], Answer], items: dict[str, Parser], *, may_lack: bool = True
+) -> Notice | None:
+    """Of the items at these paths. `may_lack`: an instance that is not of a kind that can be taken lacks some."""
+    for path, parse in items.items():
+        answer = ask(path)
+        if answer.status == 404 and may_lack:
+            continue
+        if answer.status != 200:
+            raise unexpected(service, path, answer)
+        try:
+            notice = parse(answer.body)
+        except ValueError as error:
+            raise unexpected(service, path, answer) from error
+        if notice is not None:
+            return notice
+    return None
+
+
+class _Action(msgspec.Struct):
+    action: Annotated[str, msgspec.Meta(min_length=1)]
+    time: Any = None
+
+
+class _Rebalance(msgspec.Struct, rename="camel"):
+    notice_time: str
+
+
+class _Events(msgspec.Struct, rename="pascal"):
+    events: list[Any]
+
+
+def parse_action(body: bytes) -> Notice:
+    """A notice whose time cannot be read is a notice all the same."""
+    found = parse_record(body, _Action)
+    # Hibernation begins at once: what runs is frozen, and may go on much later.
+    verbs = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
+    verb = verbs.get(found.action, f"announces {found.action!r} for")
+    try:
+        deadline = _unix_time(str(found.time))
+    except (ValueError, OverflowError):
+        deadline = None
+    return Notice("preempt", f"AWS {verb} this spot instance", deadline)
+
+
+def parse_rebalance(body: bytes) -> Notice:
+    """Its time must be one, but says nothing of the end."""
+    _unix_time(parse_record(body, _Rebalance).notice_time)
+    return Notice("rebalance", "AWS is likely to take this spot instance soon", None, leave=False)
+
+
+def _unix_time(text: str) -> float:
+    """Of a time such as 2017-09-18T08:22:00Z; UTC if it does not say."""
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def parse_events(body: bytes, *, machine: str) -> Notice | None:
+    """What a document of scheduled events says of `machine`: the first that ends it, or else one that only pauses it.
+
+    Events of other machines of the same set are in the document, too.
+    """
+    found = []
+    for event in parse_record(body, _Events).events:
+        resources = event.get("Resources") if isinstance(event, dict) else None
+        if not isinstance(resources, list) or machine.lower() not in [str(name).lower() for name in resources]:
+            continue
+        kind = str(event.get("EventType"))
+        if kind == "Freeze":
+            found.append(Notice("pause", "Azure stops this machine for some seconds", _not_before(event), leave=False))
+        elif kind in _AZURE_LEAVING:
+            found.append(Notice(*_AZURE_LEAVING[kind], _not_before(event)))
+    # One that has begun has no time any more: it comes before all that have.
+    return min(found, key=lambda notice: (not notice.leave, notice.deadline or 0.0), default=None)
+
+
+def _not_before(event: dict[str, object]) -> float | None:
+    """It is empty once the event has begun."""
+    try:
+        return parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+
+
+class Cloud(StrEnum):
+    """One whose notices are understood."""
+
+    AWS = "aws"
+    GCP = "gcp"
+    AZURE = "azure"
+
+
+def cloud_of(facts: dict[str, str]) -> Cloud | None:
+    """What the files of /sys/class/dmi/id say, by name; None if they name no cloud."""
+    vendor = facts.get("sys_vendor", "")
+    if vendor == "Amazon EC2" or "amazon" in facts.get("bios_version", "").lower():
+        return Cloud.AWS
+    if vendor == "Google" or facts.get("product_name") == "Google Compute Engine":
+        return Cloud.GCP
+    if vendor == "Microsoft Corporation" and facts.get("chassis_asset_tag") == _AZURE_TAG:
+        return Cloud.AZURE
+    return None
+
+
+def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> Cloud | None:
+    """The cloud of this host, within a few `timeout_s`; None if it is in none that gives notices.
+
+    Its firmware says it, or else whoever answers at the metadata address.
+    """
+    facts = {}
+    for name in ("sys_vendor", "product_name", "bios_version", "chassis_asset_tag"):
+        with suppress(OSError):
+            facts[name] = Path(root, "sys/class/dmi/id", name).read_text(errors="replace").strip()
+    return cloud_of(facts) or _probe(base_url, timeout_s)
+
+
+def source_of(cloud: Cloud, *, base_url: str = ADDRESS) -> NoticeSource:
+    """Whom to ask there."""
+    sources = {Cloud.AWS: AwsSource, Cloud.GCP: GcpSource, Cloud.AZURE: AzureSource}
+    return sources[cloud](MetadataService(base_url))
+
+
+def _probe(base_url: str, timeout_s: float) -> Cloud | None:
+    parts = urlsplit(base_url)
+    try:
+        # Outside of clouds nobody is there, and one time-out is enough to know it.
+        socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s).close()
+    except OSError:
+        return None
+    service = MetadataService(base_url, timeout_s=timeout_s)
+    with suppress(MetadataError):
+        if service.ask(GCP_MAINTENANCE, headers=GCP_HEADERS).headers.get("metadata-flavor") == "Google":
+            return Cloud.GCP
+    with suppress(MetadataError):
+        if service.ask(AZURE_NAME, headers=AZURE_HEADERS).status == 200:
+            return Cloud.AZURE
+    with suppress(MetadataError):
+        if service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: "60"}).status == 200:
+            return Cloud.AWS
+    return None

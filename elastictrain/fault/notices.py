@@ -1,0 +1,133 @@
+"""Notices: what a cloud or a clock has to say to this host, asked for by a thread every few seconds, whatever happens."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from elastictrain.fault.metadata import MetadataError
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 2.0
+"""The shortest notices are 30 s long. AWS recommends 5 s, Azure 1 s; all of them refuse who asks many times a second."""
+
+_SAME_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something will happen to this host."""
+
+    kind: str
+    """`preempt`, `maintenance`, `pause`, `rebalance` or `limit`."""
+
+    reason: str
+    """Goes on from "asked to stop": who takes the host, and how."""
+
+    deadline: float | None
+    """Unix seconds at which the host may be gone; None: nobody says."""
+
+    leave: bool = True
+    """Whether to stop here. Else it is a hint: what is saved soon will not be missed later."""
+
+
+class NoticeSource(Protocol):
+    """Somebody who can be asked for notices."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    def look(self) -> Notice | None:
+        """What there is to say now, if anything; ends within seconds. Raises: MetadataError."""
+
+
+def adds_to(notice: Notice, before: Notice | None) -> bool:
+    """Whether a notice says something that the one before it did not.
+
+    A deadline that moves back is nothing new: a source without a time of its own counts from each time that it is asked.
+    """
+    if before is None or (notice.kind, notice.reason, notice.leave) != (before.kind, before.reason, before.leave):
+        return True
+    return notice.deadline is not None and (before.deadline is None or notice.deadline < before.deadline - _SAME_S)
+
+
+class LimitSource:
+    """Gives a notice `lead_s` before the first limit on how long the run may take. `wall` is unix seconds, like all times."""
+
+    name = "the time limit"
+
+    def __init__(
+        self,
+        *,
+        started: float,
+        max_hours: float = 0.0,
+        job_end: float | None = None,
+        lead_s: float,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`max_hours` after `started`, 0 for no such limit; `job_end`: when the scheduler ends the job, if it told."""
+        limits = []
+        if max_hours > 0:
+            limits.append((started + 3600 * max_hours, f"launch.max_hours = {max_hours:g} is reached"))
+        if job_end is not None:
+            limits.append((job_end, "the time limit of the job is reached"))
+        self._deadline, self._reason = min(limits, default=(float("inf"), ""))
+        self._lead_s = lead_s
+        self._wall = wall
+
+    def look(self) -> Notice | None:
+        return Notice("limit", self._reason, self._deadline) if self._wall() >= self._deadline - self._lead_s else None
+
+
+class NoticePoller:
+    """Asks each source in turn, and passes on what is new."""
+
+    def __init__(
+        self, sources: Sequence[NoticeSource], *, on_notice: Callable[[Notice], None], interval_s: float = POLL_S
+    ) -> None:
+        """`on_notice` is called from the poller's thread."""
+        self._sources = sources
+        self._on_notice = on_notice
+        self._interval_s = interval_s
+        self._last: dict[int, Notice] = {}
+        self._errors: dict[int, str] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask no more; a question that is under way may last seconds, and is not waited for."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        while True:
+            for index, source in enumerate(self._sources):
+                self._turn(index, source)
+            if self._closed.wait(self._interval_s):
+                return
+
+    def _turn(self, index: int, source: NoticeSource) -> None:
+        try:
+            notice = source.look()
+            if notice is None:
+                # Called off, or over: the next one is news again, also if it reads the same.
+                self._last.pop(index, None)
+            elif adds_to(notice, self._last.get(index)) and not self._closed.is_set():
+                # Only what was passed on counts as known: an error on the way is no reason never to say it again.
+                self._on_notice(notice)
+                self._last[index] = notice
+        except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be the one that matters
+            text = str(error) if isinstance(error, MetadataError) else f"{type(error).__name__}: {error}"
+            if self._errors.get(index) != text:
+                self._errors[index] = text
+                logger.warning("whether %s has a notice for this host is not known: %s", source.name, text)
+            return
+        if self._errors.pop(index, ""):
+            logger.info("%s answers again", source.name)
