@@ -1,8 +1,8 @@
 """How processes end: what the kernel tells of those that do, workers whose agent is gone, and a limit on this one's own end.
 
 A worker that was killed may take seconds to give back its device and its memory. Nothing of its program runs any more, and its
-exit code is known; who waits for it only learns both when all that is over. A long wait tells a person what it is for, so that nobody takes it for a
-hang.
+exit code is known; who waits for it only learns both when all that is over. A long wait tells a person what it is for, so that
+nobody takes it for a hang.
 """
 
 import ctypes
