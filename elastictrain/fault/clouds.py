@@ -276,8 +276,14 @@ def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE
 
 def source_of(cloud: Cloud, *, base_url: str = ADDRESS) -> NoticeSource:
     """Whom to ask there."""
-    sources = {Cloud.AWS: AwsSource, Cloud.GCP: GcpSource, Cloud.AZURE: AzureSource}
-    return sources[cloud](MetadataService(base_url))
+    service = MetadataService(base_url)
+    match cloud:
+        case Cloud.AWS:
+            return AwsSource(service)
+        case Cloud.GCP:
+            return GcpSource(service)
+        case Cloud.AZURE:
+            return AzureSource(service)
 
 
 def _probe(base_url: str, timeout_s: float) -> Cloud | None:
