@@ -39,7 +39,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.layout import Item, split_item
 from elastictrain.checkpoint.manifest import Manifest, digest_of
@@ -47,7 +46,7 @@ from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manif
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
 from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own, own_items
-from elastictrain.checkpoint.writer import WrittenItem
+from elastictrain.checkpoint.writer import WrittenItem, build_manifest
 from elastictrain.config.load import load
 from recipes.llama.config import LlamaConfig
 from recipes.llama.huggingface import parameter_shapes

@@ -4,33 +4,34 @@ import json
 import logging
 import platform
 import time
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 
 from elastictrain.checkpoint.candidate_search import CandidateSearch, RestoreCandidate, candidate_from_bytes
-from elastictrain.checkpoint.dcp_writer import ManifestWriter, WriterOptions
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
-from elastictrain.checkpoint.exchange import describe, from_first, revive
+from elastictrain.checkpoint.exchange import describe, from_first, gather_bytes, gather_json, revive
 from elastictrain.checkpoint.fence import Fence
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
-from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.manifest_format import check_manifest, parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
+from elastictrain.checkpoint.memory.layout import RankLayout, digests_of
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.prune import Pruner
 from elastictrain.checkpoint.restore import CheckpointLoader, LoadAccepted, LoadFailed, rank_results
+from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.select_checkpoint import LineageStanding, Reject
 from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.snapshot.boxes import local_part, own_items
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
+from elastictrain.checkpoint.tensor_bytes import reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
+from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
 from elastictrain.config.checkpoint import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
@@ -41,17 +42,12 @@ from elastictrain.version import __version__
 logger = logging.getLogger(__name__)
 
 
-def save_error(failures: Mapping[int, BaseException], *, url: str) -> ElasticTrainError:
+def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> ElasticTrainError:
     """A StorageError of the first rank's kind if only the store failed; else a CheckpointError."""
-    lines = []
-    for rank in sorted(failures):
-        message = str(describe(failures[rank])["message"])
-        lines.append(message if len(failures) == 1 else f"rank {rank}: {message}")
-    message = f"{url} could not be saved: " + "; ".join(dict.fromkeys(lines))
-    first = failures[min(failures)]
+    lines = [str(failures[rank]) if len(failures) == 1 else f"rank {rank}: {failures[rank]}" for rank in sorted(failures)]
     only_store = all(isinstance(error, StorageError) for error in failures.values())
-    kind = describe(first)["type"] if only_store else CheckpointError.__name__
-    return revive({"type": kind, "message": message})
+    kind = type(failures[min(failures)]) if only_store else CheckpointError
+    return kind(f"{url} could not be saved: " + "; ".join(dict.fromkeys(lines)))
 
 
 _NOTHING = JobMemory()
@@ -125,41 +121,62 @@ class Checkpointer:
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
         """Writes and commits a checkpoint; synchronous. Collective: yes.
 
-        `tensors` may be shards (DTensor), the same on all ranks (written once), or of one rank only (a name of its own).
+        `tensors`, the same names on all ranks, may be shards (DTensor), or whole and the same on all ranks (written once).
         `state` is taken from rank 0. A failure leaves earlier checkpoints as they are, and is raised on all ranks alike.
 
         Raises: StorageError, CheckpointError; the save may be tried again. LeaseLostError; it may not. What a broken group
         raises is passed on.
         """
-        begin = time.monotonic()
+        began = time.monotonic()
         folder = from_first(lambda: self._prepare(step), group=self._group).decode()
         if self._saved is not None and not folder:
             return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
-        prepared = time.monotonic()
-        facts = Manifest(
-            step=step,
-            world_size=self._world_size,
-            incarnation=self._incarnation,
-            created=self._clock(),
-            config_digest=self._config_digest,
-            versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            state=state,
-        )
-        options = WriterOptions(self._rank, int(self._options.shard_mb * 2**20), self._signing)
-        writer = ManifestWriter(self._store, folder=folder, facts=facts, options=options, fence=self._fence)
+        marks = {"prepare": time.monotonic()}
+        part, failure = b"", None
         try:
-            self._write(writer, tensors)
-        except CheckpointException as exception:
+            layout = RankLayout(
+                own_items(tensors, rank=self._rank, world_size=self._world_size), int(self._options.shard_mb * 2**20)
+            )
+            marks["plan"] = time.monotonic()
+            written = write_files(
+                self._store,
+                layout.files(incarnation=self._incarnation, rank=self._rank),
+                prefix=f"{ROOT}/{folder}",
+                source=lambda item: reader_of(local_part(tensors[item.name]), item),
+                sha256=self._signing is not None,
+            )
+            part = encode_parts([RankPart(self._rank, layout, digests_of(written))])
+        except BaseException as error:  # noqa: BLE001  # the other ranks wait for this one's result
+            failure = error
+        failures = {
+            rank: revive(one)
+            for rank, one in enumerate(gather_json(None if failure is None else describe(failure), group=self._group))
+            if isinstance(one, dict)
+        }
+        if failures:
             # All wait for rank 0: who went on would look hung to the others while it deletes.
-            from_first(lambda: self._discard(folder, writer), group=self._group)
-            raise self._error_of(exception, folder) from None
-        phases = {"prepare": prepared - begin, **writer.seconds}
+            from_first(lambda: self._discard(folder), group=self._group)
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure
+            raise self._save_error(failures, folder)
+        parts = gather_bytes(part, group=self._group, to_first=True)
+        marks["write"] = time.monotonic()
 
         def conclude() -> bytes:
-            manifest = writer.manifest
-            assert manifest is not None  # noqa: S101
+            facts = Manifest(
+                step=step,
+                world_size=self._world_size,
+                incarnation=self._incarnation,
+                created=self._clock(),
+                config_digest=self._config_digest,
+                versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+                state=state,
+            )
+            manifest = self._commit(folder, facts, parts)
+            marks["commit"] = time.monotonic()
+            seconds = {name: end - start for (name, end), start in zip(marks.items(), [began, *marks.values()], strict=False)}
             size_bytes = manifest.size_bytes
-            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=phases))
+            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
             pruned = self._pruner.tidy(
                 folder,
                 manifest=manifest,
@@ -170,11 +187,32 @@ class Checkpointer:
             )
             if pruned:
                 self._record(CheckpointsPruned(checkpoints=pruned))
-            return json.dumps([size_bytes, phases]).encode()
+            return json.dumps([size_bytes, seconds]).encode()
 
         size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
         self._saved = SaveResult(step, folder, size_bytes, seconds)
         return self._saved
+
+    def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes]) -> Manifest:
+        """On rank 0. Raises: LeaseLostError, CheckpointError, StorageError."""
+        committing = False
+        try:
+            all_parts = [part for data in parts for part in decode_parts(data, where=folder)]
+            manifest = build_manifest((one for part in all_parts for one in part.written(facts.incarnation)), facts=facts)
+            check_manifest(manifest)
+            check_files(self._store, manifest, folder=folder)
+            self._fence.check(self._incarnation, step=facts.step)
+            committing = True
+            commit(self._store, manifest, folder=folder, signing=self._signing)
+        except LeaseLostError:
+            self._discard(folder)
+            raise
+        except Exception as error:
+            # Once the commit has begun, the manifest may be there.
+            if not committing:
+                self._discard(folder)
+            raise self._save_error({0: revive(describe(error))}, folder) from error
+        return manifest
 
     def restore(
         self,
@@ -351,26 +389,10 @@ class Checkpointer:
                 return b""
         return clear_target(self._store, listing, step=step, at_work=self._incarnation).encode()
 
-    def _write(self, writer: ManifestWriter, tensors: Mapping[str, Tensor]) -> None:
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            dcp.save(
-                dict(tensors), storage_writer=writer, planner=planner, process_group=self._group, no_dist=self._group is None
-            )
-
-    def _error_of(self, exception: CheckpointException, folder: str) -> BaseException:
-        failures = {rank: wrapped[0] for rank, wrapped in exception.failures.items()}
-        if lost := [error for error in failures.values() if isinstance(error, LeaseLostError)]:
-            return LeaseLostError(str(lost[0]))
-        own = failures.get(self._rank)
-        if own is not None and not isinstance(own, Exception):
-            return own
+    def _save_error(self, failures: Mapping[int, ElasticTrainError], folder: str) -> ElasticTrainError:
         return save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
 
-    def _discard(self, folder: str, writer: ManifestWriter) -> bytes:
+    def _discard(self, folder: str) -> bytes:
         """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
-        if writer.committing:
-            return b""
         discard_files(self._store, folder, incarnation=self._incarnation)
         return b""

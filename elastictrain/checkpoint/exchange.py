@@ -26,17 +26,28 @@ def broadcast_bytes(data: bytes, *, group: dist.ProcessGroup | None) -> bytes:
 
 def gather_json(value: JsonValue, *, group: dist.ProcessGroup | None) -> list[JsonValue]:
     """The values of all ranks, in rank order, on all ranks. Collective: yes."""
+    return [json.loads(data) for data in gather_bytes(json.dumps(value).encode(), group=group)]
+
+
+def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None, to_first: bool = False) -> list[bytes]:
+    """What all ranks passed (one byte at least), in rank order: on all ranks or, with `to_first`, on rank 0 alone.
+
+    Collective: yes.
+    """
     if group is None:
-        return [value]
-    data = json.dumps(value).encode()
+        return [data]
     world_size = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     dist.all_gather(sizes, torch.tensor([len(data)], dtype=torch.int64), group=group)
     longest = max(int(size) for size in sizes)
     padded = _tensor_of(data + bytes(longest - len(data)))
-    contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(contents, padded, group=group)
-    return [json.loads(content.numpy().tobytes()[: int(size)]) for content, size in zip(contents, sizes, strict=True)]
+    receives = not to_first or dist.get_rank(group) == 0
+    contents = [torch.empty(longest, dtype=torch.uint8) for _ in range(world_size)] if receives else []
+    if to_first:
+        dist.gather(padded, contents or None, group=group, group_dst=0)
+    else:
+        dist.all_gather(contents, padded, group=group)
+    return [content.numpy().tobytes()[: int(size)] for content, size in zip(contents, sizes, strict=False)]
 
 
 def from_first(act: Callable[[], bytes], *, group: dist.ProcessGroup | None) -> bytes:

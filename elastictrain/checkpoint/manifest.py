@@ -71,7 +71,7 @@ class Manifest:
 
     files: tuple[FileRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
-    """Files and tensors are empty until all ranks have told theirs; `commit.build_manifest` puts them in."""
+    """Files and tensors are empty until all ranks have told theirs; `writer.build_manifest` puts them in."""
 
     signature: str = ""
     """Empty if it is not signed."""

@@ -10,7 +10,6 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from elastictrain.bounded_json import as_record
-from elastictrain.checkpoint.commit import build_manifest
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
@@ -20,7 +19,7 @@ from elastictrain.checkpoint.memory.records import compute_digests, load_digests
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.memory.source import SnapshotFile, SnapshotSource, files_in_slot
 from elastictrain.checkpoint.verified_read import READ_THREADS
-from elastictrain.checkpoint.writer import WrittenItem
+from elastictrain.checkpoint.writer import WrittenItem, build_manifest
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 
 logger = logging.getLogger(__name__)

@@ -1,13 +1,28 @@
-"""Writes laid-out shard files through a store, digesting what it writes. Free of torch: bytes come from a `ByteSource`."""
+"""Writes laid-out shard files through a store, and makes the files of all ranks a checkpoint by creating its manifest.
 
-from collections.abc import Callable, Sequence
+Free of torch: bytes come from a `ByteSource`. Synchronous saves and the saver both write here.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
+from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
 from elastictrain.checkpoint.layout import Item, ShardFile
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of, sha256_of
+from elastictrain.checkpoint.manifest import (
+    MANIFEST_NAME,
+    ChunkRecord,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    digest_of,
+    sha256_of,
+)
+from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store
 
 FILES_AT_ONCE = 4
@@ -37,11 +52,7 @@ def write_files(
 
     Raises: the first StorageError of any of them, after all have ended.
     """
-    if len(files) <= 1:
-        return tuple(
-            written for file in files for written in write_file(store, file, prefix=prefix, source=source, sha256=sha256)
-        )
-    with ThreadPoolExecutor(min(FILES_AT_ONCE, len(files)), thread_name_prefix="save") as pool:
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="save") as pool:
         futures = [pool.submit(write_file, store, file, prefix=prefix, source=source, sha256=sha256) for file in files]
         return tuple(written for future in futures for written in future.result())
 
@@ -71,3 +82,67 @@ def write_file(
     strong = sha256_of(file.header) if sha256 else ""
     record = FileRecord(file.name, file.size_bytes, whole.hexdigest(), len(file.header), digest_of(file.header), strong)
     return tuple(WrittenItem(placed.item, record, of_item) for placed, of_item in zip(file.items, chunks, strict=True))
+
+
+def build_manifest(written: Iterable[WrittenItem], *, facts: Manifest) -> Manifest:
+    """Adds what all ranks wrote to `facts`, a manifest that has no files and tensors yet.
+
+    Raises: CheckpointError if ranks disagree on a tensor's shape or element type.
+    """
+    files: dict[str, FileRecord] = {}
+    first: dict[str, Item] = {}
+    chunks: dict[str, list[ChunkRecord]] = {}
+    for one in written:
+        files[one.file.name] = one.file
+        item = one.item
+        known = first.setdefault(item.name, item)
+        if (known.dtype, known.shape) != (item.dtype, item.shape):
+            raise CheckpointError(
+                f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
+            )
+        chunks.setdefault(item.name, []).extend(one.chunks)
+    return replace(
+        facts,
+        files=tuple(files[name] for name in sorted(files)),
+        tensors={name: TensorRecord(first[name].dtype, first[name].shape, tuple(chunks[name])) for name in sorted(first)},
+    )
+
+
+def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
+    """Looks for every file, with its size, before the commit.
+
+    Raises: CheckpointError if one is not there: another incarnation took the folder. StorageError.
+    """
+    listed = read_listing(store.list(f"{ROOT}/{folder}")).folder(folder)
+    present = listed.files if listed is not None else {}
+    for file in manifest.files:
+        if present.get(file.name) != file.size_bytes:
+            raise CheckpointError(
+                f"{store.url}/{key_of(folder, file.name)} must have {file.size_bytes} bytes before the commit, but has "
+                f"{present.get(file.name, 'been removed')}; is another run using this folder?"
+            )
+
+
+def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey | None = None) -> None:
+    """Creates the manifest, signed if there is a key. After an error it may be there or not.
+
+    Raises: CheckpointError, StorageError.
+    """
+    raw = encode_manifest(manifest, key=signing)
+    key = key_of(folder, MANIFEST_NAME)
+    try:
+        store.create(key, raw)
+    except (ObjectExistsError, TransientStorageError):
+        # The answer to a create that succeeded can be lost; its repetition then finds the object there. Only its bytes tell
+        # whether it is ours.
+        if not _holds(store, key, raw):
+            raise
+    if store.read(key, end=len(raw) + 1) != raw:
+        raise CheckpointError(f"{store.url}/{key} does not read back as it was written")
+
+
+def _holds(store: Store, key: str, raw: bytes) -> bool:
+    try:
+        return store.read(key, end=len(raw) + 1) == raw
+    except StorageError:
+        return False

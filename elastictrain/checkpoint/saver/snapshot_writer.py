@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastictrain.checkpoint.commit import build_manifest, check_files, commit
 from elastictrain.checkpoint.fence import Fence, RunFolder
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.layout import Item
@@ -20,7 +19,7 @@ from elastictrain.checkpoint.saver.messages import RunFacts
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, RefusedSave, SaveJob, cause_of
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
-from elastictrain.checkpoint.writer import ByteReader, WrittenItem, write_file
+from elastictrain.checkpoint.writer import ByteReader, WrittenItem, build_manifest, check_files, commit, write_file
 from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,

@@ -53,10 +53,10 @@ class Box:
     replica: int
 
 
-def own_items(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> tuple[Item, ...]:
+def own_items(tensors: Mapping[str, object], *, rank: int, world_size: int) -> tuple[Item, ...]:
     """The boxes that this rank writes. Plain tensors must be the same on all ranks. Collective: no.
 
-    Raises: CheckpointError for a tensor whose value is spread as partial sums.
+    Raises: CheckpointError for what is not a tensor, and for a tensor whose value is spread as partial sums.
     """
     boxes = [box_of(name, tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()]
     held = [box for box in boxes if math.prod(box.item.sizes) or _is_first_of_empty(box)]
@@ -64,8 +64,10 @@ def own_items(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> t
     return tuple(box.item for box, own in zip(held, choose_own(copies), strict=True) if own)
 
 
-def box_of(name: str, tensor: Tensor, *, rank: int, world_size: int) -> Box:
+def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
     """Where this rank's part of a tensor lies in the whole."""
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{name!r} is not a tensor; only tensors are written, other state goes to the manifest")
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Box(Item(name, dtype_name(tensor.dtype), shape, (0,) * len(shape), shape), world_size, rank)

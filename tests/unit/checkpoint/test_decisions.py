@@ -128,7 +128,7 @@ def test_error_of_a_save() -> None:
     full = save_error({2: StorageFullError("disk full"), 5: TransientStorageError("late")}, url="u")
     assert type(full) is StorageFullError
     assert str(full) == "u could not be saved: rank 2: disk full; rank 5: late"
-    mixed = save_error({0: StorageFullError("disk full"), 1: ValueError("oops")}, url="u")
+    mixed = save_error({0: StorageFullError("disk full"), 1: revive(describe(ValueError("oops")))}, url="u")
     assert type(mixed) is CheckpointError
     assert "rank 1: ValueError: oops" in str(mixed)
 

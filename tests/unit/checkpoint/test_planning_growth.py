@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from elastictrain.checkpoint import commit
-from elastictrain.checkpoint.commit import build_manifest
+from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.manifest import Manifest, TensorRecord, digest_of
+from elastictrain.checkpoint.manifest import ChunkRecord, Manifest, TensorRecord, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own
+from elastictrain.checkpoint.writer import build_manifest
 
 INCARNATION = "i00001-aa"
 TENSORS = {f"layers.{number}.weight": (4096, 8) for number in range(6)}
@@ -68,11 +68,11 @@ def test_copies_of_the_same_shards_add_nothing() -> None:
 def test_a_leader_copies_each_chunk_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
 
-    def counting(dtype: str, shape: tuple[int, ...], chunks: tuple[commit.ChunkRecord, ...]) -> TensorRecord:
+    def counting(dtype: str, shape: tuple[int, ...], chunks: tuple[ChunkRecord, ...]) -> TensorRecord:
         copied.append(len(chunks))
         return TensorRecord(dtype, shape, chunks)
 
     told = say(shards=64, world_size=64)
-    monkeypatch.setattr(commit, "TensorRecord", counting)
+    monkeypatch.setattr(writer, "TensorRecord", counting)
     put_together(told, world_size=64)
     assert sum(copied) == 64 * len(TENSORS)

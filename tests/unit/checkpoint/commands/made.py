@@ -7,13 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint.commit import build_manifest, commit
 from elastictrain.checkpoint.folders import ROOT, folder_name
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, plan_files
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, digest_of
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name, reader_of
-from elastictrain.checkpoint.writer import WrittenItem, write_files
+from elastictrain.checkpoint.writer import WrittenItem, build_manifest, commit, write_files
 from elastictrain.storage.opening import open_store
 
 CREATED = 1_000_000.0
