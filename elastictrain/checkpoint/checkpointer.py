@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -172,7 +172,7 @@ class Checkpointer:
                 versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
                 state=state,
             )
-            manifest = self._commit(folder, facts, parts)
+            manifest = self._commit(folder, facts, parts, names=tensors.keys())
             marks["commit"] = time.monotonic()
             seconds = {name: end - start for (name, end), start in zip(marks.items(), [began, *marks.values()], strict=False)}
             size_bytes = manifest.size_bytes
@@ -193,12 +193,14 @@ class Checkpointer:
         self._saved = SaveResult(step, folder, size_bytes, seconds)
         return self._saved
 
-    def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes]) -> Manifest:
+    def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes], *, names: Set[str]) -> Manifest:
         """On rank 0. Raises: LeaseLostError, CheckpointError, StorageError."""
         committing = False
         try:
             all_parts = [part for data in parts for part in decode_parts(data, where=folder)]
             manifest = build_manifest((one for part in all_parts for one in part.written(facts.incarnation)), facts=facts)
+            if lost := sorted(manifest.tensors.keys() ^ names):
+                raise CheckpointError(f"not all ranks have the same tensors: {', '.join(lost)}")
             check_manifest(manifest)
             check_files(self._store, manifest, folder=folder)
             self._fence.check(self._incarnation, step=facts.step)
