@@ -234,7 +234,7 @@ def _put_together(
     options = config.launch
     heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
     record = _own_record(host, config, place, surroundings, watch_port=heartbeat.port)
-    membership = MembershipStore(store, fleeting=without_sync(store))
+    membership = MembershipStore(store, volatile=without_sync(store))
     if held.lock.before:
         # It did not come to say so itself.
         membership.mark_dead(held.lock.before)

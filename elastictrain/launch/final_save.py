@@ -15,7 +15,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.fault.exits import WaitNotice, describe_process
-from elastictrain.launch.membership.decisions import Wait
+from elastictrain.launch.membership.records import Wait
 
 _PEER = struct.Struct("3i")
 _CONNECT_S = 2.0

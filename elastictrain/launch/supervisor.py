@@ -18,10 +18,22 @@ from elastictrain.launch.final_save import FinalSave, SaverHandle, await_final_s
 from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
 from elastictrain.launch.membership.messages import headline, listed
 from elastictrain.launch.membership.observation import ClusterState
-from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
+from elastictrain.launch.membership.records import (
+    Create,
+    Decision,
+    End,
+    EndKind,
+    Finish,
+    Generation,
+    GenerationOutcome,
+    HostState,
+    Join,
+    Leave,
+    LeaveOut,
+    Wait,
+)
 from elastictrain.launch.orders import ANSWER_NAME, HostContext, plan_torchrun, read_answer
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, Recorder, WorkersNotForked
 from elastictrain.launch.torchrun import Torchrun, free_port

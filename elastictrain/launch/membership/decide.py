@@ -7,95 +7,158 @@ ended may propose the next: storage takes the first proposal of each number and 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.decisions import Decision, Finish, Join, Leave, LeaveOut, Wait
-from elastictrain.launch.membership.growth import worth_growing
-from elastictrain.launch.membership.hearing import unheard_members
-from elastictrain.launch.membership.observation import ClusterState, missing_member
-from elastictrain.launch.membership.proposal import find_previous, nothing_to_save, propose_generation
-from elastictrain.launch.membership.records import End, EndKind, Generation, HostState
+from elastictrain.launch.membership.observation import (
+    ClusterState,
+    connections,
+    is_alive,
+    is_connected,
+    missing_member,
+    unconnected_members,
+)
+from elastictrain.launch.membership.proposal import propose_generation
+from elastictrain.launch.membership.records import (
+    Decision,
+    End,
+    EndKind,
+    Finish,
+    Generation,
+    HostRecord,
+    HostState,
+    Join,
+    Leave,
+    LeaveOut,
+    Wait,
+)
+
+_TYPICAL_COST_S = 30.0
+"""What an interruption costs as long as none was measured."""
+
+_PAYS_WITHIN_S = 1800.0
+"""An interruption must have paid for itself after that long: machines that are taken away do not stay for ever."""
 
 
 def decide(cluster: ClusterState, options: LaunchGroup) -> Decision:
     """The next thing to do on this host."""
     if cluster.running is not None:
         return _while_running(cluster, cluster.running, options)
-    newest = cluster.newest
-    if newest is not None and newest.terminal and _is_own(cluster, newest, options):
+    newest, me = cluster.newest, cluster.me
+    # The end of a run that was there before this launcher began does not concern it.
+    is_new = cluster.newest_since_s > cluster.began_s + options.lost_s
+    if newest is not None and newest.terminal and (is_new or newest.has(me.host)):
         return Leave(newest.exit_code, newest.reason)
     if cluster.wants_to_leave:
         return Leave(EXIT_STOPPED, "asked to leave")
-    if newest is not None and newest.has(cluster.me.host) and not cluster.ends and cluster.me.ended < newest.number:
-        # One that cannot take part keeps silent, and the others go on without it.
-        return Join(newest) if cluster.me.state is HostState.READY else Wait()
-    if newest is not None and not newest.terminal and cluster.me.host in newest.excluded and cluster.me.ended < newest.number:
-        return _left_out(newest, options)
-    if cluster.me.state is not HostState.READY:
-        if not options.retry_unfit_s:
-            return Leave(EXIT_UNFIT, cluster.me.reason)
-        return Wait()
-    previous = find_previous(cluster, options)
-    if previous is None:
-        assert newest is not None  # noqa: S101
-        unheard = unheard_members(cluster, newest)
-        why = f"; {messages.no_sound([(cluster.me.name, name) for name in unheard])}" if unheard else ""
-        return Wait(f"generation {newest.number}, which trains without this host, to end or to grow{why}")
-    return propose_generation(cluster, previous, options)
-
-
-def _is_own(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> bool:
-    """Whether the end of the run concerns this launcher; one that was there before it began does not."""
-    return newest.has(cluster.me.host) or cluster.newest_since_s > cluster.began_s + options.lost_s
-
-
-def _left_out(newest: Generation, options: LaunchGroup) -> Decision:
-    reason = f"generation {newest.number} leaves this host out: {newest.reason}"
-    return LeaveOut(newest.number, reason) if options.retry_unfit_s else Leave(EXIT_UNFIT, reason)
+    if newest is not None and me.ended < newest.number:
+        if newest.has(me.host) and not cluster.ends:
+            # One that cannot take part keeps silent, and the others go on without it.
+            return Join(newest) if me.state is HostState.READY else Wait()
+        if me.host in newest.excluded and not newest.terminal:
+            reason = f"generation {newest.number} leaves this host out: {newest.reason}"
+            return LeaveOut(newest.number, reason) if options.retry_unfit_s else Leave(EXIT_UNFIT, reason)
+    if me.state is not HostState.READY:
+        return Wait() if options.retry_unfit_s else Leave(EXIT_UNFIT, me.reason)
+    if (proposed := propose_generation(cluster, options)) is not None:
+        return proposed
+    assert newest is not None  # noqa: S101
+    unconnected = [(me.name, name) for name in unconnected_members(cluster, newest)]
+    why = f"; {messages.unconnected(unconnected)}" if unconnected else ""
+    return Wait(f"generation {newest.number}, which trains without this host, to end or to grow{why}")
 
 
 def _while_running(cluster: ClusterState, running: Generation, options: LaunchGroup) -> Decision:
-    newest, me = cluster.newest, cluster.me.host
+    newest, me = cluster.newest, cluster.me
     if newest is not None and newest.number > running.number:
         # Frozen or cut off, it was given up by the others: nothing that it could still write counts.
         reason = f"generation {newest.number} has begun without this host's part of generation {running.number}"
-        return Finish(_end(cluster, running, EndKind.LOST, EXIT_TRANSPORT, reason, lost=me), at_once=True)
-    if (moved := _moved(cluster, running)) is not None:
-        return Finish(_end(cluster, running, EndKind.LOST, EXIT_TRANSPORT, moved, lost=me), at_once=True)
+        return _finish_lost(running, me, reason, lost=me.host)
+    known = next((member.address for member in running.members if member.host == me.host), me.address)
+    if len(running.members) > 1 and known != me.address:
+        # Connections to the address that it had are dead.
+        reason = f"the address of {me.name} has changed from {known} to {me.address}"
+        return _finish_lost(running, me, reason, lost=me.host)
     # A reading that is older than what this host takes part in says nothing.
-    others = [end for host, end in cluster.ends.items() if host != me and end.generation == running.number]
+    others = [end for host, end in cluster.ends.items() if host != me.host and end.generation == running.number]
     if cluster.wants_to_leave:
-        broken = any(nothing_to_save(end) for end in others)
-        return Finish(_end(cluster, running, EndKind.LEAVING, EXIT_STOPPED, "asked to leave"), at_once=broken)
+        leaving = _end(running, me, EndKind.LEAVING, EXIT_STOPPED, "asked to leave")
+        return Finish(leaving, at_once=any(end.loses_state for end in others))
     if (followed := _to_follow(cluster, others)) is not None:
-        return Finish(followed, at_once=nothing_to_save(followed))
+        return Finish(followed, at_once=followed.loses_state)
     if (missing := missing_member(cluster, running, options)) is not None:
         member, sentence = missing
-        lost = _end(cluster, running, EndKind.LOST, EXIT_TRANSPORT, f"{member.name} {sentence}", lost=member.host)
-        return Finish(lost, at_once=True)
-    if running.members[0].host == me and not others and (worth := worth_growing(cluster, running, options)) is not None:
-        return Finish(_end(cluster, running, EndKind.GROW, EXIT_OK, worth), at_once=False)
+        return _finish_lost(running, me, f"{member.name} {sentence}", lost=member.host)
+    if running.members[0].host == me.host and not others and (worth := worth_growing(cluster, running, options)) is not None:
+        return Finish(_end(running, me, EndKind.GROW, EXIT_OK, worth), at_once=False)
     return Wait()
 
 
-def _moved(cluster: ClusterState, running: Generation) -> str | None:
-    """That this host is not where the others look for it any more: connections to the address that it had are dead."""
-    known = next((member.address for member in running.members if member.host == cluster.me.host), cluster.me.address)
-    if len(running.members) == 1 or known == cluster.me.address:
-        return None
-    return f"the address of {cluster.me.name} has changed from {known} to {cluster.me.address}"
-
-
 def _to_follow(cluster: ClusterState, others: list[End]) -> End | None:
-    """The word of another host that ends this one's part, too: one after which nothing can be saved, before any other.
+    """The end of another host that ends this one's part, too: one after which nothing can be saved, before any other.
 
     Hosts reach the last step together, but not at the same moment: one that has is no reason to stop the others.
     """
     done = [end for end in others if end.kind is EndKind.DONE]
     rest = [end for end in others if end.kind is not EndKind.DONE]
     if rest:
-        return min(rest, key=lambda end: (not nothing_to_save(end), end.host))
+        return min(rest, key=lambda end: (not end.loses_state, end.host))
     since_s = cluster.now_s if cluster.ended_since_s is None else cluster.ended_since_s
     return done[0] if done and cluster.now_s > since_s + cluster.stop_limit_s else None
 
 
-def _end(cluster: ClusterState, running: Generation, kind: EndKind, exit_code: int, reason: str, *, lost: str = "") -> End:
-    return End(running.number, cluster.me.host, kind, exit_code, "", 0, 0, reason, lost)
+def _finish_lost(running: Generation, me: HostRecord, reason: str, *, lost: str) -> Finish:
+    return Finish(_end(running, me, EndKind.LOST, EXIT_TRANSPORT, reason, lost=lost), at_once=True)
+
+
+def _end(running: Generation, me: HostRecord, kind: EndKind, exit_code: int, reason: str, *, lost: str = "") -> End:
+    return End(running.number, me.host, kind, exit_code, "", 0, 0, reason, lost)
+
+
+def worth_growing(cluster: ClusterState, running: Generation, options: LaunchGroup) -> str | None:
+    """Why the first member should end the generation in order to start again with more hosts; None if it should not.
+
+    An interruption costs each worker the time of a restart. The new ones win that back in proportion to how many they are: one
+    host more among a hundred has to stay for a hundred times as long as one among one.
+    """
+    if not options.grow or cluster.now_s - cluster.newest_since_s < options.grow_every_s:
+        return None
+    taken = _newcomers_that_fit(cluster, running, options)
+    if not taken:
+        return None
+    gained = sum(record.processes for record in taken) / max(1, running.world_size)
+    cost_s = cluster.restart_cost_s or _TYPICAL_COST_S
+    pays_after_s = cost_s / gained
+    if pays_after_s > min(_PAYS_WITHIN_S, cluster.left_s):
+        return None
+    names = messages.listed(record.name for record in taken)
+    return f"{names} came: what a restart costs ({cost_s:.0f} s) is won back in {pays_after_s:.0f} s"
+
+
+def _newcomers_that_fit(cluster: ClusterState, running: Generation, options: LaunchGroup) -> list[HostRecord]:
+    """Hosts that have been ready for long enough, the oldest first.
+
+    As far as `launch.max_hosts` and the global batch leave room for them, and all the others are connected with them.
+    """
+    observed = [
+        one
+        for one in cluster.observed.values()
+        if one.record.state is HostState.READY
+        and one.record.processes > 0
+        and not running.has(one.record.host)
+        and is_alive(one, cluster, options)
+        and cluster.read_s - one.since_s >= options.grow_after_s
+        and not (one.record.host in running.excluded and one.record.ended < running.number)
+    ]
+    room = options.max_hosts - len(running.members) if options.max_hosts else len(observed)
+    taken: list[HostRecord] = []
+    hosts = [member.host for member in running.members]
+    processes, heard = running.world_size, connections(cluster)
+    for one in sorted(observed, key=lambda one: (one.since_s, one.record.host)):
+        record = one.record
+        if len(taken) >= room:
+            break
+        if cluster.most_processes and processes + record.processes > cluster.most_processes:
+            continue
+        if all(is_connected(record.host, host, heard) for host in hosts):
+            taken.append(record)
+            hosts.append(record.host)
+            processes += record.processes
+    return taken

@@ -20,8 +20,8 @@ def headline(reason: str) -> str:
     return next(iter(reason.splitlines()), "").rstrip(":")
 
 
-def no_sound(pairs: Sequence[tuple[str, str]]) -> str:
-    """Which hosts do not hear each other."""
+def unconnected(pairs: Sequence[tuple[str, str]]) -> str:
+    """Which hosts do not receive each other's heartbeats."""
     return f"UDP between the launchers' ports does not get through: {listed(f'{one} - {other}' for one, other in pairs)}"
 
 
@@ -30,14 +30,14 @@ def too_few(
     others: Sequence[HostRecord],
     *,
     min_hosts: int,
-    no_sound_between: Sequence[tuple[str, str]] = (),
+    unconnected_pairs: Sequence[tuple[str, str]] = (),
 ) -> str:
     """What a group below its minimum waits for. `others` are alive and cannot take part for now."""
     here = f"ready: {listed(record.name for record in ready)}" if ready else "none is ready"
     because = [f"{record.name} is {record.state}{f' ({record.reason})' if record.reason else ''}" for record in others]
     missing = f"; {listed(because)}" if because else ""
-    if no_sound_between:
-        missing += f"; {no_sound(no_sound_between)}"
+    if unconnected_pairs:
+        missing += f"; {unconnected(unconnected_pairs)}"
     hosts = "1 host" if min_hosts == 1 else f"{min_hosts} hosts"
     return f"{hosts} (`launch.min_hosts`), of which {len(ready)} {'is' if len(ready) == 1 else 'are'} there ({here}{missing})"
 

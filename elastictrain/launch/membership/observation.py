@@ -1,11 +1,12 @@
-"""What a host knows when it decides: the other hosts' records, and who counts as alive, silent or gone. Pure.
+"""What a host knows when it decides: who counts as alive, silent or gone, and which hosts reach each other. Pure.
 
 All times are on its own monotonic clock; none is compared with another host's. Two things tell who lives: heartbeats, within
 seconds, and the `beat` of each host's record in storage, which is slow and may be unreachable: silence there is counted only up
-to the last time that records were read.
+to the last time that records were read. Only heartbeats tell who reaches whom: two hosts are connected if the records of both
+say that they receive the other's.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -14,6 +15,12 @@ from elastictrain.launch.membership.records import End, Generation, GenerationMe
 
 _REMEMBERED_S = 3600.0
 _GONE_KEPT_S, _LEFTOVER_KEPT_S = 120.0, 1800.0
+
+_MOST_EXACT = 12
+"""Hosts up to which every set is looked at; the number of sets grows exponentially."""
+
+_MOST_TRIES = 16
+"""Sets that are tried of more hosts than that: network partitions are found, the largest of any sets may not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +32,13 @@ class HostObservation:
     """When its beat was last seen to change, on the reader's monotonic clock; at first sight, when that was."""
 
     fresh: bool
-    """Whether it was ever seen to change: a line that was only read once may be a leftover."""
+    """Whether it was ever seen to change: a record that was only read once may be a leftover."""
 
     since_s: float
     """Since when it has said the same of itself: the same state, and the same generation that it is done with."""
 
     hears_since_s: float
-    """Since when it has heard the same hosts."""
+    """Since when it has received heartbeats of the same hosts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +50,6 @@ class ClusterState:
     """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
 
     me: HostRecord
-    """What this host says of itself at present."""
-
     running: Generation | None
     """What runs here, or is being stopped here; None if nothing does."""
 
@@ -94,7 +99,7 @@ class ClusterState:
 
 
 def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[str]:
-    """Hosts whose lines nobody needs any more: each start of a launcher leaves one."""
+    """Hosts whose records nobody needs any more: each start of a launcher leaves one."""
     return [
         host
         for host, one in observed.items()
@@ -120,27 +125,26 @@ def observe(
         elif record.beat > known.record.beat:
             same = (record.state, record.ended) == (known.record.state, known.record.ended)
             hears_since_s = known.hears_since_s if record.hears == known.record.hears else now_s
-            observed[record.host] = HostObservation(
-                record, now_s, fresh=True, since_s=known.since_s if same else now_s, hears_since_s=hears_since_s
-            )
+            since_s = known.since_s if same else now_s
+            observed[record.host] = HostObservation(record, now_s, fresh=True, since_s=since_s, hears_since_s=hears_since_s)
         else:
             observed[record.host] = known
     return observed
 
 
 def observe_datagrams(
-    before: Mapping[str, HostObservation], lines: Iterable[HostRecord], *, own: str, now_s: float
+    before: Mapping[str, HostObservation], records: Iterable[HostRecord], *, own: str, now_s: float
 ) -> dict[str, HostObservation]:
-    """What hosts have said by datagram, before storage shows it; of hosts whose line was never read there, nothing.
+    """What hosts have said by datagram, before storage shows it; of hosts whose record was never read there, nothing.
 
     A datagram leaves out what takes room: whom a host hears stays as it was.
     """
-    heard = (
-        replace(line, hears=before[line.host].record.hears, writers=before[line.host].record.writers)
-        for line in lines
-        if line.host in before
+    complete = (
+        replace(one, hears=before[one.host].record.hears, writers=before[one.host].record.writers)
+        for one in records
+        if one.host in before
     )
-    return observe(before, heard, own=own, now_s=now_s)
+    return observe(before, complete, own=own, now_s=now_s)
 
 
 def patience_s(state: HostState, options: LaunchGroup) -> float:
@@ -161,14 +165,17 @@ def quiet_s(observed: HostObservation, cluster: ClusterState) -> float:
 
 def is_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
     """Whether its beat was seen to change, not long ago."""
-    gone = observed.record.state is HostState.GONE
-    return not gone and observed.fresh and quiet_s(observed, cluster) <= patience_s(observed.record.state, options)
+    return observed.fresh and _may_be_alive(observed, cluster, options)
 
 
 def is_unknown(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
     """Whether it may be alive, but was not looked at for long enough to know."""
-    gone = observed.record.state is HostState.GONE
-    return not gone and not observed.fresh and quiet_s(observed, cluster) <= patience_s(observed.record.state, options)
+    return not observed.fresh and _may_be_alive(observed, cluster, options)
+
+
+def _may_be_alive(observed: HostObservation, cluster: ClusterState, options: LaunchGroup) -> bool:
+    state = observed.record.state
+    return state is not HostState.GONE and quiet_s(observed, cluster) <= patience_s(state, options)
 
 
 def missing_member(cluster: ClusterState, running: Generation, options: LaunchGroup) -> tuple[GenerationMember, str] | None:
@@ -176,36 +183,23 @@ def missing_member(cluster: ClusterState, running: Generation, options: LaunchGr
 
     The heartbeat begins when a host adopts a generation, and another one may do so later: at first it has more patience.
     """
-    heard_since_s = cluster.newest_since_s + options.lost_s
     for member in running.members:
-        if member.host in cluster.silent and cluster.now_s > heard_since_s:
+        if member.host in cluster.silent and cluster.now_s > cluster.newest_since_s + options.lost_s:
             return member, f"has not been heard for {options.lost_s:g} s"
         observed = cluster.observed.get(member.host)
-        # What it said before this generation was there is no longer true: whoever proposed it has read a newer line.
-        if (
-            observed is not None
-            and observed.since_s > cluster.newest_since_s
-            and (sentence := _backed_out(observed.record, running))
-        ):
-            return member, sentence
-        # It writes why before it says that it has ended: a moment later the reason is there, or was lost.
-        if (
-            observed is not None
-            and observed.record.ended >= running.number
-            and cluster.read_s - observed.since_s > options.lost_s
-        ):
-            return member, "has ended its part without a word"
+        if observed is None:
+            continue
+        if observed.record.ended >= running.number:
+            # It writes why before it says that it has ended: a moment later the reason is there, or was lost.
+            if cluster.read_s - observed.since_s > options.lost_s:
+                return member, "has ended its part without a word"
+        # What it said before this generation was there is no longer true: whoever proposed it has read a newer record.
+        elif observed.since_s > cluster.newest_since_s:
+            if observed.record.state is HostState.GONE:
+                return member, "has left"
+            if observed.record.state is HostState.UNFIT:
+                return member, f"cannot take part ({observed.record.reason})"
     return None
-
-
-def _backed_out(record: HostRecord, running: Generation) -> str:
-    if record.ended >= running.number:
-        return ""
-    if record.state is HostState.GONE:
-        return "has left"
-    if record.state is HostState.UNFIT:
-        return f"cannot take part ({record.reason})"
-    return ""
 
 
 def abandoned_since_s(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> float | None:
@@ -222,3 +216,90 @@ def abandoned_since_s(cluster: ClusterState, newest: Generation, options: Launch
             return None
         since_s = max(since_s, last_s + takeover_s(options))
     return since_s
+
+
+def connections(cluster: ClusterState) -> Mapping[str, frozenset[str]]:
+    """Whose heartbeats each host receives, as far as is known here."""
+    return {cluster.me.host: cluster.heard, **{host: frozenset(one.record.hears) for host, one in cluster.observed.items()}}
+
+
+def is_connected(one: str, other: str, heard: Mapping[str, frozenset[str]]) -> bool:
+    """Whether two hosts receive each other's heartbeats. Of a host without a record, only what the other one says is known."""
+    return all(host not in heard or whom in heard[host] for host, whom in ((one, other), (other, one)))
+
+
+def unconnected_members(cluster: ClusterState, generation: Generation) -> list[str]:
+    """Names of members that are not connected with this host."""
+    heard, own = connections(cluster), cluster.me.host
+    return [one.name for one in generation.members if one.host != own and not is_connected(own, one.host, heard)]
+
+
+def unconnected_pairs(ready: Sequence[HostRecord], cluster: ClusterState) -> list[tuple[str, str]]:
+    """Names of hosts that are not connected."""
+    heard = connections(cluster)
+    return [
+        (one.name, other.name)
+        for place, one in enumerate(ready)
+        for other in ready[place + 1 :]
+        if not is_connected(one.host, other.host, heard)
+    ]
+
+
+def settles_s(ready: Sequence[HostRecord], cluster: ClusterState, options: LaunchGroup, *, since_s: float) -> float:
+    """When it counts that some of these hosts are not connected: what each of them receives must be the same for a while.
+
+    Hosts that a network brings together again do not hear each other all at the same moment.
+    """
+    observed = [cluster.observed[one.host] for one in ready if one.host in cluster.observed]
+    changes_s = [time_s for one in observed for time_s in (one.hears_since_s, one.since_s)]
+    return max([since_s, cluster.heard_since_s, *changes_s]) + options.lost_s / 2
+
+
+def largest_group(ready: Sequence[HostRecord], cluster: ClusterState) -> list[HostRecord]:
+    """The largest set of `ready` hosts that are all connected, in their order; of equal ones that of the foremost host.
+
+    It is the same on every host that asks.
+    """
+    heard = connections(cluster)
+    hosts = {one.host for one in ready}
+    if all(hosts - {host} <= heard.get(host, frozenset()) for host in hosts):
+        return list(ready)
+    near = [
+        frozenset(place for place, other in enumerate(ready) if other is not one and is_connected(one.host, other.host, heard))
+        for one in ready
+    ]
+    places = _largest(near) if len(ready) <= _MOST_EXACT else _large(near)
+    return [ready[place] for place in places]
+
+
+def _largest(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
+    """The largest set of places that are all near each other, the first one in the order of places among equals."""
+    best: tuple[int, ...] = ()
+
+    def extend(chosen: tuple[int, ...], left: list[int]) -> None:
+        nonlocal best
+        if len(chosen) > len(best):
+            best = chosen
+        for index, one in enumerate(left):
+            if len(chosen) + len(left) - index <= len(best):
+                return
+            extend((*chosen, one), [other for other in left[index + 1 :] if other in near[one]])
+
+    extend((), list(range(len(near))))
+    return best
+
+
+def _large(near: Sequence[frozenset[int]]) -> tuple[int, ...]:
+    """A large set of places that are all near each other: from some that have most others near them, the same in turn."""
+    by_degree = sorted(range(len(near)), key=lambda place: (-len(near[place]), place))
+    tries = [_grow(first, by_degree, near) for first in by_degree[:_MOST_TRIES]]
+    return min(tries, key=lambda places: (-len(places), places))
+
+
+def _grow(first: int, by_degree: Sequence[int], near: Sequence[frozenset[int]]) -> tuple[int, ...]:
+    chosen, left = [first], near[first]
+    for place in by_degree:
+        if place in left:
+            chosen.append(place)
+            left &= near[place]
+    return tuple(sorted(chosen))

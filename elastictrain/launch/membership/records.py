@@ -1,17 +1,14 @@
-"""What hosts write down about themselves and about generations. Frozen, and plain JSON in storage.
+"""What hosts write down about themselves and about generations, as plain JSON in storage; and what a host decides to do next.
 
 A *generation* is one attempt of an ordered set of hosts to train together. Generations are numbered from 1 without gaps; the
 one with the largest number is the current one, and each is created once, atomically, by whichever host comes first.
 """
 
-import json
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TypeVar, get_type_hints
+from typing import TypeVar
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
 from elastictrain.lease.records import LAUNCHER
 
 
@@ -68,7 +65,7 @@ class End:
 
     committed_step: int
     """The newest step that a committed checkpoint held, as this host knows; 0 if none, or where its workers still run: its
-    line tells it later."""
+    record tells it later."""
 
     reason: str
     """A sentence for people."""
@@ -78,6 +75,11 @@ class End:
 
     blames: tuple[str, ...] = ()
     """The hosts that its workers or its launcher hold to be the cause of a hang or of a broken connection."""
+
+    @property
+    def loses_state(self) -> bool:
+        """Whether workers of other hosts hang in a collective that this one has left, and can only be killed."""
+        return self.kind in (EndKind.FAILED, EndKind.LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class HostRecord:
 
     address: str
     watch_port: int
-    """UDP port at which its launcher hears the others."""
+    """UDP port at which its launcher receives heartbeats."""
 
     master_port: int
     """A port that was free for torchrun's store when this was written."""
@@ -116,7 +118,7 @@ class HostRecord:
     """The newest step that this host knew to be committed when it had finished with `ended`; 0 if none."""
 
     hears: tuple[str, ...] = ()
-    """Hosts whose heartbeats this host receives, in order; in a group each must hear each."""
+    """Hosts whose heartbeats this host receives, in order; in a group each must receive those of each."""
 
     writers: tuple[str, ...] = ()
     """The launcher's process, told apart from every other one: on its own host it is known to be dead at once."""
@@ -144,11 +146,7 @@ class GenerationOutcome(StrEnum):
     """What a generation is for."""
 
     RUN = "run"
-    """Its hosts train."""
-
     DONE = "done"
-    """Nothing more is to be done."""
-
     GIVE_UP = "give up"
     """It failed for good, with `exit_code` and `reason`."""
 
@@ -211,56 +209,71 @@ class Generation:
         return any(member.host == host for member in self.members)
 
 
-T = TypeVar("T", bound=HostRecord | End | Generation | GenerationMember | GenerationFailure)
-
-_PARTS: Mapping[str, type[GenerationMember] | type[GenerationFailure]] = {
-    "members": GenerationMember,
-    "failures": GenerationFailure,
-}
-"""Fields that hold tuples of records."""
-
-_LATER: Mapping[type, Mapping[str, object]] = {
-    HostRecord: {"committed_step": 0, "hears": [], "writers": [], "end": None},
-    Generation: {"owner": ""},
-}
-"""Fields that the records of earlier releases lack."""
+T = TypeVar("T", HostRecord, End, Generation)
 
 
-def encode(record: HostRecord | Generation) -> bytes:
+def encode(record: HostRecord | End | Generation) -> bytes:
     """One object of JSON."""
-    return json.dumps(asdict(record), sort_keys=True).encode()
+    return encode_record(record)
 
 
-def decode(cls: type[T], data: bytes) -> T | None:
-    """The record in `data`, or None if that is none: torn, garbled, or of another release."""
+def decode(kind: type[T], data: bytes | str) -> T | None:
+    """The record in `data`, or None if that is none: torn, garbled, or of a later release."""
     try:
-        return _from_json(cls, parse_json(data))
-    except (ValueError, OverflowError, RecursionError):
+        value = parse_json(data)
+        if not isinstance(value, dict) or not value.keys() <= {field.name for field in fields(kind)}:
+            return None
+        return as_record({"owner": "", **value} if kind is Generation else value, kind)
+    except MalformedJsonError:
         return None
 
 
-def _from_json(cls: type[T], value: object) -> T:
-    """Raises: ValueError."""
-    if isinstance(value, dict):
-        value = {**_LATER.get(cls, {}), **value}
-    if not isinstance(value, dict) or set(value) != {field.name for field in fields(cls)}:
-        raise ValueError(f"no {cls.__name__}")
-    hints = get_type_hints(cls)
-    make: Callable[..., T] = cls
-    return make(**{name: _field(name, hints[name], one) for name, one in value.items()})
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing is to be done for now. `for_what` completes "waiting for ..." and is empty where nobody needs to know."""
+
+    for_what: str = ""
+    until_s: float | None = None
+    """When this wait ends at the latest; None if nothing ends it but what it waits for."""
 
 
-def _field(name: str, hint: object, value: object) -> object:
-    if name in _PARTS and isinstance(value, list):
-        return tuple(_from_json(_PARTS[name], one) for one in value)
-    if hint == End | None:
-        return None if value is None else _from_json(End, value)
-    if hint == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    if isinstance(hint, type) and issubclass(hint, StrEnum) and isinstance(value, str):
-        return hint(value)
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if isinstance(hint, type) and hint is not float and type(value) is hint:
-        return value
-    raise ValueError(f"{name} cannot be {value!r}")
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Take part in this generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Try to make this the next generation; another host may be faster."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """End what runs here. An `end` of this host is told to the others at once, one of another host is only followed."""
+
+    end: End
+    at_once: bool
+    """Whether nothing can be saved any more: workers are not asked, and an orderly end that is under way is cut short."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOut:
+    """This host is left out for a while: say UNFIT, with `ended` of at least this generation, and check again later."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """End this launcher."""
+
+    exit_code: int
+    reason: str
+
+
+Decision = Wait | Join | Create | Finish | LeaveOut | Leave

@@ -27,18 +27,18 @@ _MOST_TOKEN_BYTES = 4096
 class MembershipStore:
     """What hosts tell each other, through the run's storage. Every method raises StorageError."""
 
-    def __init__(self, store: Store, *, fleeting: Store | None = None) -> None:
-        """`fleeting` leads to the same objects; what is written through it may be lost with a loss of power."""
+    def __init__(self, store: Store, *, volatile: Store | None = None) -> None:
+        """`volatile` leads to the same objects; what is written through it may be lost with a loss of power."""
         self._store = store
-        self._fleeting = fleeting or store
+        self._volatile = volatile or store
         self._unsettled: list[tuple[str, bytes]] = []
         self._newest: Generation | None = None
         self._listed = False
         self._created = 0
         """The last one that this host has created, which whoever looks for the newest is not pointed at yet."""
 
-        self._lines: frozenset[str] = frozenset()
-        """Keys of the lines that were there the last time."""
+        self._known_keys: frozenset[str] = frozenset()
+        """Of the records that were there the last time."""
 
     def token(self) -> bytes:
         """The run's secret, known to whoever may read its storage; made by whoever comes first.
@@ -57,20 +57,20 @@ class MembershipStore:
 
     def write_record(self, record: HostRecord) -> None:
         """Replace a host's record."""
-        self._fleeting.write(_host_key(record.host), encode(record))
+        self._volatile.write(_host_key(record.host), encode(record))
 
     def records(self) -> list[HostRecord]:
         """All records that can be read."""
-        # Lines that were there the last time are read while it is looked which others there are.
+        # Records that were there the last time are read while others are listed.
         calls: list[Callable[[], dict[str, bytes] | list[str]]] = [
             lambda: [info.key for info in self._store.list(HOSTS)],
-            *(partial(read_all, self._store, [key]) for key in sorted(self._lines)),
+            *(partial(read_all, self._store, [key]) for key in sorted(self._known_keys)),
         ]
         listed, *read = side_by_side(calls)
-        lines = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
-        lines |= read_all(self._store, [key for key in listed if key not in lines])
-        self._lines = frozenset(lines)
-        records = [(key, decode(HostRecord, data)) for key, data in sorted(lines.items())]
+        found = {key: data for one in read if isinstance(one, dict) for key, data in one.items()}
+        found |= read_all(self._store, [key for key in listed if key not in found])
+        self._known_keys = frozenset(found)
+        records = [(key, decode(HostRecord, data)) for key, data in sorted(found.items())]
         return [record for key, record in records if record is not None and key == _host_key(record.host)]
 
     def remove(self, host: str) -> None:
@@ -103,20 +103,24 @@ class MembershipStore:
 
     def follows_another(self, number: int) -> bool:
         """Whether generation `number` continues a launch: the one before it was not its last."""
-        before = self._read(number - 1) if number > 1 else None
-        return before is not None and not before.terminal
+        if number <= 1:
+            return False
+        try:
+            return not self._parse(number - 1, read_record(self._store, _generation_key(number - 1))).terminal
+        except ObjectNotFoundError:
+            return False
 
     def create(self, generation: Generation) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
         key, data = _generation_key(generation.number), encode(generation)
         try:
-            self._fleeting.create(key, data)
+            self._volatile.create(key, data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
             return read_record(self._store, key) == data
         self._advance(generation)
         self._created = generation.number
-        if self._fleeting is not self._store:
+        if self._volatile is not self._store:
             self._unsettled.append((key, data))
         return True
 
@@ -129,19 +133,13 @@ class MembershipStore:
             self._store.write(*self._unsettled[0])
             self._unsettled.pop(0)
         if self._created:
-            point_at(self._fleeting, self._created)
+            point_at(self._volatile, self._created)
             self._created = 0
 
     def _advance(self, generation: Generation) -> None:
         # One thread looks for what another one may have created meanwhile.
         if self._newest is None or self._newest.number < generation.number:
             self._newest = generation
-
-    def _read(self, number: int) -> Generation | None:
-        try:
-            return self._parse(number, read_record(self._store, _generation_key(number)))
-        except ObjectNotFoundError:
-            return None
 
     def _parse(self, number: int, data: bytes) -> Generation:
         generation = decode(Generation, data)

@@ -1,7 +1,7 @@
 import pytest
 
 from elastictrain.launch.final_save import FinalSave, exit_message, waiting_message
-from elastictrain.launch.membership.decisions import Wait
+from elastictrain.launch.membership.records import Wait
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from string import ascii_lowercase
 
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Decision
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import (
+    Decision,
     End,
     EndKind,
     Generation,

@@ -1,7 +1,7 @@
 import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
-from elastictrain.launch.membership.blame import find_cause, most_accused, to_blame
+from elastictrain.launch.membership.policy import find_cause, most_accused, to_blame
 from elastictrain.launch.membership.records import End, EndKind
 from tests.unit.launch.membership.made import by_host, end
 

@@ -4,8 +4,19 @@ import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Create, Finish, Join, Leave, LeaveOut, Wait
-from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostRecord, HostState
+from elastictrain.launch.membership.records import (
+    Create,
+    EndKind,
+    Finish,
+    Generation,
+    GenerationOutcome,
+    HostRecord,
+    HostState,
+    Join,
+    Leave,
+    LeaveOut,
+    Wait,
+)
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, observed, record
 
 READY, BUSY, UNFIT, GONE = HostState.READY, HostState.BUSY, HostState.UNFIT, HostState.GONE

@@ -3,11 +3,9 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Finish, Wait
-from elastictrain.launch.membership.growth import worth_growing
+from elastictrain.launch.membership.decide import decide, worth_growing
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
-from elastictrain.launch.membership.records import EndKind, Generation, HostState
+from elastictrain.launch.membership.records import EndKind, Finish, Generation, HostState, Wait
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, cluster, end, generation, member, observed, record
 
 READY, UNFIT = HostState.READY, HostState.UNFIT

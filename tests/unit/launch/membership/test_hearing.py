@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.membership.hearing import largest_group, pairs_without_sound, unheard_members
-from elastictrain.launch.membership.observation import ClusterState
+from elastictrain.launch.membership.observation import ClusterState, largest_group, unconnected_members, unconnected_pairs
 from elastictrain.launch.membership.records import HostRecord
 from tests.unit.launch.membership.made import cluster, generation, observed, record
 
@@ -78,6 +77,6 @@ def test_of_many_hosts_a_part_of_the_network_is_found() -> None:
 
 
 def test_links_that_are_out_are_named() -> None:
-    assert pairs_without_sound(*hosts(parts("ab", "c"))) == [("a", "c"), ("b", "c")]
+    assert unconnected_pairs(*hosts(parts("ab", "c"))) == [("a", "c"), ("b", "c")]
     _, looked = hosts({"x": "ab", "a": "bx", "b": "a"})
-    assert unheard_members(looked, generation(3, "abc")) == ["b", "c"]
+    assert unconnected_members(looked, generation(3, "abc")) == ["b", "c"]

@@ -4,9 +4,10 @@ import pytest
 
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Create, Decision, Leave, Wait
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, takeover_s
 from elastictrain.launch.membership.records import (
+    Create,
+    Decision,
     End,
     EndKind,
     Generation,
@@ -14,6 +15,8 @@ from elastictrain.launch.membership.records import (
     GenerationOutcome,
     HostRecord,
     HostState,
+    Leave,
+    Wait,
 )
 from tests.unit.launch.membership.made import NOW_S, OPTIONS, at, cluster, end, generation, observed, record
 
@@ -266,10 +269,10 @@ def test_a_line_from_before_the_generation_is_not_trusted_at_once() -> None:
     assert members(at(looked, NOW_S + LOST_S + 0.1)) == "abc"
 
 
-def test_the_roster_must_have_been_read_since_the_end() -> None:
+def test_all_records_must_have_been_read_since_the_end() -> None:
     for lines in ((done("b"), observed(record("c", READY))), (done("b"), done("c"), newcomer("d"))):
         looked = replace(ended(*lines), read_s=NOW_S - 0.1)
-        assert waits_for(decide(looked, OPTIONS)) == "the roster to be read"
+        assert waits_for(decide(looked, OPTIONS)) == "the records of all hosts to be read"
 
 
 def test_where_all_members_have_told_that_they_are_ready_nothing_is_read() -> None:
@@ -277,7 +280,7 @@ def test_where_all_members_have_told_that_they_are_ready_nothing_is_read() -> No
     assert members(decide(replace(ended(done("b"), done("c"), ends=failed), read_s=NOW_S - 0.1), OPTIONS)) == "abc"
     # Whoever is to be taken in is known by its line alone.
     looked = replace(ended(done("b"), done("c"), ends=(end("b", EndKind.GROW),)), read_s=NOW_S - 0.1)
-    assert waits_for(decide(looked, OPTIONS)) == "the roster to be read"
+    assert waits_for(decide(looked, OPTIONS)) == "the records of all hosts to be read"
 
 
 def test_nobody_grows_silent_while_the_roster_cannot_be_read() -> None:

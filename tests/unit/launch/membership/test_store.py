@@ -61,7 +61,7 @@ def test_who_agrees_on_a_generation_waits_for_no_disk_but_it_outlasts_a_loss_of_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = LocalStore(str(tmp_path), url="u", retrying=Retrying(RetryOptions(attempts=1)))
-    membership = MembershipStore(store, fleeting=store.without_sync())
+    membership = MembershipStore(store, volatile=store.without_sync())
 
     def refuse(_: int) -> None:
         raise AssertionError("fsync")

@@ -6,9 +6,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.launch.membership.decisions import Create, Decision, Finish, Join, Leave, LeaveOut, Wait
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, observe, observe_datagrams
-from elastictrain.launch.membership.records import End, EndKind, Generation, HostRecord, HostState
+from elastictrain.launch.membership.records import (
+    Create,
+    Decision,
+    End,
+    EndKind,
+    Finish,
+    Generation,
+    HostRecord,
+    HostState,
+    Join,
+    Leave,
+    LeaveOut,
+    Wait,
+)
 from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
 
 Decide = Callable[[ClusterState, LaunchGroup], Decision]

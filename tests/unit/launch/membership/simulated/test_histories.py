@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
-from elastictrain.launch.membership.decisions import Decision, Wait
 from elastictrain.launch.membership.observation import ClusterState
-from elastictrain.launch.membership.records import GenerationOutcome
+from elastictrain.launch.membership.records import Decision, GenerationOutcome, Wait
 from tests.unit.launch.membership.simulated.faults import CHAOS_S, DEEDS, NAMES, Fault, options, plans, recover, suffer
 from tests.unit.launch.membership.simulated.world import STORM, BrokenPromiseError, World
 
