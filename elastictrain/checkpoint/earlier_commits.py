@@ -14,7 +14,7 @@ from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.merge_plan import EVENTS, LAUNCHERS, parse_merged
-from elastictrain.storage.parallel import read_all
+from elastictrain.storage.bounded_read import read_all
 from elastictrain.storage.store import ObjectInfo, Store
 
 _LOG = re.compile(r"events/(\d{6,}-\w+)-[rk]00000(?:\.part-\d+)?\.jsonl")

@@ -11,8 +11,8 @@ from elastictrain.launch.membership.observation import HostObservation, observe,
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.records import BEAT_S
+from elastictrain.storage.bounded_read import side_by_side
 from elastictrain.storage.failures import reason_of
-from elastictrain.storage.parallel import side_by_side
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import re
 from collections.abc import Mapping
 from functools import partial
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
-from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_claim, encode_sign, is_dead, parse_claim, parse_sign
-from elastictrain.storage.bounded_read import read_record
+from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_sign, is_dead, parse_claim, parse_sign
+from elastictrain.storage.bounded_read import read_all, read_record
 from elastictrain.storage.opening import without_sync
-from elastictrain.storage.parallel import read_all
 from elastictrain.storage.store import Store
 from elastictrain.storage.temporaries import this_writer
 
@@ -27,7 +27,8 @@ class Chain:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._volatile = without_sync(store)
+        self.volatile = without_sync(store)
+        """The same storage, for what need not outlast a loss of power."""
 
     def newest(self) -> LeaseClaim:
         """The generation with the largest number; number 0 and over where there is none."""
@@ -37,23 +38,19 @@ class Chain:
     def read(self, number: int) -> LeaseClaim | None:
         """One generation; None if it does not exist."""
         try:
-            return parse_claim(number, read_record(self._store, _key(number)))
+            return parse_claim(number, read_record(self._store, generation_key(number)))
         except ObjectNotFoundError:
             return None
 
     def create(self, claim: LeaseClaim) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        data = encode_claim(claim)
+        data = encode_record(claim)
         try:
-            self._store.create(_key(claim.number), data)
+            self._store.create(generation_key(claim.number), data)
         except ObjectExistsError:
             # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return read_record(self._store, _key(claim.number)) == data
+            return read_record(self._store, generation_key(claim.number)) == data
         return True
-
-    def point_at(self, number: int) -> None:
-        """Whoever looks for the newest generation begins with this one."""
-        point_at(self._volatile, number)
 
     def signs(self, claim: LeaseClaim) -> Mapping[str, Sign]:
         """What the owner of a generation says of itself, by object."""
@@ -64,7 +61,7 @@ class Chain:
 
     def write_sign(self, owner: str, *, beat: int, gone: bool, writers: tuple[str, ...]) -> None:
         """Show that an owner lives, or has left."""
-        self._volatile.write(_line(owner), encode_sign(beat=beat, gone=gone, writers=writers))
+        self.volatile.write(_line(owner), encode_sign(beat=beat, gone=gone, writers=writers))
 
     def remove_signs(self, claim: LeaseClaim) -> None:
         """Of an owner whose place was taken."""
@@ -74,7 +71,7 @@ class Chain:
     def created_s(self, number: int) -> float | None:
         """When a generation was made, in unix seconds, for people; None if it is gone."""
         try:
-            return self._store.stat(_key(number)).modified
+            return self._store.stat(generation_key(number)).modified
         except ObjectNotFoundError:
             return None
 
@@ -122,15 +119,16 @@ def _from(store: Store, number: int) -> tuple[int, bytes] | None:
     """The last of the generations that follow one another from this number on; None if there is none of this number."""
     newest: tuple[int, bytes] | None = None
     while True:
-        read = read_all(store, [_key(number + ahead) for ahead in range(_AHEAD)])
+        read = read_all(store, [generation_key(number + ahead) for ahead in range(_AHEAD)])
         for _ in range(_AHEAD):
-            data = read.get(_key(number))
+            data = read.get(generation_key(number))
             if data is None:
                 return newest
             newest, number = (number, data), number + 1
 
 
-def _key(number: int) -> str:
+def generation_key(number: int) -> str:
+    """Of the record of a generation."""
     return f"{GENERATIONS}/{number:09d}.json"
 
 

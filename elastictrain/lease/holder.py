@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from elastictrain.errors import RunHeldError, StorageError
-from elastictrain.lease.chain import Chain
+from elastictrain.lease.chain import Chain, point_at
 from elastictrain.lease.records import BEAT_S, LAUNCHER, Hold, LeaseClaim, judge
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Lease:
 
     def _run(self) -> None:
         try:
-            self._chain.point_at(self.number)
+            point_at(self._chain.volatile, self.number)
         except StorageError as error:
             logger.info("the next start has to list the generations: %s", error)
         while not self._closed.wait(self._beat_s):

@@ -1,4 +1,4 @@
-"""Merges the journals of finished starts, and reads the events of a run, merged or not. Acts.
+"""Merges the journals of finished starts. Acts.
 
 A merge may be cut short or done twice at any point: what it makes is created if it does not exist, and a journal is deleted
 only when every line of it is found there. A line that is in a journal and in a merged object is the same record.
@@ -6,7 +6,6 @@ only when every line of it is found there. A line that is in a journal and in a 
 
 import hashlib
 import logging
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
@@ -17,16 +16,11 @@ from elastictrain.errors import ObjectExistsError, ObjectNotFoundError, ObjectTo
 from elastictrain.lease.merge_plan import (
     EVENTS,
     LARGE_BYTES,
-    JournalObject,
     Merge,
-    Merged,
     launcher_log,
-    parse_journal,
-    parse_merged,
     plan_merges,
 )
-from elastictrain.storage.bounded_read import read_bounded
-from elastictrain.storage.parallel import side_by_side
+from elastictrain.storage.bounded_read import read_bounded, side_by_side
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -62,34 +56,6 @@ def merge_finished(store: Store, *, newest: int, now_s: float, goes_on: Callable
         except ObjectExistsError:
             # Another process merges: an older start that was frozen, or a newer one.
             continue
-
-
-def read_events(store: Store) -> Iterator[bytes]:
-    """All records of a run (without newline), each once, in reading order. Raises: StorageError.
-
-    A record that its writer did not finish is left out.
-    """
-    keys = [info.key for info in store.list(EVENTS) if info.key.endswith(".jsonl")]
-    merged = {key: one for key in keys if (one := parse_merged(key)) is not None}
-    launchers = _launchers(store, keys)
-    journals = {key: journal for key in keys if (journal := parse_journal(key, launchers=launchers)) is not None}
-    left = {key: cover for key, journal in journals.items() if (cover := _cover(journal, merged.values())) is not None}
-    ranges_left = set(left.values())
-    there: set[bytes] = set()
-
-    def order(key: str) -> tuple[float, bool, str]:
-        if key in left:
-            return left[key][0], True, key
-        number = merged[key].first if key in merged else journals[key].number if key in journals else math.inf
-        return number, False, key
-
-    for key in sorted(keys, key=order):
-        lines = _whole_lines(store.read(key))
-        if key in merged and _range(merged[key]) in ranges_left:
-            there.update(map(_digest, lines))
-        elif key in left:
-            lines = [line for line in lines if _digest(line) not in there]
-        yield from (line[:-1] for line in lines)
 
 
 def _merge(store: Store, merge: Merge) -> None:
@@ -149,16 +115,6 @@ def _whole_lines(data: bytes) -> list[bytes]:
 
 def _digest(line: bytes) -> bytes:
     return hashlib.blake2b(line, digest_size=16).digest()
-
-
-def _range(one: Merged) -> tuple[int, int, str]:
-    return one.first, one.last, one.writer
-
-
-def _cover(journal: JournalObject, merged: Iterable[Merged]) -> tuple[int, int, str] | None:
-    """The merged objects that may hold lines of a journal."""
-    covers = (_range(one) for one in merged if one.first <= journal.number <= one.last and one.writer == journal.writer)
-    return next(covers, None)
 
 
 def _launchers(store: Store, keys: Iterable[str]) -> dict[str, int]:

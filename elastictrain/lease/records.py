@@ -4,13 +4,12 @@ A generation is one object, created if it does not exist; the newest one names t
 number that grows in an object of its own. All observers use their own monotonic clock.
 """
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
 from elastictrain.storage.temporaries import Writer
 
 LAUNCHER = "launch"
@@ -62,41 +61,59 @@ class Sign:
     """Whether it has left, or its processes are known to be dead."""
 
 
-def encode_claim(claim: LeaseClaim) -> bytes:
-    """The record of a generation that no launcher made."""
-    return json.dumps(asdict(claim), sort_keys=True).encode()
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _LauncherGeneration:
+    """As launchers write it, as far as its owner goes."""
+
+    number: int
+    outcome: str
+    owner: str = ""
+    members: tuple[_Member, ...] = ()
+
+    def claim(self) -> LeaseClaim:
+        owner = LAUNCHER if self.owner == LAUNCHER else ""
+        names, lines = ", ".join(one.name for one in self.members), tuple(one.host for one in self.members)
+        return LeaseClaim(self.number, owner, names, lines=lines, over=self.outcome != "run")
+
+
+@dataclass(frozen=True, slots=True)
+class _SignRecord:
+    beat: int
+    state: str = ""
+    writers: tuple[str, ...] = ()
 
 
 def parse_claim(number: int, data: bytes) -> LeaseClaim:
-    """The inverse; reads the records of launchers, too. What cannot be read has no owner, and is over."""
-    document = _mapping(data)
-    if document.get("number") != number:
+    """From the record of a generation, also one that launchers made. What cannot be read has no owner, and is over."""
+    try:
+        document = parse_json(data)
+        if "outcome" in document:
+            claim = as_record(document, _LauncherGeneration).claim()
+        else:
+            claim = as_record({"over": True, **document}, LeaseClaim)
+    except (ValueError, TypeError):
         return LeaseClaim(number, "", over=True)
-    if "outcome" not in document:
-        host, pid, owner = (document.get(name) for name in ("host", "pid", "owner"))
-        if not (isinstance(owner, str) and isinstance(host, str) and isinstance(pid, int)):
-            return LeaseClaim(number, "", over=True)
-        return LeaseClaim(number, owner, host, pid, _texts(document.get("lines")), over=document.get("over") is not False)
-    members = document.get("members")
-    rows = [row for row in members if isinstance(row, dict)] if isinstance(members, list) else []
-    names = ", ".join(str(row.get("name", "")) for row in rows)
-    lines = tuple(str(row.get("host", "")) for row in rows)
-    owner = LAUNCHER if document.get("owner") == LAUNCHER else ""
-    return LeaseClaim(number, owner, names, 0, lines, over=document.get("outcome") != "run")
+    return claim if claim.number == number else LeaseClaim(number, "", over=True)
 
 
 def encode_sign(*, beat: int, gone: bool, writers: tuple[str, ...]) -> bytes:
     """What an owner's object says."""
-    return json.dumps({"beat": beat, "state": "gone" if gone else "busy", "writers": writers}).encode()
+    return encode_record(_SignRecord(beat, "gone" if gone else "busy", writers))
 
 
 def parse_sign(data: bytes, *, is_dead: Callable[[str], bool]) -> Sign | None:
     """The inverse; reads the lines of launchers, too. None if it is damaged."""
-    document = _mapping(data)
-    beat, writers = document.get("beat"), _texts(document.get("writers"))
-    if not isinstance(beat, int):
+    try:
+        record = parse_record(data, _SignRecord)
+    except ValueError:
         return None
-    return Sign(beat, document.get("state") == "gone" or (bool(writers) and all(map(is_dead, writers))))
+    return Sign(record.beat, record.state == "gone" or (bool(record.writers) and all(map(is_dead, record.writers))))
 
 
 def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> Hold:
@@ -128,15 +145,3 @@ def is_dead(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bo
     except OSError:
         return False
     return len(fields) > 19 and (fields[19] != started or (fields[0] in "ZX" and int(fields[17]) <= 1))
-
-
-def _mapping(data: bytes) -> Mapping[str, object]:
-    try:
-        document = parse_json(data)
-    except ValueError:
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(one for one in value if isinstance(one, str)) if isinstance(value, list) else ()

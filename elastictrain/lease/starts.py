@@ -4,17 +4,16 @@ Records of starts and generations are kept for the last `KEPT` numbers: each sta
 happened before is in the events, whose journals are merged.
 """
 
-import json
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 
-from elastictrain.bounded_json import parse_json
-from elastictrain.errors import ObjectNotFoundError
-from elastictrain.lease.chain import GENERATIONS, LINEAGE
+from elastictrain.bounded_json import encode_record, parse_record
+from elastictrain.lease.chain import LINEAGE, generation_key
 from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import KEPT_STARTS
-from elastictrain.storage.parallel import read_all, side_by_side
+from elastictrain.storage.bounded_read import exists, read_all, side_by_side
 from elastictrain.storage.store import Store
 
 STARTS = "launch/starts"
@@ -51,7 +50,7 @@ class Starts:
 
     def write(self, start: StartRecord) -> None:
         """Note that a start's ranks have met."""
-        self._store.write(_key(start.number), json.dumps(asdict(start)).encode())
+        self._store.write(_key(start.number), encode_record(start))
 
     def last(self, before: int, *, count: int) -> list[StartRecord]:
         """Those among the `count` numbers before `before` whose ranks had met, the newest last."""
@@ -64,8 +63,8 @@ class Starts:
         """Those that belong to this run: they have left a trace in its folder, by whatever release."""
         names = sorted(set(incarnations))
         traces = {key: name for name in names for key in _traces(name)}
-        calls = [_probe(self._store, key) for key in traces]
-        there = {name for (key, name), is_there in zip(traces.items(), side_by_side(calls), strict=True) if is_there}
+        found = side_by_side([partial(exists, self._store, key) for key in traces])
+        there = {name for name, is_there in zip(traces.values(), found, strict=True) if is_there}
         numbers = {name: int(match[1]) for name in names if (match := _NUMBER.fullmatch(name))}
         records = read_all(self._store, {_key(number) for number in numbers.values()})
         for name, number in numbers.items():
@@ -80,19 +79,19 @@ class Starts:
         if last < 1:
             return
         numbers = range(max(1, last - _AT_ONCE + 1), last + 1)
-        keys = [key for number in numbers for key in (_key(number), f"{GENERATIONS}/{number:09d}.json")]
+        keys = [key for number in numbers for key in (_key(number), generation_key(number))]
         if newest % _LINEAGE_EVERY == 0:
-            keys += sorted(_listing(self._store, LINEAGE)())[:-LINEAGE_KEPT]
-        side_by_side([_deletion(self._store, key) for key in keys])
+            keys += sorted(info.key for info in self._store.list(LINEAGE))[:-LINEAGE_KEPT]
+        side_by_side([partial(self._store.delete, key) for key in keys])
 
     def merge_events(self, newest: int) -> None:
         """Merge the journals of finished starts, now and then, for as long as this is the newest start."""
         if newest % _MERGE_EVERY or newest <= KEPT_STARTS:
             return
-        following = f"{GENERATIONS}/{newest + 1:09d}.json"
+        following = generation_key(newest + 1)
         # By the clock that dates the journals: that of the storage.
         now_s = self._store.stat(_key(newest)).modified
-        merge_finished(self._store, newest=newest, now_s=now_s, goes_on=lambda: not _probe(self._store, following)())
+        merge_finished(self._store, newest=newest, now_s=now_s, goes_on=lambda: not exists(self._store, following))
 
 
 def _key(number: int) -> str:
@@ -108,27 +107,7 @@ def _traces(incarnation: str) -> list[str]:
 
 def _parse(number: int, data: bytes) -> StartRecord | None:
     try:
-        start = StartRecord(**parse_json(data))
-    except (ValueError, TypeError):
+        start = parse_record(data, StartRecord)
+    except ValueError:
         return None
-    sound = start.number == number and isinstance(start.incarnation, str) and isinstance(start.world_size, int)
-    return start if sound else None
-
-
-def _probe(store: Store, key: str) -> Callable[[], bool]:
-    def probe() -> bool:
-        try:
-            store.stat(key)
-        except ObjectNotFoundError:
-            return False
-        return True
-
-    return probe
-
-
-def _listing(store: Store, prefix: str) -> Callable[[], list[str]]:
-    return lambda: [info.key for info in store.list(prefix)]
-
-
-def _deletion(store: Store, key: str) -> Callable[[], None]:
-    return lambda: store.delete(key)
+    return start if start.number == number else None

@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from threading import Condition, Thread
 
-from elastictrain.errors import ObjectNotFoundError, StorageError
+from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog
+from elastictrain.storage.bounded_read import exists
 from elastictrain.storage.failures import fault_of, reason_of, storage_error
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
@@ -55,20 +56,13 @@ def last_part(store: Store, stem: str) -> int:
     A folder may hold those of many logs: it is not listed. Segments are numbered without gaps. Raises: StorageError.
     """
 
-    def is_there(number: int) -> bool:
-        try:
-            store.stat(part_key(stem, number))
-        except ObjectNotFoundError:
-            return False
-        return True
-
     missing = 1
-    while is_there(missing):
+    while exists(store, part_key(stem, missing)):
         missing *= 2
     there = missing // 2
     while missing - there > 1:
         middle = (there + missing) // 2
-        there, missing = (middle, missing) if is_there(middle) else (there, middle)
+        there, missing = (middle, missing) if exists(store, part_key(stem, middle)) else (there, middle)
     return there
 
 

@@ -1,15 +1,27 @@
-"""Reads small objects whole, and not one byte more than they may have: a file can claim 30 GB and hold nothing."""
+"""Reads small objects whole, and not one byte more than they may have: a file can claim 30 GB and hold nothing.
+
+Many are read side by side: an object store takes as long for one request as for many.
+"""
 
 import logging
-from typing import Protocol
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
 
 from elastictrain.bounded_json import DOCUMENT, RECORD
-from elastictrain.errors import ObjectTooLargeError
+from elastictrain.errors import ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.storage.store import Store
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 RECORD_BYTES = RECORD.max_bytes
 DOCUMENT_BYTES = DOCUMENT.max_bytes
+_AT_ONCE = 64
 
 
 class Readable(Protocol):
@@ -44,3 +56,58 @@ def read_record(store: Readable, key: str) -> bytes:
     except ObjectTooLargeError as error:
         logger.warning("%s", error)
         return b""
+
+
+def exists(store: Store, key: str) -> bool:
+    """Whether the object is there. Raises: StorageError."""
+    try:
+        store.stat(key)
+    except ObjectNotFoundError:
+        return False
+    return True
+
+
+def read_all(store: Store, keys: Iterable[str]) -> dict[str, bytes]:
+    """The records that exist, by key; nothing of an object that is larger than any. Raises: StorageError."""
+
+    found: dict[str, bytes] = {}
+
+    def read(key: str) -> None:
+        with suppress(ObjectNotFoundError):
+            found[key] = read_record(store, key)
+
+    side_by_side([partial(read, key) for key in keys])
+    return found
+
+
+def side_by_side(calls: Iterable[Callable[[], T]]) -> list[T]:
+    """What each call returns, in their order; a few run at once, the rest as these end.
+
+    Raises: what the first of them raised that did, once all have ended. Threads are left to die with the process: one that a
+    store keeps waiting must not keep the process from ending.
+    """
+    waiting = list(enumerate(calls))
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    todo = deque(waiting)
+
+    def work() -> None:
+        while True:
+            try:
+                number, call = todo.popleft()
+            except IndexError:
+                return
+            try:
+                results[number] = call()
+            except BaseException as error:  # noqa: BLE001  # the edge of a thread; raised again below
+                errors[number] = error
+
+    others = [threading.Thread(target=work, name="storage", daemon=True) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number, _ in waiting]

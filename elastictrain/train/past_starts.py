@@ -12,7 +12,7 @@ from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.preflight.history import STARTS, PastFindings
 from elastictrain.preflight.policy import Ended
 from elastictrain.storage.appendlog import last_part, part_key
-from elastictrain.storage.parallel import side_by_side
+from elastictrain.storage.bounded_read import side_by_side
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)

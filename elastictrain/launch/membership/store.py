@@ -9,11 +9,10 @@ from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode, encode
-from elastictrain.lease.chain import GENERATIONS, HOSTS, newest_record, point_at
+from elastictrain.lease.chain import HOSTS, generation_key, newest_record, point_at
 from elastictrain.lease.records import parse_claim
-from elastictrain.storage.bounded_read import read_record
+from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
 from elastictrain.storage.opening import create_secret, read_secret
-from elastictrain.storage.parallel import read_all, side_by_side
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -95,24 +94,24 @@ class MembershipStore:
         # A list may lag behind, a read of a name does not. Two at a time: one round trip tells that no other follows, too.
         while True:
             first = self._newest.number + 1 if self._newest else 1
-            found = read_all(self._store, [_generation_key(number) for number in (first, first + 1)])
+            found = read_all(self._store, [generation_key(number) for number in (first, first + 1)])
             for number in (first, first + 1):
-                if _generation_key(number) not in found:
+                if generation_key(number) not in found:
                     return self._newest
-                self._advance(self._parse(number, found[_generation_key(number)]))
+                self._advance(self._parse(number, found[generation_key(number)]))
 
     def follows_another(self, number: int) -> bool:
         """Whether generation `number` continues a launch: the one before it was not its last."""
         if number <= 1:
             return False
         try:
-            return not self._parse(number - 1, read_record(self._store, _generation_key(number - 1))).terminal
+            return not self._parse(number - 1, read_record(self._store, generation_key(number - 1))).terminal
         except ObjectNotFoundError:
             return False
 
     def create(self, generation: Generation) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        key, data = _generation_key(generation.number), encode(generation)
+        key, data = generation_key(generation.number), encode(generation)
         try:
             self._volatile.create(key, data)
         except ObjectExistsError:
@@ -147,16 +146,10 @@ class MembershipStore:
             reason = f"another run trains here: {claim}"
             return Generation(number, GenerationOutcome.ELSEWHERE, (), 0, "", (), (), 0.0, EXIT_STOPPED, reason, claim.owner)
         if generation is None or generation.number != number:
-            logger.warning(
-                "%s/%s is damaged: it counts as a generation without hosts", self._store.url, _generation_key(number)
-            )
+            logger.warning("%s/%s is damaged: it counts as a generation without hosts", self._store.url, generation_key(number))
             return Generation(number, GenerationOutcome.RUN, (), 0, "", (), (), 0.0, 0, "its record is damaged")
         return generation
 
 
 def _host_key(host: str) -> str:
     return f"{HOSTS}/{host}.json"
-
-
-def _generation_key(number: int) -> str:
-    return f"{GENERATIONS}/{number:09d}.json"

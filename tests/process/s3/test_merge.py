@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastictrain.lease.merge import merge_finished, read_events
+from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.store import Store
+from tests.unit.lease.made import read_events
 
 pytestmark = pytest.mark.s3
 

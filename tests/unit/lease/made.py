@@ -1,13 +1,15 @@
 """A run's storage with an owner, a clock that moves when it is waited, and what was said meanwhile."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Owner, Waiting
+from elastictrain.lease.merge_plan import EVENTS, parse_merged
 from elastictrain.lease.records import LeaseClaim
+from elastictrain.storage.store import Store
 from tests.unit.checkpoint.fakes import FakeStore
 
 DEAD = "boot.ns.1.2"
@@ -52,3 +54,18 @@ class Scene:
 
 
 SECOND = Owner("second", "host2", 18)
+
+
+def read_events(store: Store) -> Iterator[bytes]:
+    """All whole records of a run, each once, in reading order.
+
+    A merge that was cut short leaves lines both in a journal and in the merged object.
+    """
+    lines = {
+        info.key: [line for line in store.read(info.key).split(b"\n")[:-1] if line]
+        for info in store.list(EVENTS)
+        if info.key.endswith(".jsonl")
+    }
+    merged = {line for key, found in lines.items() if parse_merged(key) for line in found}
+    for key, found in lines.items():
+        yield from found if parse_merged(key) else (line for line in found if line not in merged)

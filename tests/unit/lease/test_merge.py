@@ -9,7 +9,7 @@ from uuid import uuid4
 import pytest
 
 from elastictrain.lease.chain import Chain
-from elastictrain.lease.merge import merge_finished, read_events
+from elastictrain.lease.merge import merge_finished
 from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS, LARGE_BYTES, parse_merged, plan_merges
 from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import StartRecord, Starts
@@ -17,6 +17,7 @@ from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
 from tests.unit.checkpoint.fakes import FakeStore, KilledError
+from tests.unit.lease.made import read_events
 
 NOW_S = 10 * FINISHED_S
 WRITERS = ("k00000", "r00000", "r00001")

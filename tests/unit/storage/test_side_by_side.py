@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from elastictrain.errors import TransientStorageError
-from elastictrain.storage.parallel import read_all, side_by_side
+from elastictrain.storage.bounded_read import read_all, side_by_side
 from tests.unit.checkpoint.fakes import FakeStore
 
 
