@@ -57,11 +57,7 @@ class Fleet:
     def measure(self, rounds: Iterable[Round], random: Random) -> list[Flow]:
         """Both directions of each pair, and both at once."""
         links = [link for pairs in rounds for a, b in pairs for link in ((a, b), (b, a))]
-        return [
-            Flow(source=link[0], target=link[1], gbps=self.gbps(link, random), both=both)
-            for link in links
-            for both in (False, True)
-        ]
+        return [Flow(link=link, gbps=self.gbps(link, random), both=both) for link in links for both in (False, True)]
 
 
 @dataclass(slots=True)

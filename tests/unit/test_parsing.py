@@ -40,7 +40,6 @@ OWN = {
     "preflight/host/alike.py": "hosts of the same group",
     "preflight/host/storage_trip.py": "a child of this process",
     "preflight/host/trip.py": "the process that started this one",
-    "preflight/links/messages.py": "hosts of the same group",
     "preflight/table.py": "a child of this process",
     "preflight/host_preflight.py": "hosts of the same group",
     "preflight/transport/settings.py": "the environment of this process",

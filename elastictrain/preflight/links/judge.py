@@ -91,6 +91,19 @@ def unheard(host: str, *, why: str) -> Verdict:
     )
 
 
+def no_port(host: str, *, address: str, interface: str, why: str) -> Verdict:
+    """By a host that cannot listen for the others."""
+    return Verdict(
+        check="reachable",
+        scope=Scope.HOST,
+        subject=host,
+        status=Status.FAIL,
+        measured=why,
+        expected=f"a listener on {address}",
+        remedy=f"see who has the address and the ports: `ip address show dev {interface}`, `ss -ltnp`; choose others",
+    )
+
+
 def _absent(rank: int, roster: Roster, *, names: Mapping[int, str]) -> Verdict:
     label = names.get(rank, f"node rank {rank}")
     where = names.get(rank, f"the host of node rank {rank}")

@@ -107,7 +107,7 @@ def _reach_of_all(speaker: Speaker, bad: Mapping[Link, Contact]) -> Verdict:
     hosts = speaker.roster.hosts
     ports = sorted({port for contact in bad.values() for port, _ in contact.blocked})
     remedy = (
-        f"choose another interface than {hosts[one.source].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or let "
+        f"choose another interface than {hosts[one.link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or let "
         f"hosts reach each other on TCP ports {remedies.names([str(port) for port in ports])} in firewalls and security group"
     )
     return speaker.say(_ALL, measured=f"no host reaches another ({_why(one)})", expected="every link", remedy=remedy)
@@ -115,8 +115,8 @@ def _reach_of_all(speaker: Speaker, bad: Mapping[Link, Contact]) -> Verdict:
 
 def _reach_of_host(speaker: Speaker, host: int, way: Way, bad: Sequence[Contact]) -> Verdict:
     hosts = speaker.roster.hosts
-    strange = [contact for contact in bad if contact.target == host and "answers" in _why(contact)]
-    ports = sorted({port for contact in bad for port, _ in contact.blocked if host in (contact.target, contact.source)})
+    strange = [contact for contact in bad if contact.link[1] == host and "answers" in _why(contact)]
+    ports = sorted({port for contact in bad for port, _ in contact.blocked if host in contact.link})
     words = {Way.OUT: "reaches no other host", Way.IN: "cannot be reached", Way.BOTH: "cannot be reached and reaches no other"}
     device, label = hosts[host].interface, speaker.host(host)
     remedy = (
@@ -130,7 +130,7 @@ def _reach_of_host(speaker: Speaker, host: int, way: Way, bad: Sequence[Contact]
 
 def _reach_of_link(speaker: Speaker, contact: Contact) -> Verdict:
     source, target = (speaker.roster.hosts[place] for place in contact.link)
-    label = speaker.host(contact.target)
+    label = speaker.host(contact.link[1])
     ports = [port for port, _ in contact.blocked]
     remedy = remedies.open_port(source, target, target_label=label, ports=ports, protocol="tcp")
     if "answers" in _why(contact):

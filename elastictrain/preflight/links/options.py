@@ -32,9 +32,6 @@ class LinkOptions:
     stream_s: float = 0.3
     """How long bytes flow in one direction."""
 
-    round_s: float = 2.5
-    """One round of disjoint pairs at the most; healthy ones go on to the next at once."""
-
     all_pairs_up_to: int = 16
     """Up to so many hosts a full check contacts every pair; above, distances of 1, 2, 4, 8 and so on along the ring."""
 
@@ -54,6 +51,6 @@ class LinkOptions:
     clock_fail_s: float = 2.0
     """Rendezvous compares wall clocks; up to 10 s were harmless, 20 s split a group in two."""
 
-    def stream_round_s(self) -> float:
-        """What the streams of one pair take, once both are there; connecting over long distances included."""
-        return 3 * self.stream_s + 0.6
+    def measure_s(self) -> float:
+        """What the streams of one pair take at the most, each with connecting, a handshake and a receipt."""
+        return 3 * (self.connect_s + 2 * self.answer_s + self.stream_s)

@@ -141,21 +141,21 @@ _DEFAULT_MTU = 1500
 
 
 class PeerProbe:
-    """Asks `target` on behalf of `source`; `places` are theirs in the roster. For one thread at a time; make contact first."""
+    """Asks `target` on behalf of `source`; `link` are their places. For one thread at a time; make contact first."""
 
     def __init__(
         self,
         source: HostIntroduction,
         target: HostIntroduction,
         *,
-        places: tuple[int, int],
+        link: Link,
         token: bytes,
         options: LinkOptions,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._source = source
         self._target = target
-        self._places = places
+        self._link = link
         self._key = ResponderKey(token, bytes.fromhex(target.nonce))
         self._options = options
         self._wall = wall
@@ -169,8 +169,7 @@ class PeerProbe:
         latency_s, offset_s = timed or (None, None)
         intended = self._intended()
         return Contact(
-            source=self._places[0],
-            target=self._places[1],
+            link=self._link,
             blocked=tuple(sorted(blocked.items())),
             largest=self._largest(intended) if answering else None,
             intended=intended,
@@ -181,12 +180,15 @@ class PeerProbe:
     def flows(self) -> tuple[Flow, ...]:
         """Bandwidth there, back, and both at once. Where nothing comes through it is 0."""
         one_way = (self._there(both=False), self._back(both=False))
+        if not any(flow.gbps for flow in one_way):
+            # The next ones would only wait as long as these.
+            return one_way
         there: list[Flow] = []
         asking = threading.Thread(target=lambda: there.append(self._there(both=True)), name="link-there", daemon=True)
         asking.start()
         back = self._back(both=True)
         asking.join(self._options.stream_s + self._options.connect_s + 3 * self._options.answer_s)
-        return (*one_way, *(there or [self._flow(self._places, None, both=True)]), back)
+        return (*one_way, *(there or [self._flow(self._link, None, both=True)]), back)
 
     def _intended(self) -> int:
         known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
@@ -246,17 +248,17 @@ class PeerProbe:
         result: StreamResult | None = None
         with suppress(ChannelError), self._connected(self._port) as channel:
             result = ask_to_take(channel, seconds=self._options.stream_s, answer_s=self._options.answer_s)
-        return self._flow(self._places, result, both=both)
+        return self._flow(self._link, result, both=both)
 
     def _back(self, *, both: bool) -> Flow:
         result: StreamResult | None = None
         with suppress(ChannelError), self._connected(self._port) as channel:
             result = ask_to_give(channel, seconds=self._options.stream_s, idle_s=self._options.answer_s)
-        return self._flow(self._places[::-1], result, both=both)
+        return self._flow(self._link[::-1], result, both=both)
 
     def _flow(self, link: Link, result: StreamResult | None, *, both: bool) -> Flow:
         rate, waited = (result.best_bytes_per_s, result.waited) if result else (0.0, 0.0)
-        return Flow(source=link[0], target=link[1], gbps=8e-9 * rate, both=both, waited=round(waited, 3))
+        return Flow(link=link, gbps=8e-9 * rate, both=both, waited=round(waited, 3))
 
     @contextmanager
     def _connected(self, port: int) -> Iterator[Channel]:

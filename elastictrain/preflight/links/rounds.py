@@ -63,7 +63,7 @@ def second_rounds(
     return tuple(pairs for pairs in found if pairs)
 
 
-def contacts(num_hosts: int, *, all_pairs: bool, num_distances: int | None = None) -> tuple[Pair, ...]:
+def contact_links(num_hosts: int, *, all_pairs: bool, num_distances: int | None = None) -> tuple[Pair, ...]:
     """Which links are looked at before any bytes flow, as (source, target), both directions of each: all of them, or those over
     distances of 1, 2, 4, 8 and so on along the ring of hosts (the first `num_distances` of them)."""
     distances = range(1, num_hosts) if all_pairs else [1 << power for power in range(max(1, num_hosts).bit_length())]

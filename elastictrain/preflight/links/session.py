@@ -1,18 +1,58 @@
-"""The link checks of one host among all: introduces it, does its part, and comes back with the verdicts that all adopt."""
+"""The link checks of one host among all.
 
+Each host introduces itself. The first host publishes who takes part, gives one order after another, waits for what all report,
+and judges it; one that is gone costs the others one order's time at the most. All hosts adopt the same verdicts.
+"""
+
+import logging
+import random
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.links.follower import Actor, LinkExchange
-from elastictrain.preflight.links.judge import claimed_twice, leaderless, unheard
-from elastictrain.preflight.links.leader import Leader, gather_roster
-from elastictrain.preflight.links.messages import Adopt, GarbledError, HostIntroduction, Order, Roster
+from elastictrain.preflight.links.judge import Evidence, Silence, claimed_twice, judge, leaderless, no_port, unheard
+from elastictrain.preflight.links.judge_contacts import suspicious_contacts
+from elastictrain.preflight.links.judge_flows import suspect_rounds
+from elastictrain.preflight.links.messages import (
+    Contact,
+    Flow,
+    HostIntroduction,
+    Link,
+    LinkFindings,
+    Order,
+    Roster,
+    Task,
+    merged,
+)
 from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import PeerProbe
 from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
+from elastictrain.preflight.verdict import Verdict
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TOKEN_BYTES = 32
+
+_AT_ONCE_S = 0.02
+"""Asking for what may be there already: an answer of the table itself takes that long at the most."""
+
+_TURN_S = 0.5
+"""How long the first host waits for one report before it looks whether another has come."""
+
+_AT_A_TIME = 16
+"""Peers that one host probes side by side: dead ones only cost time."""
+
+_DOING = {Task.CONTACT: "contacts were made", Task.MEASURE: "bandwidth was measured"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +84,8 @@ class LinkReport:
 
 @dataclass(slots=True)
 class LinkSession:
-    """`prefix` of the keys must be new for each bring-up. `full` measures bandwidth; `names`: hosts by node rank, if known.
+    """`prefix` of the keys must be new for each bring-up: nothing is ever removed. `full` measures bandwidth; `names`: hosts by
+    node rank, if known.
 
     `wall` is the clock that the hosts compare.
     """
@@ -65,19 +106,34 @@ class LinkSession:
             responder.start()
             return self._run(responder)
         except HostUnfitError as error:
-            return LinkReport(verdicts=(self._no_port(error),))
-        except (TransportError, GarbledError) as error:
+            member = self.member
+            verdict = no_port(member.name, address=member.address, interface=member.interface, why=str(error))
+            return LinkReport(verdicts=(verdict,))
+        except (TransportError, MalformedJsonError) as error:
             return LinkReport(verdicts=(unheard(self.member.name, why=str(error)),))
         finally:
             responder.close()
 
+    def put(self, key: str, record: object) -> None:
+        """Leave a record for all. Raises: TransportError."""
+        self.exchange.put(f"{self.prefix}/{key}", encode_record(record))
+
+    def get(self, key: str, kind: type[T], *, limit_s: float) -> T | None:
+        """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
+        data = self.exchange.get(f"{self.prefix}/{key}", limit_s=max(limit_s, _AT_ONCE_S))
+        try:
+            return None if data is None else parse_record(data, kind)
+        except MalformedJsonError as error:
+            raise MalformedJsonError(f"{key} {error}") from error
+
     def _run(self, responder: Responder) -> LinkReport:
         began = self.clock()
-        board = LinkExchange(self.exchange, prefix=self.prefix)
         own = self._introduction(responder)
-        board.put_introduction(own)
-        leads = self.member.node_rank == 0
-        roster = self._lead_roster(board, own) if leads else self._follow_roster(board)
+        leads = own.node_rank == 0
+        self.put(f"hello/{own.node_rank}", own)
+        # The first host may have begun a whole limit after us.
+        late_s = 2 * self.options.roster_s + self.options.grace_s
+        roster = self._gather_roster(own) if leads else self.get("roster", Roster, limit_s=late_s)
         if roster is None:
             leader = self.names.get(0, "node rank 0")
             return LinkReport(verdicts=(leaderless(self.member.name, waited_s=self.clock() - began, leader=leader),))
@@ -88,51 +144,11 @@ class LinkSession:
             return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
         complete = self.clock()
         responder.set_token(bytes.fromhex(roster.token))
-        actor = Actor(
-            roster.hosts.index(own), roster=roster, board=board, options=self.options, clock=self.clock, wall=self.wall
-        )
-        report = self._lead(actor, roster, board) if leads else self._follow(actor, roster, board)
-        return LinkReport(
-            verdicts=report.verdicts,
-            roster=roster,
-            num_rounds=report.num_rounds,
-            seconds=round(self.clock() - complete, 4),
-        )
-
-    def _lead_roster(self, board: LinkExchange, own: HostIntroduction) -> Roster:
-        return gather_roster(board, own=own, num_hosts=self.member.num_hosts, limit_s=self.options.roster_s, clock=self.clock)
-
-    def _follow_roster(self, board: LinkExchange) -> Roster | None:
-        # The first host may have begun a whole limit after us.
-        return board.roster(limit_s=2 * self.options.roster_s + self.options.grace_s)
-
-    def _lead(self, actor: Actor, roster: Roster, board: LinkExchange) -> LinkReport:
-        leader = Leader(
-            actor,
-            roster=roster,
-            board=board,
-            options=self.options,
-            full=self.full,
-            names=self.names,
-            clock=self.clock,
-        )
-        found = leader.lead()
-        return LinkReport(verdicts=found.verdicts, num_rounds=found.num_rounds)
-
-    def _follow(self, actor: Actor, roster: Roster, board: LinkExchange) -> LinkReport:
-        # For the next order the first host may take as long as everybody may take for this one, and judge a little.
-        limit_s, number = self.options.contact_s, 0
-        while True:
-            patience_s = limit_s + 2 * self.options.grace_s
-            order: Order | None = board.order(number, num_hosts=len(roster.hosts), limit_s=patience_s)
-            if order is None:
-                leader = roster.labels()[0]
-                return LinkReport(verdicts=(leaderless(self.member.name, waited_s=patience_s, leader=leader),))
-            if isinstance(order, Adopt):
-                return LinkReport(verdicts=order.verdicts)
-            actor.carry_out(number, order)
-            limit_s = max(order.limit_s(self.options), 0.0)
-            number += 1
+        worker = _Worker(self, roster, roster.hosts.index(own))
+        coordinator = _Coordinator(self, roster, worker)
+        verdicts = coordinator.lead() if leads else self._follow(worker, roster)
+        seconds = round(self.clock() - complete, 4)
+        return LinkReport(verdicts=verdicts, roster=roster, num_rounds=coordinator.num_rounds, seconds=seconds)
 
     def _introduction(self, responder: Responder) -> HostIntroduction:
         return HostIntroduction(
@@ -146,14 +162,195 @@ class LinkSession:
             nonce=responder.nonce.hex(),
         )
 
-    def _no_port(self, error: HostUnfitError) -> Verdict:
-        return Verdict(
-            check="reachable",
-            scope=Scope.HOST,
-            subject=self.member.name,
-            status=Status.FAIL,
-            measured=str(error),
-            expected=f"a listener on {self.member.address}",
-            remedy=f"see who has the address and the ports: `ip address show dev {self.member.interface}`, `ss -ltnp`; choose "
-            f"others",
+    def _gather_roster(self, own: HostIntroduction) -> Roster:
+        """As the first host: wait for all, publish who came."""
+        began, num_hosts = self.clock(), self.member.num_hosts
+        found = {own.node_rank: own}
+        for rank in range(1, num_hosts):
+            try:
+                left_s = began + self.options.roster_s - self.clock()
+                introduction = self.get(f"hello/{rank}", HostIntroduction, limit_s=left_s)
+            except MalformedJsonError as error:
+                logger.warning("node rank %d does not introduce itself as this release does: %s", rank, error)
+                continue
+            if introduction is not None:
+                found[rank] = introduction
+        roster = Roster(
+            hosts=tuple(found[rank] for rank in sorted(found)),
+            absent=tuple(rank for rank in range(num_hosts) if rank not in found),
+            waited_s=round(self.clock() - began, 3),
+            token=secrets.token_hex(_TOKEN_BYTES),
         )
+        self.put("roster", roster)
+        return roster
+
+    def _follow(self, worker: "_Worker", roster: Roster) -> tuple[Verdict, ...]:
+        # For the next order the first host may take as long as everybody may take for this one, and judge a little.
+        limit_s, number = self.options.contact_s, 0
+        while True:
+            patience_s = limit_s + 2 * self.options.grace_s
+            order = self.get(f"order/{number}", Order, limit_s=patience_s)
+            if order is None:
+                return (leaderless(self.member.name, waited_s=patience_s, leader=roster.labels()[0]),)
+            if order.task is Task.END:
+                return order.verdicts
+            _check_places(order.links, roster)
+            worker.carry_out(number, order)
+            limit_s = self.limit_s(order)
+            number += 1
+
+    def limit_s(self, order: Order) -> float:
+        """When all must have carried it out."""
+        return self.options.contact_s if order.task is Task.CONTACT else self.options.measure_s()
+
+
+class _Worker:
+    """Does what concerns the host at `place` of the roster, and reports what it found."""
+
+    def __init__(self, session: LinkSession, roster: Roster, place: int) -> None:
+        self._session = session
+        self._roster = roster
+        self._place = place
+        self._probes: dict[int, PeerProbe] = {}
+
+    def carry_out(self, number: int, order: Order) -> None:
+        """Raises: TransportError."""
+        if not order.concerns(self._place):
+            return
+        self._session.put(f"taken/{number}/{self._place}", True)
+        probes = [self._probe(target) for source, target in order.links if source == self._place]
+        if order.task is Task.MEASURE:
+            found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
+        else:
+            with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
+                found = LinkFindings(tuple(threads.map(PeerProbe.contact, probes)), ())
+        self._session.put(f"found/{number}/{self._place}", found)
+
+    def _probe(self, target: int) -> PeerProbe:
+        """The same one each time: it knows which port of the other host can be used."""
+        if target not in self._probes:
+            hosts = self._roster.hosts
+            self._probes[target] = PeerProbe(
+                hosts[self._place],
+                hosts[target],
+                link=(self._place, target),
+                token=bytes.fromhex(self._roster.token),
+                options=self._session.options,
+                wall=self._session.wall,
+            )
+        return self._probes[target]
+
+
+class _Coordinator:
+    """The first host's part: gives the orders, gathers what hosts report, and judges it."""
+
+    def __init__(self, session: LinkSession, roster: Roster, worker: _Worker) -> None:
+        self.num_rounds = 0
+        self._session = session
+        self._options = session.options
+        self._roster = roster
+        self._worker = worker
+        self._num_orders = 0
+        self._contacts: dict[Link, Contact] = {}
+        self._silences: dict[int, Silence] = {}
+
+    def lead(self) -> tuple[Verdict, ...]:
+        """From the first order to the last. Raises: TransportError."""
+        num, full = len(self._roster.hosts), self._session.full
+        few = num <= self._options.all_pairs_up_to
+        self._make_contact(contact_links(num, all_pairs=full and few, num_distances=None if full else 2))
+        first: tuple[Flow, ...] = ()
+        again: tuple[Flow, ...] = ()
+        if full:
+            first = self._measure(self._first_rounds())
+            again = self._measure(suspect_rounds(first, num_hosts=num, options=self._options))
+        evidence = Evidence(
+            roster=self._roster,
+            contacts=self._contacts,
+            flows=first,
+            flows_again=again,
+            silences=tuple(self._silences.values()),
+            full=full,
+        )
+        verdicts = tuple(judge(evidence, options=self._options, names=self._session.names))
+        self._session.put(f"order/{self._num_orders}", Order(Task.END, verdicts=verdicts))
+        return verdicts
+
+    def _make_contact(self, links: Iterable[Link]) -> None:
+        """What looks bad is tried a second time, and the better result counts."""
+        for _ in range(2):
+            links = tuple(link for link in links if not self._silences.keys() & set(link))
+            if not links:
+                return
+            found = self._carry_out(Order(Task.CONTACT, links))
+            self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
+            heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
+            links = set(suspicious_contacts(heard, options=self._options)) & set(links)
+
+    def _first_rounds(self) -> tuple[Round, ...]:
+        """Among those who are still heard."""
+        alive = [place for place in range(len(self._roster.hosts)) if place not in self._silences]
+        # Restarts measure other links than earlier starts did.
+        plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
+        return tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan)
+
+    def _measure(self, rounds: tuple[Round, ...]) -> tuple[Flow, ...]:
+        links = {link for pairs in rounds for a, b in pairs for link in ((a, b), (b, a))}
+        self._make_contact(sorted(links - self._contacts.keys()))
+        flows: list[Flow] = []
+        for pairs in rounds:
+            usable = tuple(pair for pair in pairs if self._is_usable(pair))
+            if usable:
+                self.num_rounds += 1
+                flows += (flow for report in self._carry_out(Order(Task.MEASURE, usable)) for flow in report.flows)
+        return tuple(flows)
+
+    def _is_usable(self, pair: Pair) -> bool:
+        """Both hosts are heard, and large frames pass in both directions as far as is known."""
+        contacts = [self._contacts.get(link) for link in (pair, pair[::-1])]
+        passing = all(one is not None and one.latency_s is not None and not one.loses_large for one in contacts)
+        return passing and not self._silences.keys() & set(pair)
+
+    def _carry_out(self, order: Order) -> list[LinkFindings]:
+        """By all whom it concerns; the reports of those who are heard. Who does not report in time counts as silent."""
+        number, began = self._num_orders, self._session.clock()
+        self._num_orders += 1
+        self._session.put(f"order/{number}", order)
+        self._worker.carry_out(number, order)
+        until = began + self._session.limit_s(order) + self._options.grace_s
+        found: list[LinkFindings] = []
+        waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place))
+        while waiting:
+            place = waiting.popleft()
+            is_lost = False
+            try:
+                report = self._report(number, place, limit_s=min(_TURN_S, until - self._session.clock()))
+            except MalformedJsonError as error:
+                logger.warning("%s: %s", self._roster.hosts[place].name, error)
+                report, is_lost = None, True
+            waited_s = self._session.clock() - began
+            if report is not None:
+                found.append(report)
+            elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):
+                self._silences[place] = Silence(place, _DOING[order.task], waited_s)
+            else:
+                waiting.append(place)
+        return found
+
+    def _report(self, number: int, place: int, *, limit_s: float) -> LinkFindings | None:
+        found = self._session.get(f"found/{number}/{place}", LinkFindings, limit_s=limit_s)
+        if found is not None:
+            _check_places(found.links(), self._roster)
+        return found
+
+    def _is_ignored(self, number: int, place: int, waited_s: float) -> bool:
+        """Whether the host has not taken up the order in all the time that there was for that."""
+        # One that cannot be reached from here may well do its part: it is known by its records alone.
+        return waited_s >= self._options.take_s and self._session.get(f"taken/{number}/{place}", bool, limit_s=0.0) is None
+
+
+def _check_places(links: Iterable[Link], roster: Roster) -> None:
+    num_hosts = len(roster.hosts)
+    wrong = [(a, b) for a, b in links if a == b or max(a, b) >= num_hosts]
+    if wrong:
+        raise MalformedJsonError(f"there is no link {wrong[0]} among {num_hosts} hosts")

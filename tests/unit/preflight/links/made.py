@@ -31,9 +31,9 @@ def all_links(num_hosts: int) -> list[Link]:
 def contacts(num_hosts: int, change: Callable[[Link], Mapping[str, Any]] = lambda link: {}) -> dict[Link, Contact]:
     """All links, healthy but for what `change` says of them."""
     healthy: dict[str, Any] = {"largest": 9000, "intended": 9000, "latency_s": 2e-4, "offset_s": 0.0}
-    return {link: Contact(**{"source": link[0], "target": link[1], **healthy, **change(link)}) for link in all_links(num_hosts)}
+    return {link: Contact(**{"link": link, **healthy, **change(link)}) for link in all_links(num_hosts)}
 
 
 def flows(links: Iterable[Link], gbps: Callable[[Link], float]) -> list[Flow]:
     """One way and both ways alike."""
-    return [Flow(source=link[0], target=link[1], gbps=gbps(link), both=both) for link in links for both in (False, True)]
+    return [Flow(link=link, gbps=gbps(link), both=both) for link in links for both in (False, True)]

@@ -66,7 +66,7 @@ def test_nobody_fails_for_want_of_a_processor() -> None:
 
 def test_slow_only_while_bytes_go_both_ways() -> None:
     first = [
-        Flow(source=a, target=b, gbps=1.0 if both and 2 in (a, b) else 10.0, both=both)
+        Flow(link=(a, b), gbps=1.0 if both and 2 in (a, b) else 10.0, both=both)
         for a, b in all_links(3)
         for both in (False, True)
     ]

@@ -6,20 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.preflight.links.messages import (
-    Adopt,
     Contact,
     Flow,
-    GarbledError,
+    HostIntroduction,
     LinkFindings,
-    MakeContact,
-    Measure,
-    decode_findings,
-    decode_introduction,
-    decode_order,
-    decode_roster,
-    encode,
-    encode_order,
+    Order,
+    Roster,
+    Task,
     merged,
 )
 from tests.unit.examples import examples
@@ -27,28 +22,22 @@ from tests.unit.preflight.links.made import introduction, roster
 from tests.unit.preflight.made import verdict
 
 FINDINGS = LinkFindings(
-    contacts=(Contact(source=0, target=1, blocked=((1, "refused"),), largest=None, intended=9000, latency_s=0.1),),
-    flows=(Flow(source=1, target=0, gbps=2.5, both=True),),
+    contacts=(Contact(link=(0, 1), blocked=((1, "refused"),), largest=None, intended=9000, latency_s=0.1),),
+    flows=(Flow(link=(1, 0), gbps=2.5, both=True),),
 )
+RECORDS = [
+    introduction(1, mtu=None),
+    roster(3, absent=(3,)),
+    FINDINGS,
+    Order(Task.CONTACT, ((0, 1), (1, 0))),
+    Order(Task.MEASURE, ((0, 1),)),
+    Order(Task.END, verdicts=(verdict(), verdict("fail", measured=0.5))),
+]
 
 
-def test_what_is_said_is_what_is_heard() -> None:
-    assert decode_introduction(encode(introduction(1, mtu=None))) == introduction(1, mtu=None)
-    assert decode_roster(encode(roster(3, absent=(3,)))) == roster(3, absent=(3,))
-    assert decode_findings(encode(FINDINGS), num_hosts=2) == FINDINGS
-
-
-@pytest.mark.parametrize(
-    "order",
-    [
-        MakeContact(((0, 1), (1, 0))),
-        Measure((((0, 1),), ((0, 2),)), ((0, 1),)),
-        Adopt((verdict(), verdict("fail", measured=0.5))),
-    ],
-    ids=["contact", "measure", "adopt"],
-)
-def test_orders_are_heard_as_given(order: MakeContact | Measure | Adopt) -> None:
-    assert decode_order(encode_order(order), num_hosts=3) == order
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
+def test_records_are_received_as_they_were_sent(record: object) -> None:
+    assert parse_record(encode_record(record), type(record)) == record
 
 
 @pytest.mark.parametrize(
@@ -58,20 +47,17 @@ def test_orders_are_heard_as_given(order: MakeContact | Measure | Adopt) -> None
         b"\xff",
         b"[]",
         b"{}",
-        b'{"order": "sing"}',
-        b'{"order": "contact"}',
-        b'{"order": "contact", "links": [[0, 3]]}',
-        b'{"order": "contact", "links": [[1, 1]]}',
-        b'{"order": "contact", "links": [[0, "1"]]}',
-        b'{"order": "contact", "links": [[0, 1, 2]]}',
-        b'{"order": "measure", "rounds": 3, "met": []}',
-        b'{"order": "adopt", "verdicts": [{"check": "mtu"}]}',
-        b'{"order": "adopt", "verdicts": "[{\\"check\\": \\"mtu\\"}]"}',
+        b'{"task": "sing"}',
+        b'{"task": "contact", "links": [[0, -1]]}',
+        b'{"task": "contact", "links": [[0, "1"]]}',
+        b'{"task": "contact", "links": [[0, 1, 2]]}',
+        b'{"task": "measure", "links": 3}',
+        b'{"task": "end", "verdicts": [{"check": "mtu"}]}',
     ],
 )
 def test_a_garbled_order_is_an_error(text: bytes) -> None:
-    with pytest.raises(GarbledError):
-        decode_order(text, num_hosts=3)
+    with pytest.raises(MalformedJsonError):
+        parse_record(text, Order)
 
 
 @pytest.mark.parametrize(
@@ -86,43 +72,43 @@ def test_a_garbled_order_is_an_error(text: bytes) -> None:
     ],
 )
 def test_a_garbled_introduction_is_an_error(spoil: Callable[[dict[str, Any]], Any]) -> None:
-    row = json.loads(encode(introduction(0)))
+    row = json.loads(encode_record(introduction(0)))
     spoil(row)
-    with pytest.raises(GarbledError):
-        decode_introduction(json.dumps(row).encode())
-
-
-def test_findings_of_hosts_that_are_not_there_are_an_error() -> None:
-    with pytest.raises(GarbledError, match="there are 1"):
-        decode_findings(encode(FINDINGS), num_hosts=1)
+    with pytest.raises(MalformedJsonError):
+        parse_record(json.dumps(row), HostIntroduction)
 
 
 @settings(max_examples=examples(30))
 @given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_other_json_is_an_error(value: object) -> None:
-    for decode in (decode_introduction, decode_roster, lambda data: decode_findings(data, num_hosts=3)):
-        with pytest.raises(GarbledError):
-            decode(json.dumps(value).encode())
+    for kind in (HostIntroduction, Roster, LinkFindings, Order):
+        with pytest.raises(MalformedJsonError):
+            parse_record(json.dumps(value), kind)
+
+
+def test_of_a_measurement_both_hosts_report() -> None:
+    links = ((0, 1),)
+    assert [Order(Task.CONTACT, links).concerns(place) for place in range(3)] == [True, False, False]
+    assert [Order(Task.MEASURE, links).concerns(place) for place in range(3)] == [True, True, False]
 
 
 def test_the_better_of_two_contacts_counts() -> None:
     first = Contact(
-        source=0,
-        target=1,
+        link=(0, 1),
         blocked=((1, "no answer"), (2, "no answer")),
         largest=1500,
         intended=9000,
         latency_s=0.1,
         offset_s=5.0,
     )
-    second = Contact(source=0, target=1, blocked=((2, "refused"), (3, "refused")), largest=None, latency_s=0.2, offset_s=4.0)
+    second = Contact(link=(0, 1), blocked=((2, "refused"), (3, "refused")), largest=None, latency_s=0.2, offset_s=4.0)
     assert merged([first, second])[0, 1] == Contact(
-        source=0, target=1, blocked=((2, "refused"),), largest=1500, intended=9000, latency_s=0.1, offset_s=5.0
+        link=(0, 1), blocked=((2, "refused"),), largest=1500, intended=9000, latency_s=0.1, offset_s=5.0
     )
 
 
 def test_the_larger_frame_counts_whenever_it_passed() -> None:
-    sizes = [Contact(source=0, target=1, largest=largest, intended=9000) for largest in (9000, 1500)]
+    sizes = [Contact(link=(0, 1), largest=largest, intended=9000) for largest in (9000, 1500)]
     assert merged(sizes)[0, 1].largest == merged(reversed(sizes))[0, 1].largest == 9000
 
 

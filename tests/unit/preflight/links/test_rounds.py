@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.preflight.links.rounds import (
-    contacts,
+    contact_links,
     first_rounds,
     num_first_rounds,
     num_second_rounds,
@@ -79,11 +79,11 @@ def test_second_rounds_are_disjoint_and_hold_every_suspect(num_hosts: int, data:
     assert suspects <= {host for pairs in rounds for pair in pairs for host in pair}
 
 
-def test_contacts_cover_both_directions() -> None:
-    assert contacts(3, all_pairs=False, num_distances=2) == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
-    assert contacts(1, all_pairs=True) == ()
-    assert len(contacts(16, all_pairs=True)) == 16 * 15
-    for links in (contacts(1024, all_pairs=False), contacts(100, all_pairs=False, num_distances=2)):
+def test_contact_links_cover_both_directions() -> None:
+    assert contact_links(3, all_pairs=False, num_distances=2) == ((0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1))
+    assert contact_links(1, all_pairs=True) == ()
+    assert len(contact_links(16, all_pairs=True)) == 16 * 15
+    for links in (contact_links(1024, all_pairs=False), contact_links(100, all_pairs=False, num_distances=2)):
         assert {(b, a) for a, b in links} == set(links)
-    assert max(Counter(a for a, _ in contacts(1024, all_pairs=False)).values()) <= 20
-    assert set(Counter(a for a, _ in contacts(100, all_pairs=False, num_distances=2)).values()) == {4}
+    assert max(Counter(a for a, _ in contact_links(1024, all_pairs=False)).values()) <= 20
+    assert set(Counter(a for a, _ in contact_links(100, all_pairs=False, num_distances=2)).values()) == {4}

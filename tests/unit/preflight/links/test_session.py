@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.errors import TransportError
-from elastictrain.preflight.links.messages import Roster, encode
+from elastictrain.preflight.links.messages import Order, Roster, Task
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 from tests.unit.preflight.links.groups import QUICK, member, run_group
@@ -85,7 +86,7 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
     board = table.rows
     other = introduction(1, name="other", nonce="ab")
     session = LinkSession(member=member(1, 2), exchange=table, options=replace(QUICK, roster_s=0.2))
-    board["links/roster"] = encode(Roster(hosts=(introduction(0), other), absent=(), waited_s=0.0, token="00"))
+    board["links/roster"] = encode_record(Roster(hosts=(introduction(0), other), absent=(), waited_s=0.0, token="00"))
     report = session.run()
     assert failed(report) == [("roster", "h2, other")]
     assert "--node-rank" in report.verdicts[0].remedy
@@ -117,11 +118,11 @@ def test_a_table_that_cannot_be_reached_is_a_verdict() -> None:
 
 
 class Deaf(Table):
-    """A table on which some words of one host about one order never come."""
+    """A table on which some records of one host never come, from one order on."""
 
     def __init__(self, place: int, number: int, *, words: tuple[str, ...] = ("found",)) -> None:
         super().__init__()
-        self._lost = {f"links/{word}/{number}/{place}" for word in words}
+        self._lost = {f"links/{word}/{later}/{place}" for word in words for later in range(number, 20)}
 
     def put(self, key: str, value: bytes) -> None:
         if key not in self._lost:
@@ -131,7 +132,7 @@ class Deaf(Table):
 @pytest.mark.parametrize(("number", "doing"), [(0, "contacts were made"), (1, "bandwidth was measured")])
 def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, number: int, doing: str) -> None:
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, number))
-    options = replace(QUICK, contact_s=1.0, round_s=0.7, stream_s=0.02, grace_s=0.1)
+    options = replace(QUICK, contact_s=1.0, connect_s=0.1, answer_s=0.1, stream_s=0.02, grace_s=0.1)
     reports = run_group(3, full=True, options=options)
     assert ("roster", "h3") in failed(reports[0])
     assert find(reports[0], "roster").measured == f"silent while {doing}"
@@ -141,7 +142,34 @@ def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, numb
 def test_a_host_that_does_not_take_up_an_order_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ports still answer, as do those of a host that the first one cannot judge by them."""
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, 1, words=("found", "taken")))
-    options = replace(QUICK, stream_s=0.02, round_s=3.0, take_s=0.3)
+    options = replace(QUICK, stream_s=0.02, take_s=0.3)
     reports = run_group(3, full=True, options=options)
     assert ("roster", "h3") in failed(reports[0])
     assert reports[0].seconds < 3.0
+
+
+class Garbling(Table):
+    """A table on which one record is garbled."""
+
+    def __init__(self, key: str, value: bytes) -> None:
+        super().__init__()
+        self._garbled = {key: value}
+
+    def put(self, key: str, value: bytes) -> None:
+        super().put(key, self._garbled.get(key, value))
+
+
+@pytest.mark.parametrize(
+    "report", [b"{", b'{"contacts":[],"flows":[{"link":[0,3],"gbps":1.0}]}'], ids=["no JSON", "a host that is not there"]
+)
+def test_a_host_that_reports_garbage_counts_as_silent(monkeypatch: pytest.MonkeyPatch, report: bytes) -> None:
+    monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Garbling("links/found/0/2", report))
+    reports = run_group(3)
+    assert failed(reports[0]) == [("roster", "h3")]
+
+
+def test_an_order_about_hosts_that_are_not_there_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = encode_record(Order(Task.CONTACT, ((1, 7),)))
+    monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Garbling("links/order/0", order))
+    reports = run_group(2, options=replace(QUICK, take_s=0.2, contact_s=0.5, grace_s=0.1))
+    assert failed(reports[1]) == [("roster", "h2")]
