@@ -32,7 +32,7 @@ from elastictrain.checkpoint.target import clear_target, discard_files, list_che
 from elastictrain.checkpoint.tensor_bytes import reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.lease.starts import Starts

@@ -1,7 +1,6 @@
 """The configuration that a run keeps in its folder. Whoever reads it takes it as data."""
 
-from elastictrain.config.digest import from_yaml
-from elastictrain.config.stored_yaml import MOST_BYTES
+from elastictrain.config.digest import MOST_BYTES, from_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, ObjectTooLargeError
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store

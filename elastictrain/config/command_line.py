@@ -1,11 +1,17 @@
-"""Reads a command line into what is asked for; decides nothing about the keys."""
+"""Reads a command line: what it asks for, and what each override means: a group's choice, a value, a deletion, or a mistake."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from elastictrain.config.suggest import suggest_choice
-from elastictrain.errors import UsageError
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from elastictrain.config.constraints import show
+from elastictrain.config.validate import suggest_choice
+from elastictrain.errors import Problem, UsageError
 
 OPTIONS = ("--config-dir", "--cfg", "--help")
 _ONE_RUN = "one command is one run, with one value for each key"
@@ -17,6 +23,9 @@ _HYDRA_OPTIONS = {
     **dict.fromkeys(("--info", "-i", "--resolve", "--package", "-p", "-c", "--hydra-help"), _RESOLVED),
 }
 """Options of Hydra's own command line, and what there is instead."""
+
+_KEY = re.compile(r"[~+]*[A-Za-z_]\w*(?:[./][A-Za-z_]\w*)*", re.ASCII)
+_LONGEST_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,20 @@ class CommandLine:
     """Of `--help TOPIC`: a group or key, "" for all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """What the overrides ask for, in their order."""
+
+    choices: Mapping[str, str | None]
+    """Group -> choice; None leaves the group out."""
+
+    values: tuple[Override, ...]
+    """Those of keys: one value or deletion for each."""
+
+    problems: tuple[Problem, ...]
+    """Choices that there are not."""
+
+
 def read_command_line(arguments: Sequence[str]) -> CommandLine:
     """Raises: UsageError, which names every option that is unknown or lacks its value."""
     overrides: list[str] = []
@@ -46,42 +69,112 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     rest = list(arguments)
     while rest:
         argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
         if not argument.startswith("-"):
             overrides.append(argument)
-            continue
-        option, equals, value = argument.partition("=")
-        if option in ("--help", "-h"):
+        elif option in ("--help", "-h"):
             action = "help"
             if rest and "=" not in rest[0] and not rest[0].startswith(("-", "~")):
                 topic = rest.pop(0)
-            continue
-        if option not in OPTIONS:
-            wrong.append(_unknown(argument))
-            continue
-        if not equals and (not rest or rest[0].startswith("--")):
+        elif option not in OPTIONS:
+            wrong.append(_unknown_option(argument))
+        elif not equals and (not rest or rest[0].startswith("--")):
             wrong.append(f"{option} needs a value: {option} {'DIR' if option == '--config-dir' else 'job'}")
-            continue
-        value = value if equals else rest.pop(0)
-        if option == "--config-dir":
-            config_dirs.append(value)
-        elif value != "job":
-            wrong.append(f"--cfg must be job, but is {value}")
         else:
-            action = "show" if action == "run" else action
+            value = value if equals else rest.pop(0)
+            if option == "--config-dir":
+                config_dirs.append(value)
+            elif value != "job":
+                wrong.append(f"--cfg must be job, but is {value}")
+            elif action == "run":
+                action = "show"
     if wrong:
-        raise usage_error(wrong)
+        raise _usage_error(wrong)
     return CommandLine(tuple(overrides), tuple(config_dirs), action, topic)
 
 
-def usage_error(wrong: Sequence[str]) -> UsageError:
+def _usage_error(wrong: Sequence[str]) -> UsageError:
     """All that is wrong with a command line in one error."""
     return UsageError("; ".join(wrong) + " (--help explains the command line)")
 
 
-def _unknown(argument: str) -> str:
+def _unknown_option(argument: str) -> str:
     option, equals, _ = argument.partition("=")
     if option in _HYDRA_OPTIONS:
         return f"{option} is not offered: {_HYDRA_OPTIONS[option]}"
     if equals:
         return f"unknown option {argument}: keys are given without dashes, {argument.lstrip('-')}"
     return f"unknown option {option}{suggest_choice(option, choices=OPTIONS)}"
+
+
+def parse_overrides(texts: Sequence[str], *, known: Mapping[str, Collection[str]]) -> Overrides:
+    """`known`: group -> its choices.
+
+    Raises: UsageError with every argument that is no KEY=VALUE, or contradicts another.
+    """
+    parser = OverridesParser.create()
+    choices: dict[str, str | None] = {}
+    values: list[Override] = []
+    problems: list[Problem] = []
+    misuses: list[str] = []
+    given: dict[str, str] = {}
+    for text in texts:
+        try:
+            override = parser.parse_override(text)
+            misuse = _misuse(override, text)
+        # Python itself refuses a number of thousands of digits, and brackets within thousands of brackets.
+        except (HydraException, ValueError, RecursionError) as error:
+            shortened = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+            misuses.append(_unreadable(shortened, error, recipes=known["recipe"]))
+            continue
+        key = override.key_or_group
+        if not misuse and key in given:
+            misuse = f"`{key}` must be given once, but is given twice: {given[key]} and {text}"
+        given.setdefault(key, text)
+        if misuse:
+            misuses.append(misuse)
+        elif key not in known:
+            values.append(override)
+        else:
+            choice = None if override.is_delete() or override.value() in (None, "null") else override.value()
+            name = None if choice is None else str(choice).removesuffix(".yaml")
+            if name is None or name in known[key]:
+                choices[key] = name
+                continue
+            suggestion = suggest_choice(name, choices=list(known[key]))
+            message = f"must be one of {', '.join(sorted(known[key]))}, but is {show(choice)}{suggestion}"
+            problems.append(Problem(key, message))
+    if misuses:
+        raise _usage_error(misuses)
+    return Overrides(choices, tuple(values), tuple(problems))
+
+
+def _unreadable(text: str, error: Exception, *, recipes: Collection[str]) -> str:
+    if text in recipes:
+        return f"`{text}` must be KEY=VALUE; did you mean recipe={text}?"
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        return f"`{text}` must be KEY=VALUE"
+    if not _KEY.fullmatch(key):
+        return f"`{text}` must be KEY=VALUE, where KEY is words joined by dots, but is {show(key)}"
+    reason = str(error).partition(" expecting ")[0].splitlines()[0]
+    return f"`{text}` cannot be read ({reason}); if the value is text, write it in quotes: '{key}=\"{value}\"'"
+
+
+def _misuse(override: Override, text: str) -> str:
+    """What Hydra would understand and we do not offer; empty if there is nothing of it."""
+    key = override.key_or_group
+    if not key:
+        return f"`{text}` must be KEY=VALUE"
+    if override.is_sweep_override():
+        return (
+            f"`{key}` must be one value, but {text} gives several, and sweeps are not offered; a list is written [a,b], text"
+            " with a comma in quotes"
+        )
+    if override.package is not None:
+        return f"`{text}` must be KEY=VALUE; @PACKAGE is not offered"
+    if re.split("[./]", key)[0] == "hydra":
+        return f"`{key}` is not a key: Hydra only composes here; folders of your own come by --config-dir DIR"
+    if "/" in key:
+        return f"`{key}` is not a group; a choice in a folder is written model=folder/name"
+    return ""

@@ -4,21 +4,35 @@ Hydra composes the groups only. Values are laid over its result one by one, so t
 just the first. Nothing is written, and neither the working directory nor logging is touched.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]
 
-from elastictrain.config.command_line import read_command_line, usage_error
-from elastictrain.config.conf_folders import ConfFolders, read_conf_folders
-from elastictrain.config.overrides import Assignment, Plan, plan_overrides
+from elastictrain.config.command_line import parse_overrides, read_command_line
 from elastictrain.config.validate import NOT_GIVEN
-from elastictrain.errors import ConfigError, Problem
+from elastictrain.errors import ConfigError, ElasticTrainError, Problem, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class ConfFolders:
+    """Every choice of every group in the conf/ folders."""
+
+    own: Path
+    """The program's conf/, whose config.yaml has all its groups in the defaults list."""
+
+    added: tuple[Path, ...]
+    """Those of `--config-dir`."""
+
+    choices: Mapping[str, Mapping[str, Path]]
+    """Group (`recipe`, `model`, ...) -> choice -> file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +55,35 @@ class Composed:
     """The recipe that was chosen."""
 
 
+def own_conf() -> Path:
+    """conf/ beside the modules of an installed package, or beside the package in a checkout."""
+    # Not by `elastictrain.__file__`: in the folder above a checkout of that name the package has none.
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "conf", package.parent / "conf"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ElasticTrainError(f"{package / 'conf'} must hold the configuration files, but does not; install elastictrain again")
+
+
+def read_conf_folders(config_dirs: Sequence[str]) -> ConfFolders:
+    """Raises: UsageError if a folder is not there or has a file of the same name as another."""
+    own = own_conf()
+    added = tuple(Path(name).expanduser().resolve() for name in config_dirs)
+    problems = [f"--config-dir must be a folder, but {folder} is not" for folder in added if not folder.is_dir()]
+    choices: dict[str, dict[str, Path]] = {}
+    for folder in (own, *added):
+        for file in sorted(folder.rglob("*.yaml")):
+            group, *rest = file.relative_to(folder).with_suffix("").parts
+            if not rest:
+                continue
+            known = choices.setdefault(group, {}).setdefault("/".join(rest), file)
+            if known != file:
+                problems.append(f"{file} must not have the name of {known}; rename it")
+    if problems:
+        raise UsageError("; ".join(problems))
+    return ConfFolders(own, added, choices)
+
+
 def compose(arguments: Sequence[str]) -> Composed:
     """Compose a run from `recipe=`, groups' choices, values and `--config-dir`.
 
@@ -49,26 +92,20 @@ def compose(arguments: Sequence[str]) -> Composed:
     """
     line = read_command_line(arguments)
     folders = read_conf_folders(line.config_dirs)
-    plan = plan_overrides(line.overrides, folders=folders)
-    if plan.misuses:
-        raise usage_error(plan.misuses)
-    config = _compose_groups(plan, folders)
-    problems = [*plan.problems]
-    for assignment in plan.assignments:
-        if problem := _assign(config, assignment):
+    overrides = parse_overrides(line.overrides, known=folders.choices)
+    config = _compose_groups(overrides.choices, folders)
+    problems = [*overrides.problems]
+    for override in overrides.values:
+        if problem := _assign(config, override):
             problems.append(problem)
-    tree: dict[str, object] = {}
-    for key, value in _plain_items(config, "", problems):
-        tree[key] = value
-    return Composed(tree, tuple(problems), plan.partial, tuple(sorted(folders.choices["recipe"])), plan.choices.get("recipe"))
+    tree = _plain_items(config, "", problems)
+    recipes = tuple(sorted(folders.choices["recipe"]))
+    return Composed(tree, tuple(problems), bool(overrides.problems), recipes, overrides.choices.get("recipe"))
 
 
-def _compose_groups(plan: Plan, folders: ConfFolders) -> DictConfig:
-    overrides = [
-        f"{'' if group in folders.own_groups else '+'}{group}={choice}"
-        for group, choice in plan.choices.items()
-        if choice is not None
-    ]
+def _compose_groups(choices: Mapping[str, str | None], folders: ConfFolders) -> DictConfig:
+    wanted = [f"{group}={choice}" for group, choice in choices.items() if choice is not None]
+    overrides = [one if (folders.own / one.partition("=")[0]).is_dir() else f"+{one}" for one in wanted]
     if folders.added:
         paths = ",".join(f"'file://{str(path).replace(chr(39), chr(92) + chr(39))}'" for path in folders.added)
         overrides.append(f"hydra.searchpath=[{paths}]")
@@ -77,23 +114,22 @@ def _compose_groups(plan: Plan, folders: ConfFolders) -> DictConfig:
         with initialize_config_dir(str(folders.own), job_name="elastictrain", version_base="1.3"):
             config = hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
-        wanted = " ".join(f"{group}={choice}" for group, choice in plan.choices.items() if choice is not None)
-        raise ConfigError([Problem(wanted or "conf", f"cannot be composed: {_one_line(error)}")]) from error
+        raise ConfigError([Problem(" ".join(wanted) or "conf", f"cannot be composed: {_one_line(error)}")]) from error
     if not isinstance(config, DictConfig):
         raise ConfigError([Problem("conf", "must compose to groups of keys")])
     # Hydra refuses to set a group to null that a recipe has set.
     with open_dict(config):
-        for group in [group for group, choice in plan.choices.items() if choice is None and group in config]:
+        for group in [group for group, choice in choices.items() if choice is None and group in config]:
             del config[group]
     return config
 
 
-def _assign(config: DictConfig, assignment: Assignment) -> Problem | None:
+def _assign(config: DictConfig, override: Override) -> Problem | None:
     """Lay one value over the composition, or take one away."""
-    key = assignment.key
+    key = override.key_or_group
     try:
-        if not assignment.deletes:
-            OmegaConf.update(config, key, assignment.value, merge=True, force_add=True)
+        if not override.is_delete():
+            OmegaConf.update(config, key, override.value(), merge=True, force_add=True)
             return None
         parent, _, leaf = key.rpartition(".")
         node = OmegaConf.select(config, parent) if parent else config
@@ -106,24 +142,22 @@ def _assign(config: DictConfig, assignment: Assignment) -> Problem | None:
     return None
 
 
-def _plain_items(node: DictConfig, path: str, problems: list[Problem]) -> list[tuple[str, object]]:
-    """The keys of `node` with plain values; a key whose interpolation fails is left out and becomes a problem."""
-    items: list[tuple[str, object]] = []
+def _plain_items(node: DictConfig, path: str, problems: list[Problem]) -> dict[str, object]:
+    """`node` with plain values; a key whose interpolation fails is left out and becomes a problem."""
+    items: dict[str, object] = {}
     for name in map(str, node.keys()):
         key = f"{path}.{name}" if path else name
         if OmegaConf.is_missing(node, name):
-            items.append((name, NOT_GIVEN))
+            items[name] = NOT_GIVEN
             continue
         try:
             value = node[name]
             if isinstance(value, DictConfig):
-                items.append((name, dict(_plain_items(value, key, problems))))
-                continue
-            plain = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+                items[name] = _plain_items(value, key, problems)
+            else:
+                items[name] = OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
         except OmegaConfBaseException as error:
             problems.append(Problem(key, f"cannot be resolved: {_one_line(error)}"))
-            continue
-        items.append((name, plain))
     return items
 
 

@@ -1,19 +1,236 @@
-"""RunConfig: all groups of one run, validated and frozen."""
+"""The groups of keys that few modules read, and RunConfig: all groups of one run, validated and frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.data import DataGroup
+from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
-from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.config.run import RunGroup
-from elastictrain.config.task import TaskGroup
-from elastictrain.config.telemetry import TelemetryGroup
-from elastictrain.config.train import TrainGroup
+
+
+@dataclass(frozen=True, slots=True)
+class RunGroup:
+    """Which run this is, and what makes it the same run again."""
+
+    dir: Annotated[str, NonEmpty()]
+    """Folder of the run: a path or any fsspec URL (s3://bucket/name). The same folder continues the same run."""
+
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Everything random derives from it together with step and position."""
+
+    on_change: Literal["stop", "continue"] = "stop"
+    """What to do on resume when a key that changes the answer (seed, data, global batch, model) is not what the stored config
+    says."""
+
+    on_held: Literal["stop", "wait"] = "stop"
+    """What to do where another run trains in `dir`: end with exit code 75, or wait until that one has ended. One that gives no
+    sign of life for 20 s counts as ended."""
+
+    deterministic: bool = False
+    """Ask torch for deterministic algorithms: a CUDA run is then repeatable bit for bit, at some cost in speed."""
+
+    num_threads: Annotated[int, Range(1, 1024)] = 1
+    """CPU threads per rank for torch's operators. It changes the bits of CPU arithmetic, so it is part of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskGroup:
+    """What is trained: a class, and the keyword arguments of its constructor."""
+
+    target: str
+    """Key `task._target_`: dotted path of the task's class, e.g. `recipes.llama.LlamaTask` or `my_package.my_module.MyTask`."""
+
+    options: Mapping[str, object]
+    """Every other key under `task`, checked against the constructor's annotated parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataGroup:
+    """Where training samples come from, unless the task brings datasets of its own."""
+
+    path: Annotated[str, NonEmpty()] = "stdlib"
+    """Folder of token files (a path or any fsspec URL) made by `python -m elastictrain.data prepare`, or `stdlib`: the source
+    text of the Python standard library that runs the program, prepared on first use."""
+
+    cache_dir: str | None = None
+    """Local folder in which remote token files and the `stdlib` corpus are kept; null for
+    $XDG_CACHE_HOME/elastictrain, or ~/.cache/elastictrain."""
+
+    cache_gb: Annotated[float, Range(0.0, exclusive=True)] = 20.0
+    """Upper bound on what `cache_dir` may hold (10^9 bytes); the least recently used files are removed first."""
+
+    holdout_samples: Annotated[int, Range(0)] = 0
+    """Samples at the end of the token files that are kept for evaluation and never trained on."""
+
+    shuffle: bool = True
+    """Visit samples in a seeded random order, another one each epoch; false for the order of the files."""
+
+    workers: Annotated[int, Range(0, 256)] = 0
+    """Processes that read ahead; 0 reads ahead in a thread of the trainer, which suffices for token files."""
+
+    prefetch: Annotated[int, Range(1, 1024)] = 4
+    """Micro-batches that are read ahead per rank."""
+
+    ledger: bool = False
+    """Write which sample each rank consumed at each step to <run.dir>/ledger/."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainGroup:
+    """How much is trained, in what portions, in which precision."""
+
+    steps: Annotated[int, Range(1)]
+    """Optimizer steps of the whole run."""
+
+    global_batch: Annotated[int, Range(1)]
+    """Samples per optimizer step, whatever the world size."""
+
+    micro_batch: Annotated[int, Range(1)]
+    """Samples per rank and forward pass, at most; set by memory."""
+
+    seq_len: Annotated[int, Range(1)] = 1
+    """Tokens per sample; used by token files."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of forward and backward. Parameters, gradients' reduction and optimizer stay in float32."""
+
+    clip_norm: Annotated[float, Range(0.0)] = 1.0
+    """Gradients are scaled down to this global norm when theirs is larger; 0 for no clipping."""
+
+    compile: bool = False
+    """Compile each of the model's blocks (the whole model, if the task names no blocks) with torch.compile."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute activations in the backward pass to save memory: `full` keeps only each block's input, `selective` also keeps
+    the results of every other matrix product and of attention."""
+
+    max_skipped: Annotated[int, Range(0)] = 10
+    """Non-finite steps in a row that are skipped before the run gives up."""
+
+    eval_every_steps: Annotated[int, Range(0)] = 0
+    """Optimizer steps between evaluations on held-out samples; 0 for none."""
+
+    eval_samples: Annotated[int, Range(1)] = 256
+    """Samples per evaluation, at most; the first ones of the held-out samples, the same each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimGroup:
+    """AdamW and its learning-rate schedule. The learning rate is a function of the step alone."""
+
+    lr: Annotated[float, Range(0.0, exclusive=True)] = 3e-4
+    """Peak learning rate."""
+
+    beta1: Annotated[float, Range(0.0, 0.999999)] = 0.9
+    """Decay of the first moment."""
+
+    beta2: Annotated[float, Range(0.0, 0.999999)] = 0.95
+    """Decay of the second moment."""
+
+    eps: Annotated[float, Range(0.0, exclusive=True)] = 1e-8
+    """Added to the denominator."""
+
+    weight_decay: Annotated[float, Range(0.0)] = 0.1
+    """Decoupled weight decay of parameters with two or more dimensions; others have none."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+
+    warmup_steps: Annotated[int, Range(0)] = 0
+    """Steps over which the learning rate rises linearly from 0 to `lr`. In a run of fewer steps it rises over all of them
+    (linear and cosine)."""
+
+    final_lr_ratio: Annotated[float, Range(0.0, 1.0)] = 0.1
+    """Learning rate at the last step, as a share of `lr` (linear and cosine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelGroup:
+    """How the model is spread over ranks; it follows whatever world there is."""
+
+    kind: Literal["ddp", "fsdp", "hsdp"]
+    """`ddp`: a whole copy per rank. `fsdp`: sharded over all ranks. `hsdp`: sharded within a host, copied across hosts."""
+
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """nccl trains on GPUs, and ends with exit code 69 where torch can use none; gloo trains on the CPU; `auto` is nccl where
+    torch can use a GPU, else gloo. The recipes that are meant for GPUs say nccl."""
+
+    shard_size: Annotated[int, Range(0)] = 0
+    """hsdp: ranks over which one copy is sharded; 0 for the ranks of one host. A world that it does not divide, or a
+    size of 1, is sharded whole."""
+
+    reshard_after_forward: bool = True
+    """fsdp, hsdp: free a block's gathered parameters after its forward pass and gather them again for the backward pass; false
+    trades memory for one gather less."""
+
+    bucket_mb: Annotated[float, Range(0.0, exclusive=True)] = 25.0
+    """ddp: size of the gradient buckets that are reduced together (2^20 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointGroup:
+    """When state is saved, how much is kept, and what to do with what is damaged."""
+
+    every_steps: Annotated[int, Range(0)] = 100
+    """Optimizer steps between checkpoints; 0 for none by step."""
+
+    every_minutes: Annotated[float, Range(0.0)] = 0.0
+    """Minutes between checkpoints, in addition; 0 for none by time."""
+
+    snapshot_every_steps: Annotated[int, Range(0)] = 10
+    """Optimizer steps between snapshots in host memory, from which a restarted worker goes on; 0 for none but those that
+    are on their way to storage."""
+
+    buffers: Annotated[int, Range(0, 3)] = 2
+    """Snapshots of each rank that host memory has room for; fewer where it has not. 0 keeps none: checkpoints are then written
+    while training waits."""
+
+    memory_dir: Annotated[str, NonEmpty()] = "/dev/shm"  # noqa: S108  # the folder in it is private, and checked
+    """Folder in host memory (a tmpfs) for snapshots; each user and run gets a folder of its own in it."""
+
+    replicate: bool = True
+    """Keep each host's newest snapshot on another host, too; without effect on one host."""
+
+    keep_last: Annotated[int, Range(1)] = 3
+    """Newest valid checkpoints that are kept."""
+
+    keep_every: Annotated[int, Range(0)] = 0
+    """Checkpoints at multiples of this step are kept for good; 0 for none."""
+
+    on_invalid: Literal["stop", "fresh"] = "stop"
+    """When checkpoint remnants exist and none is valid: stop with an error, or start over from step 0."""
+
+    max_failed_saves: Annotated[int, Range(1)] = 3
+    """Failed saves in a row after which the run stops."""
+
+    key_env: str = ""
+    """Environment variable that holds a secret of at least 32 bytes: manifests are signed with it, and nothing that is not is
+    restored from storage. Empty for none."""
+
+    shard_mb: Annotated[float, Range(1.0)] = 4096.0
+    """Size at which a rank begins another shard file (2^20 bytes)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryGroup:
+    """What a person sees while the run goes on. Events are always written, for every step."""
+
+    log_every_steps: Annotated[int, Range(1)] = 10
+    """Optimizer steps between lines on the terminal and points in TensorBoard."""
+
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
+    """`auto` shows a bar on a terminal and single lines elsewhere."""
+
+    tensorboard: bool = True
+    """Write <run.dir>/tensorboard/."""
+
+    peak_tflops: Annotated[float, Range(0.0, exclusive=True)] | None = None
+    """Dense peak of one device in the precision used (10^12 operations/s), for MFU; null looks the device up in a table."""
+
+    flush_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
+    """Longest time for which events may be missing from a remote run.dir."""
 
 
 @dataclass(frozen=True, slots=True)

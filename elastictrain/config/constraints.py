@@ -1,6 +1,13 @@
-"""What a config field's value must be, beyond its type; carried in `Annotated` beside the type."""
+"""What a config field's value must be beyond its type, carried in `Annotated` beside it, and the wording of all that.
 
-from dataclasses import dataclass
+Error messages and `--help` use the one wording.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +22,73 @@ class Range:
 @dataclass(frozen=True, slots=True)
 class NonEmpty:
     """A text with at least one character that is not white space."""
+
+
+_PLAIN = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null", object: "anything"}
+
+
+def describe(hint: object) -> str:
+    """What a value of the type `hint` must be, to follow "must be"."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return " ".join([describe(arguments[0]), *(_constraint(one) for one in arguments[1:])]).strip()
+    if origin is Literal:
+        return "one of " + ", ".join(show(value) for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(describe(member) for member in arguments)
+    if origin in (list, Sequence):
+        return f"a list, each {describe(arguments[0])}"
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return f"a list, each {describe(arguments[0])}"
+        return f"a list of {len(arguments)}: " + ", ".join(describe(one) for one in arguments)
+    if origin in (dict, Mapping) or (isinstance(hint, type) and (hint in (dict, Mapping) or is_dataclass(hint))):
+        return "a group of keys"
+    if hint is Any:
+        return "anything"
+    if isinstance(hint, type):
+        return _PLAIN.get(hint, f"a {hint.__qualname__}")
+    return str(hint)
+
+
+def _constraint(constraint: object) -> str:
+    """What follows the type's name."""
+    match constraint:
+        case Range(minimum=None, maximum=None):
+            return ""
+        case Range(minimum=minimum, maximum=None, exclusive=exclusive):
+            return f"{'>' if exclusive else '>='} {minimum:g}"
+        case Range(minimum=None, maximum=maximum):
+            return f"<= {show_number(maximum)}"
+        case Range(minimum=minimum, maximum=maximum, exclusive=exclusive):
+            return f"{'>' if exclusive else '>='} {show_number(minimum)} and <= {show_number(maximum)}"
+        case NonEmpty():
+            return "that is not empty"
+    return ""
+
+
+def show_number(value: float | None) -> str:
+    """A number as a person would write it."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
+
+
+def show(value: object) -> str:
+    """A value as a person would write it in YAML."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {show(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(show(one) for one in value) + "]"
+    if value is None or isinstance(value, bool | int | float | str):
+        return json.dumps(value, ensure_ascii=False)
+    return repr(value)
+
+
+def plain(value: object) -> object:
+    """A value as YAML has it: dataclasses are groups of keys, tuples are lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value

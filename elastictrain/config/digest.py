@@ -1,15 +1,22 @@
-"""What identifies a configuration: its plain form, its digest, and the keys that change the answer of a run."""
+"""What identifies a configuration: its plain form, its digest, the keys that change the answer of a run, and its stored YAML.
+
+What Hydra composes from is a person's own; what lies in a run's folder may come from anywhere: nothing in it is resolved,
+repeated, constructed or looked up.
+"""
 
 import hashlib
 import json
+import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from typing import Any
 
+import yaml  # type: ignore[import-untyped,unused-ignore]
 from omegaconf import OmegaConf
 
 from elastictrain.config.composed import RunConfig
+from elastictrain.config.constraints import plain
 from elastictrain.config.schema import DATACLASSES
-from elastictrain.config.stored_yaml import parse_stored_yaml
 from elastictrain.errors import ConfigError
 
 _ANSWER: Mapping[str, frozenset[str]] = {
@@ -17,15 +24,9 @@ _ANSWER: Mapping[str, frozenset[str]] = {
     "data": frozenset({"path", "holdout_samples", "shuffle"}),
     "train": frozenset({"steps", "global_batch", "seq_len", "precision", "clip_norm"}),
     "optim": frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr_ratio"}),
-    "parallel": frozenset(),
-    "checkpoint": frozenset(),
-    "fault": frozenset(),
-    "preflight": frozenset(),
-    "telemetry": frozenset(),
-    "launch": frozenset(),
 }
 
-_HOSTS_OWN_DATA_KEYS = frozenset({"cache_dir", "cache_gb", "workers", "prefetch"})
+_HOSTS_OWN = {"data": frozenset({"cache_dir", "cache_gb", "workers", "prefetch"}), "checkpoint": frozenset({"memory_dir"})}
 
 _HEADER = """\
 # @package _global_
@@ -33,17 +34,25 @@ _HEADER = """\
 # --config-dir DIR recipe=NAME run.dir=...
 """
 
+MOST_BYTES = 1 << 20
+_MOST_DEPTH = 32
+_MOST_INTEGER = 2**64
+
+_FLOAT = re.compile(
+    r"(?:[-+]?(?:\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))(?:[eE][-+]?\d+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_INTERPOLATION = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+_ESCAPED = re.compile(r"((?:\\\\)*)\\\$\{")
+"""Of the backslashes before `${` each second one is escaped by the first, as in OmegaConf."""
+
+_TAKEN = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "null")}
+
 
 def to_tree(config: RunConfig) -> dict[str, object]:
     """The plain mapping of the shape of conf/ that `config` was made from, complete with defaults."""
     task = {"_target_": config.task.target, **config.task.options}
-    groups: dict[str, object] = {"run": asdict(config.run), "task": task, "model": dict(config.model)}
-    groups |= {name: asdict(getattr(config, name), dict_factory=_as_in_yaml) for name in DATACLASSES if name != "run"}
-    return groups
-
-
-def _as_in_yaml(items: list[tuple[str, object]]) -> dict[str, object]:
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in items}
+    groups: dict[str, object] = {"run": plain(config.run), "task": task, "model": dict(config.model)}
+    return groups | {name: plain(getattr(config, name)) for name in DATACLASSES if name != "run"}
 
 
 def config_digest(config: RunConfig) -> str:
@@ -53,12 +62,11 @@ def config_digest(config: RunConfig) -> str:
 
 def group_digest(config: RunConfig, *, data_digest: str) -> str:
     """SHA-256 of what all ranks of a group must have in common: every key that is not one host's own business, and the data."""
-    tree = to_tree(config)
-    data = {key: value for key, value in asdict(config.data).items() if key not in _HOSTS_OWN_DATA_KEYS}
-    checkpoint = {key: value for key, value in asdict(config.checkpoint).items() if key != "memory_dir"}
+    tree: dict[str, Any] = to_tree(config)
+    for group, keys in _HOSTS_OWN.items():
+        tree[group] = {key: value for key, value in tree[group].items() if key not in keys}
     # How many workers a host has, and how long it waits for others, concerns its launcher alone.
-    own = {**tree, "data": data, "checkpoint": checkpoint, "launch": {}}
-    return hashlib.sha256(_canonical([own, data_digest]).encode()).hexdigest()
+    return hashlib.sha256(_canonical([{**tree, "launch": {}}, data_digest]).encode()).hexdigest()
 
 
 def _canonical(value: object) -> str:
@@ -143,3 +151,77 @@ def from_yaml(data: bytes | str, *, source: str) -> dict[str, object]:
     if not isinstance(tree, dict) or not tree or not all(isinstance(values, dict) for values in tree.values()):
         raise ConfigError(f"{source} must be the YAML that a run wrote, but holds no groups of keys")
     return {str(name): value for name, value in tree.items()}
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc,unused-ignore]
+    """Scalars as OmegaConf reads them: `1e-3` is a number, and there are no dates and no merging of keys."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        names = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if not all(isinstance(name, str | int | float | bool) for name in names):
+            raise ValueError("its keys must be texts or numbers, but one is not")
+        if len(set(names)) != len(names):
+            twice = next(name for at, name in enumerate(names) if name in names[:at])
+            raise ValueError(f"it must have each key once, but has {twice!r} more than once")
+        return dict(super().construct_mapping(node, deep=deep))
+
+
+_PlainLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag in _TAKEN]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def parse_stored_yaml(data: bytes | str) -> object:
+    """The value in `data`: mappings, lists, texts, finite numbers of 64 bits, truths and nothing.
+
+    Raises: ValueError that says what the text must be and is not.
+    """
+    raw = data.encode("utf-8", errors="surrogatepass") if isinstance(data, str) else data
+    if len(raw) > MOST_BYTES:
+        raise ValueError(f"it must have at most {MOST_BYTES} bytes, but has {len(raw)}")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it must be UTF-8, but is not at byte {error.start}") from error
+    try:
+        _check_events(text)
+        value = yaml.load(text, Loader=_PlainLoader)  # noqa: S506 -- a SafeLoader that does less
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"it must be YAML, but is garbled: {error}") from error
+    return _plain(value)
+
+
+def _check_events(text: str) -> None:
+    """Before anything is built: what can grow or construct is not there."""
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        at = f"line {event.start_mark.line + 1}"
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"it must repeat nothing by reference, but {at} has the alias *{event.anchor}")
+        if getattr(event, "anchor", None) is not None:
+            raise ValueError(f"it must repeat nothing by reference, but {at} has the anchor &{event.anchor}")
+        if getattr(event, "tag", None) is not None:
+            raise ValueError(f"it must have plain values, but {at} has the tag {event.tag}")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MOST_DEPTH:
+            raise ValueError(f"it must have at most {_MOST_DEPTH} nested groups and lists, but has more in {at}")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, str):
+        if (found := _INTERPOLATION.search(value)) is not None:
+            raise ValueError(
+                f"it must have plain values, but has the interpolation {value[found.start() : found.start() + 40]!r}"
+            )
+        return _ESCAPED.sub(lambda found: "\\" * (len(found[1]) // 2) + "${", value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"it must have finite numbers, but has {value}")
+    if isinstance(value, int) and abs(value) > _MOST_INTEGER:
+        raise ValueError("it must have integers of at most 64 bits, but has a larger one")
+    return value

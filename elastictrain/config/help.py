@@ -3,15 +3,15 @@
 import shutil
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from elastictrain.config.command_line import read_command_line
-from elastictrain.config.compose import compose
-from elastictrain.config.conf_folders import ConfFolders, first_comment, read_conf_folders
+from elastictrain.config.compose import ConfFolders, compose, read_conf_folders
 from elastictrain.config.digest import to_yaml
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, GROUPS, Key, keys_of
-from elastictrain.config.suggest import suggest_choice
 from elastictrain.config.task_signature import task_keys
+from elastictrain.config.validate import suggest_choice
 from elastictrain.errors import UsageError
 
 _OPTIONS = """\
@@ -50,7 +50,8 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
         return _explain_topic(line.topic, keys=keys, folders=folders, width=width)
     recipes = _choices(folders, "recipe", width)
     usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
-    groups = "\n".join(_group_line(folders, group, width) for group in (*GROUPS, *_added_groups(folders)))
+    added = sorted(set(folders.choices) - {*GROUPS, "recipe"})
+    groups = "\n".join(_group_line(folders, group, width) for group in (*GROUPS, *added))
     explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
     return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
 
@@ -64,10 +65,6 @@ def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
     return (*own, _TARGET, *(declared or [_MODEL]))
 
 
-def _added_groups(folders: ConfFolders) -> list[str]:
-    return sorted(set(folders.choices) - {*GROUPS, "recipe"})
-
-
 def _group_line(folders: ConfFolders, group: str, width: int) -> str:
     names = ", ".join(sorted(folders.choices.get(group, {}))) or "(none)"
     return textwrap.fill(names, width, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
@@ -78,6 +75,15 @@ def _choices(folders: ConfFolders, group: str, width: int) -> str:
     for name, file in sorted(folders.choices.get(group, {}).items()):
         lines.append(textwrap.fill(first_comment(file), width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16))
     return "\n".join(lines)
+
+
+def first_comment(file: Path) -> str:
+    """What a file says about itself: its first comment that is not an instruction to Hydra."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.removeprefix("#").strip()
+        if line.startswith("#") and text and not text.startswith("@"):
+            return text
+    return ""
 
 
 def _explain_topic(topic: str, *, keys: Sequence[Key], folders: ConfFolders, width: int) -> str:

@@ -9,17 +9,19 @@ from functools import cache
 from itertools import pairwise
 from typing import get_type_hints
 
-from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.data import DataGroup
-from elastictrain.config.describe import describe, show
+from elastictrain.config.composed import (
+    CheckpointGroup,
+    DataGroup,
+    OptimGroup,
+    ParallelGroup,
+    RunGroup,
+    TelemetryGroup,
+    TrainGroup,
+)
+from elastictrain.config.constraints import describe, show
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
-from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.config.run import RunGroup
-from elastictrain.config.telemetry import TelemetryGroup
-from elastictrain.config.train import TrainGroup
 
 DATACLASSES: Mapping[str, type] = {
     "run": RunGroup,

@@ -4,14 +4,13 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import cast, get_type_hints
 
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.describe import describe, show
+from elastictrain.config.constraints import describe, plain, show
 from elastictrain.config.schema import Key, field_docs, keys_of
-from elastictrain.config.suggest import suggest_choice
-from elastictrain.config.validate import NOT_GIVEN, check_value, construct, missing_key, unknown_key
+from elastictrain.config.validate import NOT_GIVEN, check_value, construct, missing_key, suggest_choice, unknown_key
 from elastictrain.errors import ConfigError, Problem
 
 TARGET = "task._target_"
@@ -29,11 +28,11 @@ class TaskCall:
 
     def options(self) -> dict[str, object]:
         """Plain values of `task.*`, with defaults filled in where they are plain."""
-        return {name: _plain(value) for name, value in self._complete().items() if name != "model"}
+        return {name: plain(value) for name, value in self._complete().items() if name != "model"}
 
     def model(self) -> dict[str, object]:
         """Plain values of `model.*`, with defaults filled in."""
-        model = _plain(self._complete().get("model", {}))
+        model = plain(self._complete().get("model", {}))
         return dict(model) if isinstance(model, Mapping) else {}
 
     def _complete(self) -> dict[str, object]:
@@ -43,16 +42,6 @@ class TaskCall:
             if isinstance(parameter.default, bool | int | float | str | tuple | None) or is_dataclass(parameter.default)
         }
         return {**defaults, **self.arguments}
-
-
-def _plain(value: object) -> object:
-    if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
 
 
 def find_task(target: str) -> tuple[type | None, list[Problem]]:

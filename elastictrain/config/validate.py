@@ -3,12 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from types import NoneType, UnionType
+from difflib import get_close_matches
+from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from elastictrain.config.constraints import NonEmpty, Range
-from elastictrain.config.describe import describe, show
-from elastictrain.config.suggest import suggest_key
+from elastictrain.config.constraints import NonEmpty, Range, describe, show
 from elastictrain.errors import ConfigError, Problem
 
 NOT_GIVEN = "???"
@@ -77,6 +76,28 @@ def unknown_key(key: str, *, vocabulary: Sequence[str]) -> Problem:
     return Problem(key, f"is not a key; `{group}` has {', '.join(siblings)}" if siblings else "is not a key; --help lists all")
 
 
+def suggest_choice(wrong: str, *, choices: Sequence[str]) -> str:
+    """A "did you mean", to be added to a message, or nothing."""
+    close = get_close_matches(wrong, choices, n=1, cutoff=0.65)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
+    """The dotted key of `vocabulary` that was probably meant by the dotted key `wrong`, or "".
+
+    Within a group that exists only its own keys are meant. A key without a group is that of the only group that has it, and the
+    name of a group may be misspelt (`trian.steps`).
+    """
+    group, _, leaf = wrong.rpartition(".")
+    siblings = [key.rpartition(".")[2] for key in vocabulary if group and key.rpartition(".")[0] == group]
+    if siblings:
+        close = get_close_matches(leaf, siblings, n=1, cutoff=0.6)
+        return f"{group}.{close[0]}" if close else ""
+    elsewhere = {key for key in vocabulary if not group and key.rpartition(".")[2] == leaf}
+    close = [*elsewhere] if len(elsewhere) == 1 else get_close_matches(wrong.lower(), vocabulary, n=1, cutoff=0.85)
+    return close[0] if close else ""
+
+
 def missing_key(key: str, *, hint: object) -> Problem:
     """The problem of a mandatory key without a value."""
     return Problem(key, f"must be given: {describe(hint)}")
@@ -91,18 +112,11 @@ def check_value(value: object, *, hint: object, path: str) -> Checked:
 
     Conversions lose nothing: 1 is a float, 1e3 is a whole number, a list is a tuple. Text is never a number, and true is not 1.
     """
-    base, constraints = (get_args(hint)[0], get_args(hint)[1:]) if get_origin(hint) is Annotated else (hint, ())
+    checked = _convert(value, hint, path)
+    if checked is not None:
+        return checked
+    base = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     members = get_args(base) if get_origin(base) in (Union, UnionType) else (base,)
-    attempts = []
-    for member in sorted(members, key=lambda one: one is not type(value)):
-        inner = get_origin(member) is Annotated
-        converted, problems = check_value(value, hint=member, path=path) if inner else _check_member(value, member, path)
-        if not problems and all(_holds(constraint, converted) for constraint in constraints):
-            return converted, []
-        attempts.append((member, problems))
-    candidates = [(member, problems) for member, problems in attempts if member is not NoneType]
-    if len(candidates) == 1 and _is_container(candidates[0][0]) and candidates[0][1] and _looks_like(value, candidates[0][0]):
-        return value, candidates[0][1]
     return value, [Problem(path, f"must be {describe(hint)}, but is {show(value)}{_yaml_trap(value, members)}")]
 
 
@@ -128,64 +142,57 @@ def _holds(constraint: object, value: object) -> bool:
     return True
 
 
-def _is_container(hint: object) -> bool:
-    return (isinstance(hint, type) and is_dataclass(hint)) or get_origin(hint) in (tuple, list, Sequence, dict, Mapping)
-
-
-def _looks_like(value: object, hint: object) -> bool:
-    """Whether what is wrong is inside `value`, and not `value` itself."""
-    if get_origin(hint) in (tuple, list, Sequence):
-        arguments = get_args(hint)
-        fixed = get_origin(hint) is tuple and Ellipsis not in arguments
-        return isinstance(value, list | tuple) and not (fixed and len(value) != len(arguments))
-    return isinstance(value, Mapping)
-
-
-def _check_member(value: object, hint: object, path: str) -> Checked:
-    """Like `check_value`, for a type that is neither a union nor annotated."""
-    wrong = [Problem(path, f"must be {describe(hint)}, but is {show(value)}")]
+def _convert(value: object, hint: object, path: str) -> Checked | None:
+    """Like `check_value`; problems are of what is inside `value`, and None says that it is not of this type itself."""
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        checked = _convert(value, arguments[0], path)
+        held = checked is not None and (checked[1] or all(_holds(one, checked[0]) for one in arguments[1:]))
+        return checked if held else None
+    if origin in (Union, UnionType):
+        members = sorted(arguments, key=lambda one: one is not type(value))
+        fitting = [checked for one in members if (checked := _convert(value, one, path)) is not None]
+        good = [checked for checked in fitting if not checked[1]]
+        return next(iter(good or fitting), None)
     if hint is Any or hint is object:
         return value, []
     if origin is Literal:
         same = [one for one in arguments if one == value and type(one) is type(value)]
-        return (same[0], []) if same else (value, wrong)
+        return (same[0], []) if same else None
     if isinstance(hint, type) and is_dataclass(hint):
-        return check_dataclass(hint, values=value, path=path) if isinstance(value, Mapping) else (value, wrong)
-    if _is_container(hint):
-        return _check_items(value, hint, path) if _looks_like(value, hint) else (value, wrong)
+        return check_dataclass(hint, values=value, path=path) if isinstance(value, Mapping) else None
+    if origin in (dict, Mapping):
+        return _convert_mapping(value, arguments[1], path) if isinstance(value, Mapping) else None
+    if origin in (tuple, list, Sequence):
+        return _convert_items(value, hint, path) if isinstance(value, list | tuple) else None
     if origin is not None or not isinstance(hint, type):
         return value, [Problem(path, f"cannot come from config: its type is {hint}")]
-    return _check_scalar(value, hint, wrong)
+    return _convert_scalar(value, hint)
 
 
-def _check_scalar(value: object, hint: type, wrong: list[Problem]) -> Checked:
+def _convert_scalar(value: object, hint: type) -> Checked | None:
     if isinstance(value, bool):
-        return value, ([] if hint is bool else wrong)
+        return (value, []) if hint is bool else None
     if hint is float and isinstance(value, int | float):
-        return float(value), ([] if math.isfinite(value) else wrong)
-    if hint is int and isinstance(value, float):
-        return (int(value), []) if value.is_integer() and abs(value) <= _LARGEST else (value, wrong)
-    if hint is int and isinstance(value, int) and abs(value) > _LARGEST:
-        return value, wrong
-    return value, ([] if isinstance(value, hint) else wrong)
+        return (float(value), []) if math.isfinite(value) else None
+    if hint is int and isinstance(value, int | float):
+        whole = isinstance(value, int) or value.is_integer()
+        return (int(value), []) if whole and abs(value) <= _LARGEST else None
+    return (value, []) if isinstance(value, hint) else None
 
 
-def _check_items(value: object, hint: object, path: str) -> Checked:
-    """Lists, tuples and mappings."""
+def _convert_mapping(values: Mapping[object, object], hint: object, path: str) -> Checked:
+    checked = {key: check_value(item, hint=hint, path=f"{path}.{key}") for key, item in values.items()}
+    problems = [problem for _, found in checked.values() for problem in found]
+    return {key: converted for key, (converted, _) in checked.items()}, problems
+
+
+def _convert_items(values: Sequence[object], hint: object, path: str) -> Checked | None:
     origin, arguments = get_origin(hint), get_args(hint)
-    problems: list[Problem] = []
-    if isinstance(value, Mapping):
-        mapping: dict[object, object] = {}
-        for key, item in value.items():
-            mapping[key], found = check_value(item, hint=arguments[1], path=f"{path}.{key}")
-            problems += found
-        return mapping, problems
-    items = list(value) if isinstance(value, list | tuple) else []
-    hints = arguments if origin is tuple and Ellipsis not in arguments else (arguments[0],) * len(items)
-    converted = []
-    for index, (item, one) in enumerate(zip(items, hints, strict=True)):
-        result, found = check_value(item, hint=one, path=f"{path}[{index}]")
-        converted.append(result)
-        problems += found
-    return (tuple(converted) if origin is tuple else converted), problems
+    hints = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(values)
+    if len(hints) != len(values):
+        return None
+    places = enumerate(zip(values, hints, strict=True))
+    checked = [check_value(item, hint=one, path=f"{path}[{index}]") for index, (item, one) in places]
+    converted = [item for item, _ in checked]
+    return tuple(converted) if origin is tuple else converted, [problem for _, found in checked for problem in found]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastictrain.config.data import DataGroup
+from elastictrain.config.composed import DataGroup
 from elastictrain.data.cache import CacheFolder, default_cache_dir
 from elastictrain.data.corpus import library_folder, prepare_stdlib
 from elastictrain.data.dataset import Dataset

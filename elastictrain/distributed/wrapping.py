@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.train import TrainGroup
+from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.mesh import MeshShape, make_mesh
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))

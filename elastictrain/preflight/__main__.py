@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 from elastictrain.identity import pods_without_workers

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from elastictrain.config.optim import OptimGroup
+from elastictrain.config.composed import OptimGroup
 
 
 def learning_rate(step: int, options: OptimGroup, *, total_steps: int) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchruns import warm_ranks
 
-from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.train import TrainGroup
+from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.dataset import Batch
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, share_copies, wrap

@@ -24,7 +24,7 @@ sys.meta_path.insert(0, Interrupting())
     [
         ("elastictrain.launch", "elastictrain.config.composed", 75),
         ("elastictrain.launch", "elastictrain.storage.opening", 75),
-        ("elastictrain.preflight", "elastictrain.config.checkpoint", 130),
+        ("elastictrain.preflight", "elastictrain.config.composed", 130),
         ("elastictrain.preflight", "elastictrain.preflight.surroundings", 130),
     ],
 )

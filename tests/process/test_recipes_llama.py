@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torchruns import warm_ranks
 
-from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.train import TrainGroup
+from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import finish, wrap
 from elastictrain.train.parameters import build_model, fill

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from elastictrain.config.conf_folders import read_conf_folders
+from elastictrain.config.compose import read_conf_folders
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys

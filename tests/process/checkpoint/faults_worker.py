@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,

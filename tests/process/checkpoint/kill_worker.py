@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.storage.opening import open_store
 
 CALLS = ("open", "write", "fsync", "rename", "link", "unlink", "rmdir", "mkdir")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.storage.opening import open_store
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.earlier_commits import JobMemory
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
 from elastictrain.events import Event
 from elastictrain.storage.store import Bytes, ObjectInfo

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.reader import ManifestReader
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.opening import open_store
 

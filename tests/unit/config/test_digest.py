@@ -4,20 +4,22 @@ from dataclasses import fields, replace
 
 import pytest
 
-from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.data import DataGroup
+from elastictrain.config.composed import (
+    CheckpointGroup,
+    DataGroup,
+    OptimGroup,
+    ParallelGroup,
+    RunConfig,
+    RunGroup,
+    TaskGroup,
+    TelemetryGroup,
+    TrainGroup,
+)
 from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, group_digest, to_tree, to_yaml
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
-from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.config.run import RunGroup
 from elastictrain.config.schema import DATACLASSES
-from elastictrain.config.task import TaskGroup
-from elastictrain.config.telemetry import TelemetryGroup
-from elastictrain.config.train import TrainGroup
 from elastictrain.errors import ConfigError
 
 CONFIG = RunConfig(

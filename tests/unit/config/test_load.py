@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastictrain.config.conf_folders import own_conf
+from elastictrain.config.compose import own_conf
 from elastictrain.config.digest import config_digest, from_yaml, to_yaml
 from elastictrain.config.load import check_tree, load
 from elastictrain.config.task_signature import build_task

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from elastictrain.config.compose import own_conf
 from elastictrain.config.composed import RunConfig
-from elastictrain.config.conf_folders import first_comment, own_conf
+from elastictrain.config.help import first_comment
 from elastictrain.config.schema import DATACLASSES, GROUPS, all_keys, keys_of
 from elastictrain.config.validate import check_dataclass
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from elastictrain.config.digest import from_yaml
-from elastictrain.config.stored_yaml import parse_stored_yaml
+from elastictrain.config.digest import from_yaml, parse_stored_yaml
 from elastictrain.errors import ConfigError
 from tests.unit.examples import examples
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastictrain.config.suggest import suggest_choice, suggest_key
+from elastictrain.config.validate import suggest_choice, suggest_key
 
 VOCABULARY = ("run.dir", "checkpoint.dir", "run.seed", "train.steps", "train.seq_len", "optim.lr", "checkpoint.every_steps")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.config.data import DataGroup
+from elastictrain.config.composed import DataGroup
 from elastictrain.data.__main__ import main
 from elastictrain.data.index import TokenIndex
 from elastictrain.data.opening import open_datasets

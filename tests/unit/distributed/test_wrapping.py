@@ -10,8 +10,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.train import TrainGroup
+from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, accumulation, finish, gather_no_more, wrap
 

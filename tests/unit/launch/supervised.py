@@ -7,18 +7,20 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Literal, cast
 
-from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.data import DataGroup
+from elastictrain.config.composed import (
+    CheckpointGroup,
+    DataGroup,
+    OptimGroup,
+    ParallelGroup,
+    RunConfig,
+    RunGroup,
+    TaskGroup,
+    TelemetryGroup,
+    TrainGroup,
+)
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
-from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.config.run import RunGroup
-from elastictrain.config.task import TaskGroup
-from elastictrain.config.telemetry import TelemetryGroup
-from elastictrain.config.train import TrainGroup
 from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
 from elastictrain.fault.stop import StopRequest

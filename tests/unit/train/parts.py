@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from elastictrain.config.parallel import ParallelGroup
-from elastictrain.config.train import TrainGroup
+from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.assignment import Portion
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch

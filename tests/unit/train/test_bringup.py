@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.task import TaskGroup
+from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.distributed.group import leave
 from elastictrain.errors import ConfigError, DataError, StopRequestedError, StorageError
 from elastictrain.events import Stop

@@ -9,18 +9,20 @@ from typing import cast
 import pytest
 from torch import nn
 
-from elastictrain.config.checkpoint import CheckpointGroup
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.data import DataGroup
+from elastictrain.config.composed import (
+    CheckpointGroup,
+    DataGroup,
+    OptimGroup,
+    ParallelGroup,
+    RunConfig,
+    RunGroup,
+    TaskGroup,
+    TelemetryGroup,
+    TrainGroup,
+)
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
-from elastictrain.config.optim import OptimGroup
-from elastictrain.config.parallel import ParallelGroup
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.config.run import RunGroup
-from elastictrain.config.task import TaskGroup
-from elastictrain.config.telemetry import TelemetryGroup
-from elastictrain.config.train import TrainGroup
 from elastictrain.errors import (
     CheckpointError,
     NonFiniteError,

@@ -1,7 +1,7 @@
 import torch
 from torch import nn
 
-from elastictrain.config.optim import OptimGroup
+from elastictrain.config.composed import OptimGroup
 from elastictrain.train.optimizer import forget_steps, make_optimizer, optimizer_tensors, set_learning_rate
 
 OPTIONS = OptimGroup(lr=0.3, weight_decay=0.7, beta1=0.8, beta2=0.85, eps=1e-6)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from elastictrain.checkpoint.manifest import counters_of
-from elastictrain.config.optim import OptimGroup
+from elastictrain.config.composed import OptimGroup
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.evaluate import Evaluator

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from elastictrain.config.optim import OptimGroup
+from elastictrain.config.composed import OptimGroup
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch

@@ -15,7 +15,7 @@ import torch
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.commands.verify import verify_checkpoints
 from elastictrain.checkpoint.manifest import digest_of
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import folders, save, shard, state_of

@@ -16,7 +16,7 @@ from elastictrain.checkpoint.manifest import ChunkRecord, digest_of
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, load_key
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STORAGE,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.config.checkpoint import CheckpointGroup
+from elastictrain.config.composed import CheckpointGroup
 from elastictrain.config.digest import to_yaml
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STORAGE, EXIT_USAGE

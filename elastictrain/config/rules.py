@@ -1,0 +1,99 @@
+"""Decides which combinations of otherwise good keys are impossible."""
+
+import ipaddress
+from collections.abc import Mapping
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
+
+from elastictrain.config.composed import DataGroup, ParallelGroup, TrainGroup
+from elastictrain.config.constraints import show, show_number
+from elastictrain.config.fault import FaultGroup
+from elastictrain.config.launch import LaunchGroup
+from elastictrain.errors import Problem
+
+TORCHRUN_KILL_S = 30.0
+"""torchrun kills its workers this long after asking them to end, whatever its own option says, when it restarts a group."""
+
+ORDERS = (
+    ("train.micro_batch", "<=", "train.global_batch", ""),
+    ("launch.poll_s", "<", "launch.lost_s", "a host must be heard before it is lost"),
+    ("launch.backoff_s", "<=", "launch.backoff_limit_s", ""),
+    ("fault.heartbeat_s", "<", "fault.step_timeout_s", "a rank must be heard several times before it counts as hung"),
+    ("fault.heartbeat_s", "<", "fault.rendezvous_timeout_s", "a rank must be heard before the others stop waiting for it"),
+    ("fault.heartbeat_s", "<", "fault.hang_floor_s", "a rank must be heard several times before its silence counts"),
+    ("fault.step_timeout_s", "<=", "fault.init_timeout_s", "the first step also starts up, restores and compiles"),
+    ("fault.step_timeout_s", "<", "fault.save_timeout_s", "a save writes all state to storage, a step does not"),
+    ("fault.shutdown_grace_s", "<", "fault.notice_s", "an orderly end must be over before this host is taken away"),
+    ("preflight.wait_s", "<", "preflight.limit_s", "waiting is a part of it"),
+    ("preflight.limit_s", "<", "fault.init_timeout_s", "it names what hangs before"),
+    ("preflight.thresholds.clock_warn_s", "<=", "preflight.thresholds.clock_fail_s", ""),
+)
+"""Of two keys which must be less, and why. Most are timeouts: what is waited for must end before what waits for it gives up."""
+
+
+def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
+    """Everything impossible. A group that is missing is not known to be good: no rule about it applies."""
+    problems = []
+    if "parallel" in groups:
+        problems += _check_parallel(groups["parallel"])
+    if "launch" in groups:
+        problems += _check_launch(groups["launch"])
+    if "fault" in groups:
+        problems += _check_grace(groups["fault"])
+    if uses_token_files and groups.keys() >= {"train", "data"}:
+        problems += _check_evaluation(groups["train"], groups["data"])
+    everything = SimpleNamespace(**groups)
+    for lower, relation, upper, reason in ORDERS:
+        concerned = {key.partition(".")[0] for key in (lower, upper)}
+        if not concerned <= groups.keys() or ("preflight" in concerned and groups["preflight"].level == "off"):
+            continue
+        low, high = attrgetter(lower, upper)(everything)
+        if low > high or (low == high and relation == "<"):
+            message = f"must be {relation} `{upper}` = {show_number(high)}, but is {show_number(low)}"
+            problems.append(Problem(lower, f"{message}: {reason}" if reason else message))
+    return problems
+
+
+def _check_evaluation(train: TrainGroup, data: DataGroup) -> list[Problem]:
+    """Evaluation on token files needs samples that are not trained on."""
+    if train.eval_every_steps == 0 or data.holdout_samples > 0:
+        return []
+    message = (
+        f"must be 0 when no samples are held out, but is {train.eval_every_steps}; "
+        f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
+    )
+    return [Problem("train.eval_every_steps", message)]
+
+
+def _check_parallel(parallel: ParallelGroup) -> list[Problem]:
+    """A setting that the chosen kind would ignore is refused rather than dropped silently."""
+    scopes = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp"), True), ("bucket_mb", ("ddp",), 25.0))
+    problems = []
+    for name, kinds, default in scopes:
+        value = getattr(parallel, name)
+        if parallel.kind not in kinds and value != default:
+            message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
+            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
+    return problems
+
+
+def _check_launch(launch: LaunchGroup) -> list[Problem]:
+    """The hosts that are waited for can come, and the others can be told where this host is."""
+    problems = []
+    try:
+        ipaddress.ip_address(launch.address or "::")
+    except ValueError:
+        message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
+        problems.append(Problem("launch.address", message))
+    if 0 < launch.max_hosts < launch.min_hosts:
+        message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
+        problems.append(Problem("launch.max_hosts", message))
+    return problems
+
+
+def _check_grace(fault: FaultGroup) -> list[Problem]:
+    if fault.shutdown_grace_s < TORCHRUN_KILL_S:
+        return []
+    message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
+    return [Problem("fault.shutdown_grace_s", message)]
