@@ -22,7 +22,7 @@ PARSERS = {
 
 OWN = {
     "bounded_json.py": "the parser itself",
-    "config/stored_yaml.py": "the parser itself",
+    "config/digest.py": "the parser itself",
     "data/workers.py": "bytes of this very process",
     "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
