@@ -54,7 +54,7 @@ from elastictrain.launch.notices import watch_notices
 from elastictrain.launch.probing import OwnAddress, count_gpus, default_interface, own_names
 from elastictrain.launch.progress import committed_step, remembered_step
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.supervisor import Supervisor, SupervisorParts
+from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
@@ -149,12 +149,12 @@ def _supervise(
 ) -> int | None:
     """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
     with ExitStack() as ending:
-        parts = _put_together(config, arguments, place, surroundings, held=held)
-        ending.callback(parts.recorder.close)
-        notices = watch_notices(config, place, listener=held.listener, recorder=parts.recorder, say=say)
+        supervisor = _put_together(config, arguments, place, surroundings, held=held)
+        ending.callback(supervisor.recorder.close)
+        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, say=say)
         ending.callback(notices.close)
         try:
-            return Supervisor(parts).run()
+            return supervisor.run()
         except RunHeldError:
             return None
 
@@ -222,7 +222,7 @@ def _put_together(
     surroundings: Surroundings,
     *,
     held: HostSetup,
-) -> SupervisorParts:
+) -> Supervisor:
     """Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError."""
     store = open_store(config.run.dir)
     try:
@@ -245,7 +245,7 @@ def _put_together(
     registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
     heartbeat.start()
     registry.start()
-    return SupervisorParts(
+    return Supervisor(
         config=config,
         run_arguments=arguments,
         registry=registry,

@@ -1,9 +1,12 @@
 """One host's part in a generation: how far it is, and what its workers left behind."""
 
 import itertools
+import logging
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from elastictrain.errors import (
@@ -17,8 +20,14 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.fault.reasons import Reason, read_reasons
+from elastictrain.fault.stop import StopNote, write_stop_note
 from elastictrain.launch.membership.records import End, EndKind, Generation
-from elastictrain.launch.orders import ANSWER_NAME, read_answer
+from elastictrain.launch.orders import ANSWER_NAME, STOP_NAME, read_answer
+
+logger = logging.getLogger(__name__)
+
+_DEAD_GROUP_S = 1.5
+"""How long workers of a group that has lost one may take to end by themselves: they have nothing to save any more."""
 
 _EXPLAINS_MOST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
 """Codes that tell a cause, the clearest first. Then comes the death of a worker; a transport failure may be its consequence."""
@@ -26,6 +35,74 @@ _EXPLAINS_MOST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT, EXIT_BUG, EXIT_STORAGE)
 _OWN_CODES = frozenset((EXIT_OK, *_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED))
 
 _SIGNAL_BASE = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """A generation in which this host takes part. Times are monotonic."""
+
+    generation: Generation
+    folder: Path
+    """For what the launcher and the workers tell each other."""
+
+    joined_s: float
+    started: bool = False
+    begun: bool = False
+    """Whether its first step is through, as far as this host's workers said."""
+
+    asked: End | None = None
+    """Why it is being ended here, if it is; the end of another host where that one came first."""
+
+    asked_s: float = inf
+    ask_s: float = inf
+    """When its workers are asked to end once more: some may not have been there yet."""
+
+    kill_s: float = inf
+    """When workers that have not ended by themselves are killed."""
+
+    def finish(self, end: End, *, at_once: bool, now_s: float, stop_limit_s: float, deadline_s: float | None) -> bool:
+        """Have it end; returns whether nobody had asked for that before.
+
+        `stop_limit_s` is what an orderly end may take, `deadline_s` when somebody takes this host away.
+        """
+        if at_once:
+            # Also where an orderly end is under way, which will not come any more.
+            self.kill_s = min(self.kill_s, now_s + _DEAD_GROUP_S)
+        if self.asked is not None:
+            if deadline_s is not None and deadline_s < self.kill_s:
+                # This host is wanted back, or sooner than was known: what is under way for another reason has less time.
+                self.kill_s = deadline_s
+                self._write_stop_note(self.asked, now_s=now_s)
+            return False
+        self.asked, self.asked_s = end, now_s
+        if not at_once:
+            self.kill_s = now_s + stop_limit_s if deadline_s is None else deadline_s
+            self.ask_s = now_s
+            self._write_stop_note(end, now_s=now_s)
+        return True
+
+    def _write_stop_note(self, end: End, *, now_s: float) -> None:
+        """Tell the workers why they are stopped and until when; they read it at the next signal that they get."""
+        if self.ask_s == inf:
+            return
+        # Workers say by themselves that they are asked to stop.
+        reason = end.reason.removeprefix("asked to stop (").removesuffix(")")
+        try:
+            # Folders for temporary files are swept of what is old, and a generation may last for weeks.
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_stop_note(str(self.folder / STOP_NAME), StopNote(reason, time.time() + self.kill_s - now_s))
+        except OSError as error:
+            # The signal alone makes them save, too.
+            logger.warning("the workers cannot be told why they are stopped: %s", error)
+
+    def read_remains(self, *, host: str, code: int, committed_step: int) -> "Remains":
+        """What is left of it on this host; `code` is torchrun's."""
+        members = self.generation.members
+        before = itertools.takewhile(lambda member: member.host != host, members)
+        first_rank = sum(member.processes for member in before)
+        answer = read_answer(self.folder / ANSWER_NAME)
+        missing = tuple(members[place].host for place in answer.missing if 0 <= place < len(members))
+        return Remains(code, answer.codes, read_reasons(str(self.folder)), committed_step, first_rank, missing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +129,7 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
     committed = remains.committed_step
     if remains.torchrun_code == EXIT_OK:
         return End(generation, host, EndKind.DONE, EXIT_OK, "", 0, committed, "the last step is done")
-    chosen = _choose(remains)
-    if chosen is not None:
+    if (chosen := _choose(remains)) is not None:
         # As where no heartbeats of a host arrive any more, which is nobody's failure.
         missing = remains.missing if chosen.exit_code == EXIT_TRANSPORT else ()
         return End(
@@ -68,21 +144,26 @@ def judge_end(remains: Remains, *, generation: int, host: str) -> End:
             lost=next(iter(missing), ""),
             blames=(host,) if any(reason.guilty for reason in remains.reasons) else missing,
         )
+    exit_code, sentence = _describe_death(remains)
     where = next((reason for reason in remains.reasons if reason.exit_code == EXIT_TRANSPORT), None)
     phase, step = (where.phase, where.step) if where else ("", 0)
-    dead = _first_dead(remains)
-    if dead is None and remains.torchrun_code < 0:
-        sentence = f"torchrun was ended by {_name(-remains.torchrun_code)}"
-        return End(generation, host, EndKind.FAILED, _SIGNAL_BASE - remains.torchrun_code, phase, step, committed, sentence)
-    if dead is None:
-        known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in remains.signals.values()]
-        exit_code, who = (known[0], f"exit code {known[0]}") if known else (EXIT_BUG, f"torchrun: {remains.torchrun_code}")
-        sentence = f"workers ended without a word ({who})"
-        return End(generation, host, EndKind.FAILED, exit_code, phase, step, committed, sentence)
-    rank, code = dead
-    how = f"was ended by {_name(-code)}" if code < 0 else f"ended with exit code {code} without a word"
-    exit_code = _SIGNAL_BASE - code if code < 0 else EXIT_BUG
-    return End(generation, host, EndKind.FAILED, exit_code, phase, step, committed, f"local rank {rank} {how}")
+    return End(generation, host, EndKind.FAILED, exit_code, phase, step, committed, sentence)
+
+
+def _describe_death(remains: Remains) -> tuple[int, str]:
+    """Where nobody has left a reason."""
+    dead, torchrun_code = _first_dead(remains), remains.torchrun_code
+    if dead is not None:
+        rank, code = dead
+        if code < 0:
+            return _SIGNAL_BASE - code, f"local rank {rank} was ended by {_signal_name(-code)}"
+        return EXIT_BUG, f"local rank {rank} ended with exit code {code} without a word"
+    if torchrun_code < 0:
+        return _SIGNAL_BASE - torchrun_code, f"torchrun was ended by {_signal_name(-torchrun_code)}"
+    known = [code for code in (*_EXPLAINS_MOST, EXIT_TRANSPORT, EXIT_STOPPED) if code in remains.signals.values()]
+    if known:
+        return known[0], f"workers ended without a word (exit code {known[0]})"
+    return EXIT_BUG, f"workers ended without a word (torchrun: {torchrun_code})"
 
 
 def _choose(remains: Remains) -> Reason | None:
@@ -94,11 +175,10 @@ def _choose(remains: Remains) -> Reason | None:
         if code in by_code:
             return by_code[code]
     dead = _first_dead(remains)
-    hung = any(reason.guilty for reason in remains.reasons)
-    # One that hung was killed by its host, which says why.
-    if not hung and (remains.torchrun_code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
-        return None
     guilty = next((reason for reason in remains.reasons if reason.guilty), None)
+    # One that hung was killed by its host, which says why.
+    if guilty is None and (remains.torchrun_code < 0 or (dead is not None and dead[1] != -signal.SIGTERM)):
+        return None
     return guilty or by_code.get(EXIT_TRANSPORT) or by_code.get(EXIT_STOPPED)
 
 
@@ -113,42 +193,8 @@ def _first_dead(remains: Remains) -> tuple[int, int] | None:
     return min(strange, key=lambda one: one[1] == -signal.SIGTERM, default=None)
 
 
-def _name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-@dataclass(slots=True, kw_only=True)
-class Attempt:
-    """A generation in which this host takes part. Times are monotonic."""
-
-    generation: Generation
-    joined_s: float
-    starts_s: float
-    """When its torchrun is due."""
-
-    started: bool = False
-    asked: End | None = None
-    """Why it is being ended here, if it is; the word of another host where that one came first."""
-
-    asked_s: float = float("inf")
-    begun: bool = False
-    """Whether its first step is through, as far as this host's workers said."""
-
-    ask_s: float = float("inf")
-    """When its workers are asked to end once more: some may not have been there yet."""
-
-    kill_s: float = float("inf")
-    """When workers that have not ended by themselves are killed."""
-
-
-def read_remains(attempt: Attempt, folder: Path, *, host: str, code: int, committed_step: int) -> Remains:
-    """What is left of it on this host; `code` is torchrun's."""
-    members = attempt.generation.members
-    before = itertools.takewhile(lambda member: member.host != host, members)
-    first_rank = sum(member.processes for member in before)
-    answer = read_answer(folder / ANSWER_NAME)
-    missing = tuple(members[place].host for place in answer.missing if 0 <= place < len(members))
-    return Remains(code, answer.codes, read_reasons(str(folder)), committed_step, first_rank, missing)

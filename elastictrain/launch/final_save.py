@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, encode
@@ -20,18 +19,6 @@ from elastictrain.launch.membership.records import Wait
 _PEER = struct.Struct("3i")
 _CONNECT_S = 2.0
 _TURN_S = 0.1
-
-
-class SaverHandle(Protocol):
-    """A saver that was asked to write what only host memory has."""
-
-    pid: int
-
-    def writes(self) -> bool:
-        """Whether it may still bring something to storage."""
-
-    def close(self) -> None:
-        """Nobody waits for it any more; it goes on with what it has begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +77,7 @@ def await_final_save(
     *,
     until_s: float,
     committed_step: Callable[[], int | None],
-    ask: Callable[[], SaverHandle | None],
+    ask: Callable[[], SaverConnection | None],
     say: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -119,7 +106,7 @@ def await_final_save(
     return FinalSave(committed, wanted_step, saver.pid if writes else 0)
 
 
-def _describe(saver: SaverHandle, step: int) -> str:
+def _describe(saver: SaverConnection, step: int) -> str:
     return f"the saver ({describe_process(saver.pid)}) to write step {step} from host memory to storage"
 
 

@@ -120,7 +120,7 @@ class HostRegistry:
         """What this host says of itself."""
         return self._entry
 
-    def say(
+    def update(
         self,
         state: HostState,
         *,
@@ -156,7 +156,7 @@ class HostRegistry:
                 self._proposal = record
         self._awake["lines" if isinstance(record, End) else "proposals"].set()
 
-    def hear(self, lines: Iterable[HostRecord]) -> None:
+    def receive(self, lines: Iterable[HostRecord]) -> None:
         """Take note of what other hosts say by datagram, before storage shows it."""
         now_s = self._clock()
         with self._lock:

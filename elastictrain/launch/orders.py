@@ -1,17 +1,24 @@
-"""What a torchrun that was started ahead of time is told to do, and its answer. One line of JSON each; free of torch."""
+"""What a torchrun that was started ahead of time is told to do, and its answer. Free of torch."""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from elastictrain.fault.exits import Process
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
 from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED, STORE_HOST
-from elastictrain.launch.membership.records import Generation
+from elastictrain.launch.membership.records import Generation, HostRecord
 
 ANSWER_NAME = "torchrun.json"
+STOP_NAME = "stop.json"
+
+_LOOPBACK = "127.0.0.1"
+_MONITOR_INTERVAL_S = 0.1
+_LIMIT_MARGIN_S = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,28 +32,12 @@ class Orders:
     """What is set in addition to what it was started with."""
 
     answer_file: str
-    """Where it writes what it has seen of its workers' ends."""
-
     processes: int
-    """Workers on this host."""
-
     hosts: tuple[str, ...]
     """Names of the generation's hosts, in order; torchrun's store is on the first."""
 
     limit_s: float
     """Until all hosts have met in that store, and workers start."""
-
-
-def encode(orders: Orders) -> bytes:
-    """One line."""
-    rest = (orders.answer_file, orders.processes, list(orders.hosts), orders.limit_s)
-    return json.dumps([list(orders.arguments), dict(orders.environment), *rest]).encode() + b"\n"
-
-
-def decode(line: bytes) -> Orders:
-    """The orders in a line."""
-    arguments, environment, answer_file, processes, hosts, limit_s = json.loads(line)
-    return Orders(tuple(arguments), environment, answer_file, processes, tuple(hosts), limit_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,56 +57,48 @@ class AgentAnswer:
     """Hosts, by place in the generation, that did not come to torchrun's store in time, or whose store it was."""
 
 
+def encode(orders: Orders) -> bytes:
+    """One line. Arguments that are not UTF-8 stay what they are."""
+    return json.dumps(msgspec.to_builtins(orders)).encode() + b"\n"
+
+
+def decode(line: bytes) -> Orders:
+    """The orders in a line."""
+    return msgspec.convert(json.loads(line), Orders)
+
+
 def write_answer(path: Path, answer: AgentAnswer) -> None:
     """Raises: OSError."""
-    leaving = [[one.pid, one.started] for one in answer.leaving]
-    path.write_text(json.dumps([dict(answer.codes), leaving, answer.unforked, list(answer.missing)]))
+    path.write_text(json.dumps(msgspec.to_builtins(answer, str_keys=True)))
 
 
 def read_answer(path: Path) -> AgentAnswer:
     """An empty one if there is none that can be read."""
     try:
-        codes, leaving, unforked, missing = json.loads(path.read_text())
-        return AgentAnswer(
-            {int(rank): int(code) for rank, code in codes.items()},
-            tuple(Process(int(pid), int(started)) for pid, started in leaving),
-            str(unforked),
-            tuple(map(int, missing)),
-        )
-    except (OSError, ValueError, TypeError, AttributeError):
+        return msgspec.convert(json.loads(path.read_text()), AgentAnswer, str_keys=True)
+    except (OSError, ValueError):
         return AgentAnswer()
 
 
-_LOOPBACK = "127.0.0.1"
-_MONITOR_INTERVAL_S = 0.1
-_LIMIT_MARGIN_S = 60
+def plan_torchrun(
+    generation: Generation,
+    here: HostRecord,
+    *,
+    folder: str,
+    pid: int,
+    run_arguments: tuple[str, ...],
+    restarted: bool,
+    limit_s: float,
+) -> Orders:
+    """The torchrun of this host, which must be a member.
 
-
-@dataclass(frozen=True, slots=True)
-class HostContext:
-    """What only this host knows."""
-
-    host: str
-    address: str
-    pid: int
-    folder: str
-    """For words between the launcher and the workers of one generation."""
-
-    run_arguments: tuple[str, ...]
-    """As on the launcher's command line."""
-
-    restarted: bool
-    stop_file: str
-    rendezvous_limit_s: float
-
-
-def plan_torchrun(generation: Generation, here: HostContext) -> Orders:
-    """The torchrun of this host, which must be a member."""
+    `folder` is for what the launcher and the workers of one generation tell each other; `pid` is the launcher's.
+    """
     members = generation.members
     index = next(place for place, member in enumerate(members) if member.host == here.host)
     # A single host needs no network, not even its own address.
     alone = len(members) == 1
-    arguments: Sequence[str] = (
+    arguments = (
         *("--nnodes", str(len(members))),
         *("--node-rank", str(index)),
         *("--nproc-per-node", str(members[index].processes)),
@@ -123,28 +106,22 @@ def plan_torchrun(generation: Generation, here: HostContext) -> Orders:
         *("--master-port", str(generation.master_port)),
         *("--local-addr", _LOOPBACK if alone else here.address),
         # Its own limit of 600 s ends by a sentence that names nobody: ours comes first.
-        *("--rdzv-conf", f"timeout={math.ceil(here.rendezvous_limit_s) + _LIMIT_MARGIN_S}"),
+        *("--rdzv-conf", f"timeout={math.ceil(limit_s) + _LIMIT_MARGIN_S}"),
         # What follows an end is decided by the hosts together, not by each torchrun for itself.
         *("--max-restarts", "0"),
         *("--monitor-interval", str(_MONITOR_INTERVAL_S)),
         # Else it leaves empty folders in the one for temporary files.
-        *("--log-dir", f"{here.folder}/torchrun"),
+        *("--log-dir", f"{folder}/torchrun"),
         *("-m", "elastictrain.run"),
-        *here.run_arguments,
+        *run_arguments,
     )
     environment = {
-        LAUNCHER: str(here.pid),
+        LAUNCHER: str(pid),
         GENERATION: str(generation.number),
-        RESTARTED: "1" if here.restarted else "0",
-        FOLDER: here.folder,
+        RESTARTED: "1" if restarted else "0",
+        FOLDER: folder,
         STORE_HOST: members[0].name,
-        STOP_FILE_VARIABLE: here.stop_file,
+        STOP_FILE_VARIABLE: f"{folder}/{STOP_NAME}",
     }
-    return Orders(
-        tuple(arguments),
-        environment,
-        answer_file=f"{here.folder}/{ANSWER_NAME}",
-        processes=members[index].processes,
-        hosts=tuple(member.name for member in members),
-        limit_s=here.rendezvous_limit_s,
-    )
+    hosts = tuple(member.name for member in members)
+    return Orders(arguments, environment, f"{folder}/{ANSWER_NAME}", members[index].processes, hosts, limit_s)

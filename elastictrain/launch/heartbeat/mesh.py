@@ -133,7 +133,7 @@ class HeartbeatMesh:
         # They need not wait for the next beat to learn that it is there.
         self._speak(targets)
 
-    def call(self, hosts: Collection[HostRecord]) -> None:
+    def send_to(self, hosts: Collection[HostRecord]) -> None:
         """Speak to these hosts, too, until this is called again: those that live, as far as is known."""
         called = self._targets_of(hosts)
         with self._lock:

@@ -18,7 +18,7 @@ from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.supervisor import Supervisor, SupervisorParts
+from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import record
@@ -70,7 +70,7 @@ class Sound:
         self.number = generation.number if generation is not None else 0
         self._tell()
 
-    def call(self, hosts: Collection[HostRecord]) -> None: ...
+    def send_to(self, hosts: Collection[HostRecord]) -> None: ...
     def send_end(self, line: HostRecord) -> None:
         for other in self.all:
             if other is not self:
@@ -124,7 +124,7 @@ class Group:
             sounds.append(Sound(sounds))
             line = replace(record(host), order="abc".index(host))
             registry = HostRegistry(MembershipStore(store), line, poll_s=OPTIONS.poll_s, lost_s=OPTIONS.lost_s)
-            parts = SupervisorParts(
+            supervisor = Supervisor(
                 config=config(OPTIONS, FaultGroup(), RunGroup("runs/x")),
                 run_arguments=(),
                 registry=registry,
@@ -144,7 +144,7 @@ class Group:
             )
             registry.start()
             self.registries.append(registry)
-            self.threads.append(threading.Thread(target=self._run, args=(parts,), daemon=True))
+            self.threads.append(threading.Thread(target=self._run, args=(supervisor,), daemon=True))
             self.threads[-1].start()
         self._wait_for(1)
 
@@ -152,9 +152,9 @@ class Group:
         if self.stop.wait(seconds):
             raise OverError
 
-    def _run(self, parts: SupervisorParts) -> None:
+    def _run(self, supervisor: Supervisor) -> None:
         with suppress(OverError):
-            Supervisor(parts).run()
+            supervisor.run()
 
     def restart(self, *, delay_s: float) -> float:
         """A worker of the second host dies; seconds until all hosts have started workers again."""

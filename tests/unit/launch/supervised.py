@@ -30,7 +30,7 @@ from elastictrain.launch.membership.observation import HostObservation
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
-from elastictrain.launch.supervisor import Supervisor, SupervisorParts
+from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun
 from tests.unit.launch.membership.made import by_host, record
 
@@ -84,7 +84,7 @@ class FakeRegistry:
     hears: tuple[str, ...] = ()
     posts: list[Generation | End] = field(default_factory=list)
 
-    def say(
+    def update(
         self,
         state: HostState,
         *,
@@ -108,7 +108,7 @@ class FakeRegistry:
         self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")
         self.posts.append(record)
 
-    def hear(self, lines: Iterable[HostRecord]) -> None:
+    def receive(self, lines: Iterable[HostRecord]) -> None:
         self.diary.note(f"hear {' '.join(line.host for line in lines)}")
 
     def wake(self, generation: int = 0) -> None:
@@ -133,7 +133,7 @@ class FakeHeartbeat:
     def follow(self, generation: Generation | None) -> None:
         self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
 
-    def call(self, hosts: Collection[HostRecord]) -> None:
+    def send_to(self, hosts: Collection[HostRecord]) -> None:
         self.called = tuple(one.host for one in hosts)
 
     def send_end(self, line: HostRecord) -> None:
@@ -244,7 +244,7 @@ class SupervisedHost:
         self.saver: FakeSaverProcess | None = FakeSaverProcess(diary)
         self.remembered_step = 0
         options = config(launch or LaunchGroup(), fault or FaultGroup(), RunGroup("runs/x", on_held=on_held))
-        self._supervisor = Supervisor(self._parts(options))
+        self._supervisor = self._supervise(options)
 
     def go(self, seconds: float) -> int | None:
         """Let time pass; returns the exit code, or None if the launcher is still there."""
@@ -318,8 +318,8 @@ class SupervisedHost:
             return None
         return max(step for since_s, step in self.committed_steps.items() if since_s <= self.diary.elapsed_s)
 
-    def _parts(self, options: RunConfig) -> SupervisorParts:
-        return SupervisorParts(
+    def _supervise(self, options: RunConfig) -> Supervisor:
+        return Supervisor(
             config=options,
             run_arguments=("recipe=made_up",),
             registry=cast(HostRegistry, self.registry),

@@ -5,22 +5,25 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from elastictrain.identity import Launcher, read_identity
-from elastictrain.launch.membership.records import Generation, GenerationMember
-from elastictrain.launch.orders import HostContext, plan_torchrun
-from tests.unit.launch.membership.made import generation
+from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord
+from elastictrain.launch.orders import Orders, plan_torchrun
+from tests.unit.launch.membership.made import generation, record
 
 A = GenerationMember("a-1", "a", "10.0.0.1", 4000, 8)
 B = GenerationMember("b-1", "b", "10.0.0.2", 4001, 4)
-HERE = HostContext(
-    host="b-1",
-    address="10.0.0.2",
-    pid=77,
-    folder="/tmp/x/generation-7",
-    run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
-    restarted=True,
-    stop_file="/tmp/x/generation-7/stop.json",
-    rendezvous_limit_s=899.5,
-)
+HERE = replace(record("b-1"), address="10.0.0.2")
+
+
+def plan(generation: Generation, here: HostRecord = HERE, *, restarted: bool = True) -> Orders:
+    return plan_torchrun(
+        generation,
+        here,
+        folder="/tmp/x/generation-7",
+        pid=77,
+        run_arguments=("recipe=llama_tiny", "--config-dir", "my conf"),
+        restarted=restarted,
+        limit_s=899.5,
+    )
 
 
 def group(*members: GenerationMember) -> Generation:
@@ -28,7 +31,7 @@ def group(*members: GenerationMember) -> Generation:
 
 
 def test_one_of_two_hosts() -> None:
-    orders = plan_torchrun(group(A, B), HERE)
+    orders = plan(group(A, B))
     assert orders.arguments == (
         *("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "4"),
         *("--master-addr", "10.0.0.1", "--master-port", "5000", "--local-addr", "10.0.0.2"),
@@ -50,13 +53,13 @@ def test_one_of_two_hosts() -> None:
 
 
 def test_the_first_host_has_the_workers_that_it_says() -> None:
-    arguments = plan_torchrun(group(A, B), replace(HERE, host="a-1", address="10.0.0.1")).arguments
+    arguments = plan(group(A, B), replace(HERE, host="a-1", address="10.0.0.1")).arguments
     assert arguments[:6] == ("--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "8")
     assert arguments[10:12] == ("--local-addr", "10.0.0.1")
 
 
 def test_a_single_host_needs_no_network() -> None:
-    arguments = plan_torchrun(group(B), HERE).arguments
+    arguments = plan(group(B)).arguments
     assert arguments[:12] == (
         *("--nnodes", "1", "--node-rank", "0", "--nproc-per-node", "4"),
         *("--master-addr", "127.0.0.1", "--master-port", "5000", "--local-addr", "127.0.0.1"),
@@ -64,7 +67,7 @@ def test_a_single_host_needs_no_network() -> None:
 
 
 def test_torchrun_understands_it() -> None:
-    orders = plan_torchrun(group(replace(A, address="fd00::1"), B), HERE)
+    orders = plan(group(replace(A, address="fd00::1"), B))
     options = torchrun.parse_args(list(orders.arguments))
     assert (options.nnodes, options.node_rank, options.nproc_per_node, options.max_restarts) == ("2", 1, "4", 0)
     assert options.rdzv_conf == "timeout=960"
@@ -75,6 +78,6 @@ def test_torchrun_understands_it() -> None:
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_workers_know_their_launcher(restarted: bool) -> None:
-    orders = plan_torchrun(group(A, B), replace(HERE, restarted=restarted))
+    orders = plan(group(A, B), restarted=restarted)
     identity = read_identity({"RANK": "8", "WORLD_SIZE": "12", **orders.environment})
     assert identity.launcher == Launcher(77, 7, restarted, "/tmp/x/generation-7")

@@ -95,7 +95,7 @@ def test_two_hosts_see_each_other(kind: str, tmp_path: Path) -> None:
     store = FakeStore() if kind == "fake" else open_store(str(tmp_path))
     with rostering(store) as a, rostering(store, record("b")) as b:
         eventually(lambda: "b" in a.known.observed and a.known.observed["b"].fresh)
-        b.say(HostState.UNFIT, reason="no disk", ended=4)
+        b.update(HostState.UNFIT, reason="no disk", ended=4)
         eventually(lambda: a.known.observed["b"].record.state is HostState.UNFIT)
         line = a.known.observed["b"].record
         assert (line.reason, line.ended, line.master_port) == ("no disk", 4, record("b").master_port)
@@ -105,11 +105,11 @@ def test_two_hosts_see_each_other(kind: str, tmp_path: Path) -> None:
 
 def test_what_is_not_said_anew_stays_as_it_was() -> None:
     registry = HostRegistry(MembershipStore(FakeStore()), record("a"), poll_s=POLL_S, lost_s=LOST_S)
-    registry.say(HostState.READY, ended=3, master_port=7000)
-    registry.say(HostState.UNFIT, reason="no disk")
+    registry.update(HostState.READY, ended=3, master_port=7000)
+    registry.update(HostState.UNFIT, reason="no disk")
     said = replace(record("a"), state=HostState.UNFIT, reason="no disk", ended=3, master_port=7000, beat=0)
     assert without_beat(registry.record) == said
-    registry.say(HostState.BUSY)
+    registry.update(HostState.BUSY)
     assert without_beat(registry.record) == replace(said, state=HostState.BUSY, reason="")
 
 
@@ -136,11 +136,11 @@ def test_a_host_that_waits_shows_a_sign_of_life_at_each_poll_and_one_that_trains
         first = beat_after(0.0)
         assert beat_after(POLL_S / 2) == first
         assert beat_after(POLL_S / 2) == first + 1
-        registry.say(HostState.BUSY)
+        registry.update(HostState.BUSY)
         assert beat_after(0.0) == first + 2
         assert beat_after(LOST_S / 4) == first + 2
         assert beat_after(LOST_S / 4) == first + 3
-        registry.say(HostState.READY)
+        registry.update(HostState.READY)
         assert beat_after(0.0) == first + 4
 
 
@@ -224,14 +224,14 @@ def test_what_is_heard_is_known_before_storage_shows_it_and_no_older_reading_tak
         MembershipStore(store).write_record(replace(record("b", HostState.BUSY, hears="ac"), beat=5))
         turn(registry)
         told = replace(record("b", ended=1, hears=""), beat=6, end=end("b", EndKind.FAILED, 70))
-        registry.hear([told, replace(told, host="c"), replace(told, host="a")])
+        registry.receive([told, replace(told, host="c"), replace(told, host="a")])
         for _ in range(2):
             assert set(registry.known.observed) == {"b"}
             assert registry.known.observed["b"].record == replace(told, hears=("a", "c"))
             assert registry.known.observed["b"].fresh
             assert set(registry.known.ends) == {"b"}
             turn(registry)
-        registry.hear([replace(told, beat=5, ended=0)])
+        registry.receive([replace(told, beat=5, ended=0)])
         assert registry.known.observed["b"].record.ended == 1
 
 
@@ -290,13 +290,13 @@ def test_a_line_that_says_that_a_generation_has_ended_says_why() -> None:
     with rostering(store) as registry:
         turn(registry)
         registry.post(end("a", EndKind.FAILED, 70))
-        registry.say(HostState.READY, ended=1)
+        registry.update(HostState.READY, ended=1)
         eventually(lambda: (line_in(store) or record("a")).ended == 1)
         line = line_in(store)
         assert line is not None
         assert line.end == end("a", EndKind.FAILED, 70)
         # It stays until the next one ends.
-        registry.say(HostState.BUSY)
+        registry.update(HostState.BUSY)
         eventually(lambda: (line_in(store) or record("a")).state is HostState.BUSY)
         line = line_in(store)
         assert line is not None
@@ -311,7 +311,7 @@ def test_while_storage_stalls_the_launcher_goes_on_and_nothing_is_lost() -> None
         registry.post(end("a", EndKind.FAILED, 70))
         eventually(lambda: len(gate.asked) == 1)
         for number in range(5):
-            registry.say(HostState.READY, ended=1, master_port=7000 + number)
+            registry.update(HostState.READY, ended=1, master_port=7000 + number)
         # A line on its way keeps no proposal waiting.
         registry.post(generation(1, "a"))
         eventually(lambda: registry.known.newest == generation(1, "a"))
@@ -370,7 +370,7 @@ def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble:
         turn(registry)
         store.before = gate
         registry.post(end("a", EndKind.FAILED, 70))
-        registry.say(HostState.READY, ended=1)
+        registry.update(HostState.READY, ended=1)
         eventually(lambda: len(gate.asked) >= 3)
         stalled = registry.known
         assert stalled.trouble == trouble
@@ -404,7 +404,7 @@ def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> 
         eventually(lambda: registry.known.reads > 0)
         began_s = time.monotonic()
         registry.post(end("a", EndKind.LEAVING))
-        registry.say(HostState.GONE, reason="asked to stop", ended=1)
+        registry.update(HostState.GONE, reason="asked to stop", ended=1)
     assert time.monotonic() - began_s < LIMIT_S / 2
     line = line_in(store)
     assert line is not None
@@ -417,7 +417,7 @@ def test_close_does_not_wait_for_storage_that_stalls() -> None:
     with rostering(store) as registry:
         turn(registry)
         store.before = gate
-        registry.say(HostState.GONE)
+        registry.update(HostState.GONE)
         eventually(lambda: len(gate.asked) == 1)
         began_s = time.monotonic()
         registry.close(limit_s=0.05)
@@ -523,7 +523,7 @@ def test_an_address_that_changes_is_in_its_line_and_in_what_it_says_of_itself() 
         eventually(lambda: registry.record.address == "10.0.0.1")
         address[0] = "10.0.0.2"
         eventually(lambda: (line := line_in(store)) is not None and line.address == "10.0.0.2")
-        registry.say(HostState.BUSY)
+        registry.update(HostState.BUSY)
         assert (registry.record.address, registry.record.state) == ("10.0.0.2", HostState.BUSY)
     finally:
         registry.close(limit_s=LIMIT_S)

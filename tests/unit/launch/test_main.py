@@ -21,7 +21,6 @@ from elastictrain.launch.__main__ import main
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.locks import lock_run
 from elastictrain.launch.membership.records import HostState
-from elastictrain.launch.supervisor import SupervisorParts
 
 TINY = "recipe=llama_tiny"
 RUN = [TINY, "preflight=off", "launch.notices=false", "run.dir=run"]
@@ -54,7 +53,7 @@ def here(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: 
 class Launch:
     """What would have been launched."""
 
-    parts: list[SupervisorParts] = field(default_factory=list)
+    parts: list[SimpleNamespace] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     code: int = 0
     error: Exception | None = None
@@ -85,9 +84,10 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
         def ask(self, reason: str, *, deadline: float | None = None) -> None:
             done.calls.append(f"ask {reason}")
 
-    class Supervisor:
-        def __init__(self, parts: SupervisorParts) -> None:
-            done.parts.append(parts)
+    class Supervisor(SimpleNamespace):
+        def __init__(self, **parts: object) -> None:
+            super().__init__(**parts)
+            done.parts.append(self)
 
         def run(self) -> int:
             done.calls.append(f"run {done.parts[0].folder.is_dir()}")

@@ -51,8 +51,8 @@ def test_an_answer_is_read_as_it_was_written(answer: AgentAnswer, tmp_path: Path
 @pytest.mark.parametrize(
     "text",
     [
-        *(None, "", "{", "[]", "{}", "[{}]", "[[], []]", "[{}, []]", '[{}, [], ""]'),
-        *('[{"a": 1}, [], "", []]', '[{"0": 1}, [[1]], "", []]', '[{}, 3, "", []]', '[{}, [], "", 3]', '[{}, [], "", ["a"]]'),
+        *(None, "", "{", "[]", "[{}]", '{"codes": []}', '{"codes": {"a": 1}}', '{"codes": {"0": "1"}}'),
+        *('{"leaving": 3}', '{"leaving": [[1]]}', '{"unforked": 1}', '{"missing": 3}', '{"missing": ["a"]}'),
     ],
 )
 def test_an_answer_that_cannot_be_read_says_nothing(text: str | None, tmp_path: Path) -> None:

@@ -191,10 +191,10 @@ def test_every_host_speaks_to_all_members_and_misses_each_of_them() -> None:
 def test_a_host_that_waits_speaks_to_those_that_it_is_told_of() -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("bc") as (b, c):
-        heartbeat.call([line(b), line(c)])
+        heartbeat.send_to([line(b), line(c)])
         # At once, not with the next beat: the clock stands still.
         assert b.hear() == c.hear() == Said("a", 0, ended=False)
-        heartbeat.call([line(b)])
+        heartbeat.send_to([line(b)])
         while not c.hears_nothing():
             pass
         clock.jump(LOST_S / 4)
