@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from random import Random
 
 from elastictrain.preflight.links.culprit import Way
-from elastictrain.preflight.links.judge_flows import flow_blame, suspect_rounds
+from elastictrain.preflight.links.judge import flow_blame, suspect_rounds
 from elastictrain.preflight.links.messages import Flow, Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round, first_rounds
@@ -117,11 +117,14 @@ def simulate(num_hosts: int, *, seeds: Iterable[int], options: LinkOptions | Non
         deciding_s += time.process_time() - began
         second = fleet.measure(again, random)
         began = time.process_time()
-        found = flow_blame(first, second, options=options).one_way.only_confirmed()
+        found = flow_blame(first, second, options=options).one_way
         deciding_s += time.process_time() - began
-        hosts.add({(one.host, one.way) for one in found.hosts}, {(host, way) for host, (way, _) in fleet.hosts.items()})
+        hosts.add(
+            {(one.subject, one.way) for one in found.hosts if one.confirmed},
+            {(host, way) for host, (way, _) in fleet.hosts.items()},
+        )
         measured = {flow.link for flow in first}
-        links.add({bad.link for bad in found.links}, bad_links(fleet, measured))
+        links.add({bad.subject for bad in found.links if bad.confirmed}, bad_links(fleet, measured))
         covered += len(measured) / (num_hosts * (num_hosts - 1))
         most_first, most_second = max(most_first, len(plan)), max(most_second, len(again))
         num_fleets += 1

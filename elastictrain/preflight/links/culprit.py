@@ -5,11 +5,16 @@ good link among those that were measured. So a host's score is its *best* link, 
 """
 
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from elastictrain.preflight.links.messages import Link
+
+K = TypeVar("K")
+S = TypeVar("S", bound=int | Link)
 
 TooBad = Callable[[float, float], bool]
 """Whether a figure (first) is too bad against what is typical (second)."""
@@ -23,22 +28,18 @@ class Way(StrEnum):
     BOTH = "both ways"
 
 
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A host that is to blame, with its best figure in that direction. `confirmed`: it was measured a second time, and well."""
-
-    host: int
-    way: Way
-    score: float
-    confirmed: bool = True
+_WAYS = {(0,): Way.OUT, (1,): Way.IN, (0, 1): Way.BOTH}
+"""By the ends of links at which the host suffers."""
 
 
 @dataclass(frozen=True, slots=True)
-class BadLink:
-    """A link that is to blame, between two hosts that are not."""
+class Culprit(Generic[S]):
+    """A host that is to blame, or a link between two that are not. `figure`: its best in that direction. `confirmed`: it was
+    measured a second time, and well."""
 
-    link: Link
-    value: float
+    subject: S
+    figure: float
+    way: Way = Way.BOTH
     confirmed: bool = True
 
 
@@ -46,134 +47,86 @@ class BadLink:
 class LinkBlame:
     """Who is to blame. `typical`: what figures were held against; None if there are none."""
 
-    hosts: tuple[Culprit, ...] = ()
-    links: tuple[BadLink, ...] = ()
+    hosts: tuple[Culprit[int], ...] = ()
+    links: tuple[Culprit[Link], ...] = ()
     typical: float | None = None
 
-    def only_confirmed(self) -> "LinkBlame":
-        """Without what was measured only once."""
-        return replace(
-            self,
-            hosts=tuple(culprit for culprit in self.hosts if culprit.confirmed),
-            links=tuple(bad for bad in self.links if bad.confirmed),
-        )
 
-
-def best_of(figures: Iterable[tuple[Link, float]]) -> dict[Link, float]:
-    """The best figure of each link: chance makes it slower, never faster."""
-    found: dict[Link, float] = {}
-    for link, figure in figures:
-        found[link] = max(figure, found.get(link, figure))
+def best_of(figures: Iterable[tuple[K, float]]) -> dict[K, float]:
+    """The best figure of each: chance makes it slower, never faster."""
+    found: dict[K, float] = {}
+    for key, figure in figures:
+        found[key] = max(figure, found.get(key, figure))
     return found
 
 
-def blame(values: Mapping[Link, float], *, too_bad: TooBad, directed: bool = True) -> LinkBlame:
-    """Who looks guilty by these figures.
-
-    `directed`: whether the two directions of a link differ, so that a host may be to blame for one of them. Two hosts cannot
-    outvote each other: their links are held against the better direction, and no host is named.
-    """
-    leaving, coming = _scores(values, end=0), _scores(values, end=1)
-    if len(leaving.keys() | coming.keys()) < 3:
-        typical = max(values.values(), default=None)
-        return LinkBlame((), _links(values, typical, too_bad, out=(), into=()), typical)
-    if not directed:
-        leaving = coming = {
-            host: max(scores[host] for scores in (leaving, coming) if host in scores) for host in leaving.keys() | coming.keys()
-        }
-    typical = statistics.median([*leaving.values(), *coming.values()])
-    out = {host: score for host, score in leaving.items() if too_bad(score, typical)}
-    into = {host: score for host, score in coming.items() if too_bad(score, typical)}
-    hosts = [_culprit(host, out.get(host), into.get(host)) for host in sorted(out.keys() | into.keys())]
-    return LinkBlame(tuple(hosts), _links(values, typical, too_bad, out=out, into=into), typical)
-
-
-def blame_twice(
-    first: Mapping[Link, float],
-    second: Mapping[Link, float],
+def blame(
+    figures: Iterable[tuple[Link, float]],
     *,
-    excused: Mapping[Link, float],
     too_bad: TooBad,
     directed: bool = True,
+    excused: Iterable[tuple[Link, float]] | None = None,
 ) -> LinkBlame:
-    """Who is to blame after suspects were measured a second time: the better of both figures counts.
+    """Who looks guilty by the best figure of each link.
 
-    `excused`: of the second time, with all that speaks for the link. What is not bad by these, or has none, stays unconfirmed.
+    `directed`: whether the two directions of a link differ, so that a host may be to blame for one of them. Two hosts cannot
+    outvote each other: their links are held against the better direction, and no host is named. `excused`: what was measured a
+    second time, with all that speaks for the link: what is not bad by these, or has none, stays unconfirmed.
     """
-    found = blame(best_of([*first.items(), *second.items()]), too_bad=too_bad, directed=directed)
-    again = [_scores(excused, end=end) for end in (0, 1)]
+    values = best_of(figures)
+    if not values:
+        return LinkBlame()
+    scores = _scores(values)
+    slow: tuple[dict[int, float], ...] = ({}, {})
+    if len(scores[0].keys() | scores[1].keys()) < 3:
+        typical = max(values.values())
+    else:
+        if not directed:
+            scores = (best_of([*scores[0].items(), *scores[1].items()]),) * 2
+        typical = statistics.median([*scores[0].values(), *scores[1].values()])
+        slow = tuple({host: score for host, score in ends.items() if too_bad(score, typical)} for ends in scores)
+    second = None if excused is None else best_of(excused)
+    second_scores = _scores(second or {})
 
     def is_bad(figure: float | None) -> bool:
-        return figure is not None and found.typical is not None and too_bad(figure, found.typical)
+        return figure is not None and too_bad(figure, typical)
 
-    return replace(
-        found,
-        hosts=tuple(
-            replace(culprit, confirmed=all(is_bad(again[end].get(culprit.host)) for end in _ends(culprit)))
-            for culprit in found.hosts
-        ),
-        links=tuple(replace(bad, confirmed=is_bad(excused.get(bad.link))) for bad in found.links),
-    )
+    hosts = []
+    for host in sorted(slow[0].keys() | slow[1].keys()):
+        ends = tuple(end for end in (0, 1) if host in slow[end])
+        confirmed = second is None or all(is_bad(second_scores[end].get(host)) for end in ends)
+        hosts.append(Culprit(host, max(slow[end][host] for end in ends), _WAYS[ends], confirmed))
+    bad = sorted(link for link in values if is_bad(values[link]) and link[0] not in slow[0] and link[1] not in slow[1])
+    links = [Culprit(link, values[link], confirmed=second is None or is_bad(second.get(link))) for link in bad]
+    return LinkBlame(tuple(hosts), tuple(links), typical)
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """What does not work at all, not just badly. `everything`: no link that was tried works; nothing else is named then."""
+    """What does not work at all, not just badly: a host, a link, or None where no link that was tried works. `links`: the bad
+    ones of it."""
 
-    everything: bool = False
-    hosts: tuple[tuple[int, Way], ...] = ()
-    links: tuple[Link, ...] = ()
+    subject: int | Link | None
+    links: tuple[Link, ...]
+    way: Way = Way.BOTH
 
 
-def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> Broken:
+def find_broken(bad: Collection[Link], *, tried: Collection[Link]) -> list[Broken]:
     """Hosts all of whose links (two at least), in a direction or in both, are among the bad ones, and the other bad links."""
-    members = {host for link in tried for host in link}
-    if len(members) > 2 and set(tried) <= set(bad):
-        return Broken(everything=True)
-    out = _all_bad(bad, tried, end=0)
-    into = _all_bad(bad, tried, end=1)
-    links = tuple(sorted(link for link in bad if link[0] not in out and link[1] not in into))
-    hosts = tuple((host, _way(host in out, host in into)) for host in sorted(out | into))
-    return Broken(hosts=hosts, links=links)
+    bad = sorted(bad)
+    if len({host for link in tried for host in link}) > 2 and set(tried) <= set(bad):
+        return [Broken(None, tuple(bad))]
+    dead: list[set[int]] = []
+    for end in (0, 1):
+        num_tried, num_bad = (Counter(link[end] for link in links) for links in (tried, bad))
+        dead.append({host for host, num in num_tried.items() if num >= 2 and num_bad[host] == num})
+    found = [
+        Broken(host, tuple(link for link in bad if host in link), _WAYS[tuple(end for end in (0, 1) if host in dead[end])])
+        for host in sorted(dead[0] | dead[1])
+    ]
+    return found + [Broken(link, (link,)) for link in bad if link[0] not in dead[0] and link[1] not in dead[1]]
 
 
-def _ends(culprit: Culprit) -> list[int]:
-    """At which end of links the host is slow."""
-    return [end for end, other in ((0, Way.IN), (1, Way.OUT)) if culprit.way is not other]
-
-
-def _all_bad(bad: Collection[Link], tried: Collection[Link], *, end: int) -> set[int]:
-    num_tried, num_bad = _counts(tried, end=end), _counts(bad, end=end)
-    return {host for host, num in num_tried.items() if num >= 2 and num_bad.get(host) == num}
-
-
-def _counts(links: Collection[Link], *, end: int) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for link in links:
-        found[link[end]] = found.get(link[end], 0) + 1
-    return found
-
-
-def _scores(values: Mapping[Link, float], *, end: int) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for link, value in values.items():
-        found[link[end]] = max(value, found.get(link[end], value))
-    return found
-
-
-def _links(
-    values: Mapping[Link, float], typical: float | None, too_bad: TooBad, *, out: Collection[int], into: Collection[int]
-) -> tuple[BadLink, ...]:
-    if typical is None:
-        return ()
-    bad = [link for link, value in values.items() if too_bad(value, typical) and link[0] not in out and link[1] not in into]
-    return tuple(BadLink(link, values[link]) for link in sorted(bad))
-
-
-def _culprit(host: int, sent: float | None, received: float | None) -> Culprit:
-    score = max(figure for figure in (sent, received) if figure is not None)
-    return Culprit(host, _way(sent is not None, received is not None), score)
-
-
-def _way(sends_badly: bool, receives_badly: bool) -> Way:
-    return Way.BOTH if sends_badly and receives_badly else Way.OUT if sends_badly else Way.IN
+def _scores(values: dict[Link, float]) -> tuple[dict[int, float], ...]:
+    """Of each host, by what it sends and by what it receives."""
+    return tuple(best_of((link[end], value) for link, value in values.items()) for end in (0, 1))

@@ -1,124 +1,181 @@
-"""All verdicts about links and hosts. Pure."""
+"""All verdicts about hosts and links; here latency and bandwidth, by a host's best link against the median of all. Pure."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from elastictrain.preflight.links import remedies
+from elastictrain.preflight.links.culprit import LinkBlame, Way, blame
 from elastictrain.preflight.links.judge_contacts import (
+    LinkReporter,
+    Silence,
     judge_clocks,
-    judge_latency,
     judge_mtu,
     judge_reach,
+    judge_roster,
 )
-from elastictrain.preflight.links.judge_flows import judge_bandwidth
-from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link, Roster
+from elastictrain.preflight.links.messages import Contact, Flow, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.links.rounds import Round, num_second_rounds, second_rounds
+from elastictrain.preflight.verdict import Status, Verdict
 
-_CHECK = "roster"
+
+def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> set[Link]:
+    """What is to be tried a second time before anybody is blamed."""
+    late = late_blame(contacts, options=options)
+    hosts, links = {one.subject for one in late.hosts}, {one.subject for one in late.links}
+    return {
+        link
+        for link, contact in contacts.items()
+        if contact.blocked or contact.loses_large or contact.is_silent or link in links or hosts & set(link)
+    }
+
+
+def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> LinkBlame:
+    """Who is to blame for latency; figures are negative seconds."""
+
+    def too_late(figure: float, typical: float) -> bool:
+        return figure < options.late_factor * typical and figure < typical - options.late_floor_s
+
+    figures = [(link, -contact.latency_s) for link, contact in contacts.items() if contact.latency_s is not None]
+    return blame(figures, too_bad=too_late, directed=False)
+
+
+def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
+    """Check `latency`: round trips."""
+    report = LinkReporter("latency", roster)
+    found = late_blame(contacts, options=options)
+    if found.typical is None:
+        return [report.nothing_known()]
+    late = {one.subject for one in found.links}
+    # A round trip is one of both directions.
+    once = tuple(one for one in found.links if one.subject[::-1] not in late or one.subject[0] < one.subject[1])
+    verdicts = _blamed(
+        report,
+        replace(found, links=once),
+        shown=_milliseconds,
+        unit="ms",
+        fatal_below=math.inf if len(roster.hosts) == 2 else -math.inf,
+        hint="place it near the others (same zone or rack); ",
+    )
+    return list(verdicts) or [report(None, Status.PASS, _milliseconds(found.typical), unit="ms")]
 
 
 @dataclass(frozen=True, slots=True)
-class Silence:
-    """A host that is in the roster, and was not heard any more. `doing`: what it was to do."""
+class FlowBlame:
+    """Who is to blame for bandwidth one way, and who only while bytes flow both ways."""
 
-    place: int
-    doing: str
-    waited_s: float
+    one_way: LinkBlame
+    both_ways: LinkBlame
 
 
-def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Mapping[int, str]) -> list[Verdict]:
-    """Who never came, and who fell silent. `names`: of hosts by node rank, unique, as far as they were
-    told beforehand; a host is called the same whether it came or not."""
-    verdicts = [_absent(rank, roster, names=names) for rank in roster.absent]
-    labels = roster.labels()
-    for silence in silences:
-        label = labels[silence.place]
-        verdicts.append(
-            Verdict(
-                check=_CHECK,
-                scope=Scope.HOST,
-                subject=label,
-                status=Status.FAIL,
-                measured=f"silent while {silence.doing}",
-                expected=f"word within {silence.waited_s:.3g} s",
-                remedy=f"look whether {label} ({roster.hosts[silence.place].address}) is up and its launcher runs (`ping`, "
-                f"`ssh {roster.hosts[silence.place].address}`); restart it there, or run without this host",
-            )
+def flow_blame(first: Iterable[Flow], second: Iterable[Flow] | None, *, options: LinkOptions) -> FlowBlame:
+    """`second`: what was measured of suspects again, and counts if it is better; None before that."""
+    flows, again = [*first, *(second or ())], None if second is None else list(second)
+
+    def too_slow(figure: float, typical: float) -> bool:
+        return figure < options.slow_ratio * typical
+
+    def blamed(*, both: bool) -> LinkBlame:
+        return blame(
+            [(flow.link, flow.gbps) for flow in flows if flow.both is both],
+            too_bad=too_slow,
+            excused=None if again is None else [(flow.link, flow.excused_gbps()) for flow in again if flow.both is both],
         )
-    everybody = f"{len(roster.hosts)} hosts"
-    return verdicts or [
-        Verdict(check=_CHECK, scope=Scope.GROUP, subject="all", status=Status.PASS, measured=everybody, expected=everybody)
-    ]
+
+    return FlowBlame(blamed(both=False), blamed(both=True))
 
 
-def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
-    """By a host that hears nothing of the first one."""
-    return Verdict(
-        check=_CHECK,
-        scope=Scope.HOST,
-        subject=leader,
-        status=Status.FAIL,
-        measured=f"{label} heard nothing of it for {waited_s:.3g} s",
-        expected="its word",
-        remedy=f"look whether the launcher runs on the host of node rank 0 ({leader}), and start it there",
+def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, options: LinkOptions) -> tuple[Round, ...]:
+    """Rounds in which all that looks guilty is measured again; none if nothing does."""
+    flows = tuple(flows)
+    found = flow_blame(flows, None, options=options)
+    hosts = {culprit.subject for one in (found.one_way, found.both_ways) for culprit in one.hosts}
+    links = {bad.subject for one in (found.one_way, found.both_ways) for bad in one.links}
+    measured = {flow.link for flow in flows}
+    tainted = hosts | {host for link in links for host in link}
+    present = sorted({host for link in measured for host in link} - hosts)
+    # Hosts without any suspicious link are the better witnesses, where there are some.
+    good = [host for host in present if host not in tainted] or present
+    links = {link for link in links if not set(link) & hosts}
+    return second_rounds(hosts=hosts, links=links, good=good, met=measured, num=num_second_rounds(num_hosts))
+
+
+def judge_bandwidth(first: Iterable[Flow], second: Iterable[Flow], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
+    """Check `bandwidth`: one way, and while bytes flow both ways."""
+    report = LinkReporter("bandwidth", roster)
+    found = flow_blame(first, second, options=options)
+    one_way, typical = found.one_way, found.one_way.typical
+    if typical is None:
+        return [report(None, Status.SKIP, "no link was measured", remedy="see what the other link checks say, and repeat")]
+    # Bytes in one direction wait for acknowledgements in the other: what is named already has more such symptoms.
+    guilty = {culprit.subject for culprit in one_way.hosts}
+    named = {bad.subject for bad in one_way.links}
+    both_ways = replace(
+        found.both_ways,
+        hosts=tuple(culprit for culprit in found.both_ways.hosts if culprit.subject not in guilty),
+        links=tuple(
+            bad
+            for bad in found.both_ways.links
+            if not guilty & set(bad.subject) and not named & {bad.subject, bad.subject[::-1]}
+        ),
     )
+    verdicts: list[Verdict] = []
+    for blamed, words in ((one_way, ""), (both_ways, " while sending and receiving")):
+        # A link between two good hosts that has less than a tenth of what others have drags the whole group down.
+        hopeless = 0.1 * (blamed.typical or 0.0)
+        verdicts += _blamed(
+            report,
+            blamed,
+            shown=_gbps,
+            unit="Gbit/s",
+            words=words,
+            fatal_below=math.inf if len(roster.hosts) == 2 else hopeless,
+        )
+    return verdicts or [report(None, Status.PASS, _gbps(typical), unit="Gbit/s")]
 
 
-def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
-    """Two launchers say that they are the same node."""
-    return Verdict(
-        check=_CHECK,
-        scope=Scope.GROUP,
-        subject=f"{ours.name}, {theirs.name}",
-        status=Status.FAIL,
-        measured=f"both say that they are node rank {ours.node_rank} ({ours.address}, {theirs.address})",
-        expected="a node rank each",
-        remedy=f"give one of them another `--node-rank` than {ours.node_rank}, or end what is left of an earlier start",
-    )
+def _blamed(
+    report: LinkReporter,
+    found: LinkBlame,
+    *,
+    shown: Callable[[float], float],
+    unit: str,
+    words: str = "",
+    fatal_below: float,
+    hint: str = "",
+) -> Iterator[Verdict]:
+    """`fatal_below`: from where on a bad link is a failure, as a bad host is. Nobody fails by one measurement."""
+    typical = shown(found.typical or 0.0)
+    for one in found.hosts:
+        device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
+        limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
+        cable = f"speed and duplex (`ethtool {device}`) and errors (`ip -s link show dev {device}`)"
+        looks = (limits, cable) if one.way is Way.OUT else (cable, limits)
+        remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
+        way = "" if one.way is Way.BOTH else f" {one.way}"
+        status = Status.FAIL if one.confirmed else Status.WARN
+        yield report(one.subject, status, shown(one.figure), typical, remedy, unit=f"{unit}{way}{words}{_doubt(one.confirmed)}")
+    for bad in found.links:
+        source, target = map(report.label, bad.subject)
+        remedy = (
+            f"look at what is between {source} and {target} only: switch ports, cables, routes (`tracepath` from one to the "
+            f"other); or run without one of them"
+        )
+        status = Status.FAIL if bad.confirmed and bad.figure < fatal_below else Status.WARN
+        yield report(bad.subject, status, shown(bad.figure), typical, remedy, unit=f"{unit}{words}{_doubt(bad.confirmed)}")
 
 
-def unheard(host: str, *, why: str) -> Verdict:
-    """By a host that cannot leave word for the others."""
-    return Verdict(
-        check=_CHECK,
-        scope=Scope.HOST,
-        subject=host,
-        status=Status.FAIL,
-        measured=why,
-        expected="word from and to all hosts",
-        remedy=f"look whether {host} reaches the rendezvous endpoint (MASTER_ADDR and MASTER_PORT), and whether it is up",
-    )
+def _doubt(confirmed: bool) -> str:
+    """There was no room for a second measurement, or no processor."""
+    return "" if confirmed else " (not confirmed: repeat when processors are idle)"
 
 
-def no_port(host: str, *, address: str, interface: str, why: str) -> Verdict:
-    """By a host that cannot listen for the others."""
-    return Verdict(
-        check="reachable",
-        scope=Scope.HOST,
-        subject=host,
-        status=Status.FAIL,
-        measured=why,
-        expected=f"a listener on {address}",
-        remedy=f"see who has the address and the ports: `ip address show dev {interface}`, `ss -ltnp`; choose others",
-    )
+def _milliseconds(negative_s: float) -> float:
+    return float(f"{-1000 * negative_s:.3g}")
 
 
-def _absent(rank: int, roster: Roster, *, names: Mapping[int, str]) -> Verdict:
-    label = names.get(rank, f"node rank {rank}")
-    where = names.get(rank, f"the host of node rank {rank}")
-    present, num_present = remedies.names(roster.labels()), len(roster.hosts)
-    num_hosts = num_present + len(roster.absent)
-    return Verdict(
-        check=_CHECK,
-        scope=Scope.HOST,
-        subject=label,
-        status=Status.FAIL,
-        measured=f"no word in {roster.waited_s:.3g} s",
-        expected=f"{num_hosts} hosts",
-        remedy=f"start the launcher on {where}, or look there why it did not start (present: {present}); or run without it, "
-        f"with a smaller minimum: `torchrun --nnodes={num_present}:{num_hosts}`",
-    )
+def _gbps(figure: float) -> float:
+    return float(f"{figure:.3g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +206,8 @@ def judge(evidence: Evidence, *, options: LinkOptions, names: Mapping[int, str] 
     verdicts += judge_latency(contacts, roster=roster, options=options)
     verdicts += judge_clocks(contacts, roster=roster, options=options)
     if evidence.full:
-        verdicts += judge_bandwidth(
-            [flow for flow in evidence.flows if not silent & set(flow.link)],
-            [flow for flow in evidence.flows_again if not silent & set(flow.link)],
-            roster=roster,
-            options=options,
+        first, again = (
+            [flow for flow in flows if not silent & set(flow.link)] for flows in (evidence.flows, evidence.flows_again)
         )
+        verdicts += judge_bandwidth(first, again, roster=roster, options=options)
     return verdicts

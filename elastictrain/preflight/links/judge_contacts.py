@@ -1,298 +1,256 @@
-"""Verdicts about reach, MTU, latency and clocks, from what hosts found of each other. Pure."""
+"""Verdicts about hosts and links: who takes part, reach, MTU and clocks. Pure."""
 
 import statistics
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.links import remedies
-from elastictrain.preflight.links.culprit import LinkBlame, Way, blame, find_broken
-from elastictrain.preflight.links.messages import Contact, Link, Roster
+from elastictrain.preflight.links.culprit import Broken, Way, find_broken
+from elastictrain.preflight.links.messages import Contact, HostIntroduction, Link, Roster
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 
-_ALL = "all"
+_MOST_NAMES = 8
+_ON_ROSTER = Reporter("roster")
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
-    """Says what `check` found, with the hosts' names."""
+class LinkReporter:
+    """Makes the verdicts of one check, with the names of the hosts."""
 
     check: str
     roster: Roster
 
-    def host(self, place: int) -> str:
+    def label(self, place: int) -> str:
         """What the host at a place of the roster is called."""
         return self.roster.labels()[place]
 
-    def link(self, link: Link) -> str:
-        """As a verdict's subject: "h3 -> h1"."""
-        labels = self.roster.labels()
-        return f"{labels[link[0]]} -> {labels[link[1]]}"
-
-    def say(
+    def __call__(
         self,
-        subject: int | Link | str,
-        *,
+        subject: int | Link | str | None,
+        status: Status,
         measured: Figure,
         expected: Figure = None,
-        unit: str = "",
         remedy: str = "",
-        status: Status = Status.FAIL,
+        *,
+        unit: str = "",
     ) -> Verdict:
-        """About a host (its place), a link or, as a word, the group."""
-        scope, name = Scope.GROUP, _ALL
+        """About a host (its place), a link ("h3 -> h1"), several hosts by their names, or the whole group (None)."""
+        scope, name = Scope.GROUP, subject if isinstance(subject, str) else "all"
         if isinstance(subject, int):
-            scope, name = Scope.HOST, self.host(subject)
+            scope, name = Scope.HOST, self.label(subject)
         elif isinstance(subject, tuple):
-            scope, name = Scope.LINK, self.link(subject)
-        else:
-            name = subject
+            scope, name = Scope.LINK, " -> ".join(map(self.label, subject))
         return Reporter(self.check)(name, status, measured, expected, remedy, unit=unit, scope=scope)
 
-    def passed(self, measured: Figure, *, expected: Figure = None, unit: str = "") -> Verdict:
-        """All is well, in the whole group."""
-        return self.say(_ALL, measured=measured, expected=expected, unit=unit, status=Status.PASS)
-
-    def skipped(self, measured: str, *, remedy: str) -> Verdict:
-        """Nothing is known, of the whole group."""
-        return self.say(_ALL, measured=measured, remedy=remedy, status=Status.SKIP)
+    def nothing_known(self) -> Verdict:
+        """Of the whole group."""
+        return self(None, Status.SKIP, "nothing known of any link", remedy="see what check `reachable` says, and repeat")
 
 
-def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> LinkBlame:
-    """Who is to blame for latency; figures are negative seconds."""
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """A host that is in the roster, and was not heard any more. `doing`: what it was to do."""
 
-    def too_late(figure: float, typical: float) -> bool:
-        return figure < options.late_factor * typical and figure < typical - options.late_floor_s
-
-    return blame(
-        {link: -contact.latency_s for link, contact in contacts.items() if contact.latency_s is not None},
-        too_bad=too_late,
-        directed=False,
-    )
+    place: int
+    doing: str
+    waited_s: float
 
 
-def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> list[Link]:
-    """What is to be tried a second time before anybody is blamed."""
-    late = late_blame(contacts, options=options)
-    late_hosts, late_links = {culprit.host for culprit in late.hosts}, {bad.link for bad in late.links}
-    return sorted(
-        link
-        for link, contact in contacts.items()
-        if contact.blocked or contact.loses_large or contact.is_silent or link in late_links or late_hosts & set(link)
-    )
+def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Mapping[int, str]) -> list[Verdict]:
+    """Check `roster`: who never came, and who fell silent. `names`: of hosts by node rank, unique, as far as they were
+    told beforehand; a host is called the same whether it came or not."""
+    present, num_present = _listed(roster.labels()), len(roster.hosts)
+    num_hosts = num_present + len(roster.absent)
+    verdicts = []
+    for rank in roster.absent:
+        remedy = (
+            f"start the launcher on {names.get(rank, f'the host of node rank {rank}')}, or look there why it did not start "
+            f"(present: {present}); or run without it, with a smaller minimum: `torchrun --nnodes={num_present}:{num_hosts}`"
+        )
+        measured = f"no word in {roster.waited_s:.3g} s"
+        verdicts.append(_ON_ROSTER(names.get(rank, f"node rank {rank}"), Status.FAIL, measured, f"{num_hosts} hosts", remedy))
+    for silence in silences:
+        label, address = roster.labels()[silence.place], roster.hosts[silence.place].address
+        remedy = (
+            f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`); restart it there, or run "
+            f"without this host"
+        )
+        expected = f"word within {silence.waited_s:.3g} s"
+        verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {silence.doing}", expected, remedy))
+    everybody = f"{num_present} hosts"
+    return verdicts or [_ON_ROSTER("all", Status.PASS, everybody, everybody, scope=Scope.GROUP)]
+
+
+def leaderless(label: str, *, waited_s: float, leader: str) -> Verdict:
+    """By a host that hears nothing of the first one."""
+    remedy = f"look whether the launcher runs on the host of node rank 0 ({leader}), and start it there"
+    return _ON_ROSTER(leader, Status.FAIL, f"{label} heard nothing of it for {waited_s:.3g} s", "its word", remedy)
+
+
+def claimed_twice(ours: HostIntroduction, theirs: HostIntroduction) -> Verdict:
+    """Two launchers say that they are the same node."""
+    measured = f"both say that they are node rank {ours.node_rank} ({ours.address}, {theirs.address})"
+    remedy = f"give one of them another `--node-rank` than {ours.node_rank}, or end what is left of an earlier start"
+    subject = f"{ours.name}, {theirs.name}"
+    return _ON_ROSTER(subject, Status.FAIL, measured, "a node rank each", remedy, scope=Scope.GROUP)
+
+
+def unheard(host: str, *, why: str) -> Verdict:
+    """By a host that cannot leave word for the others."""
+    remedy = f"look whether {host} reaches the rendezvous endpoint (MASTER_ADDR and MASTER_PORT), and whether it is up"
+    return _ON_ROSTER(host, Status.FAIL, why, "word from and to all hosts", remedy)
+
+
+def no_port(host: str, *, address: str, interface: str, why: str) -> Verdict:
+    """By a host that cannot listen for the others."""
+    remedy = f"see who has the address and the ports: `ip address show dev {interface}`, `ss -ltnp`; choose others"
+    return Reporter("reachable")(host, Status.FAIL, why, f"a listener on {address}", remedy)
 
 
 def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdict]:
     """Check `reachable`: every port that was tried."""
-    speaker = Speaker("reachable", roster)
+    report = LinkReporter("reachable", roster)
     if not contacts:
-        return [speaker.skipped("no link to try", remedy="start preflight on two hosts or more")]
+        return [report(None, Status.SKIP, "no link to try", remedy="start preflight on two hosts or more")]
     bad = {link: contact for link, contact in contacts.items() if contact.blocked}
-    if not bad:
-        return [speaker.passed(f"{len(contacts)} links", expected=f"{len(contacts)} links")]
-    broken = find_broken(bad, tried=contacts)
-    found = []
-    if broken.everything:
-        found.append(_reach_of_all(speaker, bad))
-    for host, way in broken.hosts:
-        links = [link for link in sorted(bad) if host in link]
-        found.append(_reach_of_host(speaker, host, way, [bad[link] for link in links]))
-    found += [_reach_of_link(speaker, bad[link]) for link in broken.links]
-    return found
+    everything = f"{len(contacts)} links"
+    found = [_unreachable(report, one, [bad[link] for link in one.links]) for one in find_broken(bad, tried=contacts)]
+    return found or [report(None, Status.PASS, everything, everything)]
 
 
-def _reach_of_all(speaker: Speaker, bad: Mapping[Link, Contact]) -> Verdict:
-    one = next(iter(bad.values()))
-    hosts = speaker.roster.hosts
-    ports = sorted({port for contact in bad.values() for port, _ in contact.blocked})
-    remedy = (
-        f"choose another interface than {hosts[one.link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or let "
-        f"hosts reach each other on TCP ports {remedies.names([str(port) for port in ports])} in firewalls and security group"
-    )
-    return speaker.say(_ALL, measured=f"no host reaches another ({_why(one)})", expected="every link", remedy=remedy)
-
-
-def _reach_of_host(speaker: Speaker, host: int, way: Way, bad: Sequence[Contact]) -> Verdict:
-    hosts = speaker.roster.hosts
-    strange = [contact for contact in bad if contact.link[1] == host and "answers" in _why(contact)]
-    ports = sorted({port for contact in bad for port, _ in contact.blocked if host in contact.link})
-    words = {Way.OUT: "reaches no other host", Way.IN: "cannot be reached", Way.BOTH: "cannot be reached and reaches no other"}
-    device, label = hosts[host].interface, speaker.host(host)
-    remedy = (
-        f"on {label} look at the firewall (`iptables -S`, `nft list ruleset`), its security group and its address (`ip address "
-        f"show dev {device}`): TCP ports {remedies.names([str(port) for port in ports])} must be open; or run without it"
-    )
-    if strange:
-        remedy = remedies.reach_address(hosts[host], label=label)
-    return speaker.say(host, measured=f"{words[way]} ({_why(bad[0])})", expected="every link", remedy=remedy)
-
-
-def _reach_of_link(speaker: Speaker, contact: Contact) -> Verdict:
-    source, target = (speaker.roster.hosts[place] for place in contact.link)
-    label = speaker.host(contact.link[1])
-    ports = [port for port, _ in contact.blocked]
-    remedy = remedies.open_port(source, target, target_label=label, ports=ports, protocol="tcp")
-    if "answers" in _why(contact):
-        remedy = remedies.reach_address(target, label=label)
-    return speaker.say(contact.link, measured=_why(contact), expected="a connection", remedy=remedy)
+def _unreachable(report: LinkReporter, broken: Broken, bad: Sequence[Contact]) -> Verdict:
+    hosts, subject, why = report.roster.hosts, broken.subject, _why(bad[0])
+    numbers = sorted({port for contact in bad for port, _ in contact.blocked})
+    ports = _listed(list(map(str, numbers)))
+    if subject is None:
+        remedy = (
+            f"choose another interface than {hosts[bad[0].link[0]].interface} (`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME`), or "
+            f"let hosts reach each other on TCP ports {ports} in firewalls and security group"
+        )
+        return report(None, Status.FAIL, f"no host reaches another ({why})", "every link", remedy)
+    if isinstance(subject, int):
+        words = {Way.OUT: "reaches no other host", Way.IN: "cannot be reached"}
+        measured = f"{words.get(broken.way, 'cannot be reached and reaches no other')} ({why})"
+        remedy = (
+            f"on {report.label(subject)} look at the firewall (`iptables -S`, `nft list ruleset`), its security group and its "
+            f"address (`ip address show dev {hosts[subject].interface}`): TCP ports {ports} must be open; or run without it"
+        )
+        target, expected = subject, "every link"
+    else:
+        source, target = hosts[subject[0]].address, subject[1]
+        wanted, measured, expected = ",".join(map(str, numbers)), why, "a connection"
+        remedy = (
+            f"let {source} reach {hosts[target].address}, TCP ports {wanted}: on {report.label(target)} `iptables -I INPUT "
+            f"-p tcp -s {source} -m multiport --dports {wanted} -j ACCEPT`, and in the security group or firewall between them"
+        )
+    if any("answers" in _why(contact) for contact in bad if contact.link[1] == target):
+        address, device = hosts[target].address, hosts[target].interface
+        remedy = (
+            f"give {report.label(target)} an address of its own ({address} on {device} is used twice: `ip address show dev "
+            f"{device}`), or choose another interface there: `NCCL_SOCKET_IFNAME` and `GLOO_SOCKET_IFNAME`"
+        )
+    return report(subject, Status.FAIL, measured, expected, remedy)
 
 
 def _why(contact: Contact) -> str:
     by_reason: dict[str, list[str]] = {}
     for port, reason in contact.blocked:
         by_reason.setdefault(reason, []).append(str(port))
-    return "; ".join(
-        f"port{'s' if len(ports) > 1 else ''} {remedies.names(ports)}: {reason}" for reason, ports in by_reason.items()
-    )
+    return "; ".join(f"port{'s' if len(ports) > 1 else ''} {_listed(ports)}: {reason}" for reason, ports in by_reason.items())
 
 
 def judge_mtu(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdict]:
     """Check `mtu`: the largest frames that both interfaces would send arrive whole."""
-    speaker = Speaker("mtu", roster)
+    report = LinkReporter("mtu", roster)
     tried = {link: contact for link, contact in contacts.items() if contact.largest is not None}
     if not tried:
-        return [speaker.skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
-    found = [*_vanishing(speaker, tried), *_unanswered(speaker, tried)]
-    sizes = sorted({contact.intended or 0 for contact in tried.values()})
-    return found or [speaker.passed(sizes[0], expected=sizes[0], unit="bytes")]
+        return [report.nothing_known()]
+    found = [*_vanishing(report, tried), *_unanswered(report, tried)]
+    least = min(contact.intended or 0 for contact in tried.values())
+    return found or [report(None, Status.PASS, least, least, unit="bytes")]
 
 
-def _vanishing(speaker: Speaker, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
+def _vanishing(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
     bad = {link: contact for link, contact in tried.items() if contact.loses_large}
-    broken = find_broken(bad, tried={link for link, contact in tried.items() if not contact.is_silent})
-    everybody = list(enumerate(speaker.roster.hosts))
-    if broken.everything:
-        yield _vanishing_above(speaker, _ALL, list(bad.values()), [place for place, _ in everybody])
-    for host, way in broken.hosts:
-        links = [bad[link] for link in sorted(bad) if host in link]
-        ways = {Way.OUT: "that it sends ", Way.IN: "that it should receive ", Way.BOTH: ""}
-        yield _vanishing_above(speaker, host, links, [host], what=ways[way])
-    for link in broken.links:
-        yield _vanishing_above(speaker, link, [bad[link]], list(link))
+    hosts = report.roster.hosts
+    for one in find_broken(bad, tried={link for link, contact in tried.items() if not contact.is_silent}):
+        passing = min(bad[link].largest or 0 for link in one.links)
+        intended = max(bad[link].intended or 0 for link in one.links)
+        whose = range(len(hosts)) if one.subject is None else (one.subject,) if isinstance(one.subject, int) else one.subject
+        by_interface: dict[str, list[str]] = defaultdict(list)
+        for place in whose:
+            by_interface[hosts[place].interface].append(report.label(place))
+        commands = [
+            f"`ip link set dev {interface} mtu {passing}` on {_listed(labels)}"
+            for interface, labels in sorted(by_interface.items())
+        ]
+        remedy = (
+            f"set the interface's MTU to {passing} ({'; '.join(commands)}), or that of the switch or bridge between them to "
+            f"{intended}"
+        )
+        which = {Way.OUT: "that it sends ", Way.IN: "that it should receive "}.get(one.way, "")
+        measured = f"large frames {which}vanish above {passing} bytes"
+        yield report(one.subject, Status.FAIL, measured, f"{intended} bytes", remedy)
 
 
-def _vanishing_above(
-    speaker: Speaker, subject: int | Link | str, bad: Sequence[Contact], places: Sequence[int], *, what: str = ""
-) -> Verdict:
-    passing = min(contact.largest or 0 for contact in bad)
-    intended = max(contact.intended or 0 for contact in bad)
-    hosts = [(speaker.host(place), speaker.roster.hosts[place]) for place in places]
-    return speaker.say(
-        subject,
-        measured=f"large frames {what}vanish above {passing} bytes",
-        expected=f"{intended} bytes",
-        remedy=remedies.lower_mtu(hosts, to=passing, intended=intended),
+def _unanswered(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
+    remedy = (
+        "let hosts send each other UDP (any port), in firewalls and security group, and repeat; or preflight.checks.mtu=off"
     )
-
-
-def _unanswered(speaker: Speaker, tried: Mapping[Link, Contact]) -> Iterator[Verdict]:
-    bad = [link for link, contact in tried.items() if contact.is_silent]
-    broken = find_broken(bad, tried=tried)
-    subjects: list[int | Link | str] = [host for host, _ in broken.hosts]
-    subjects += broken.links
-    if broken.everything:
-        subjects.append(_ALL)
-    for subject in subjects:
-        yield speaker.say(
-            subject,
-            measured="no UDP frame was acknowledged, so nothing is known",
-            expected="an answer",
-            remedy="let hosts send each other UDP (any port), in firewalls and security group, and repeat; or "
-            "preflight.checks.mtu=off",
-            status=Status.WARN,
-        )
-
-
-def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
-    """Check `latency`: round trips against the median of all hosts' best ones."""
-    speaker = Speaker("latency", roster)
-    found = late_blame(contacts, options=options)
-    if found.typical is None:
-        return [speaker.skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
-    typical = _milliseconds(found.typical)
-    verdicts = []
-    for culprit in found.hosts:
-        remedy = remedies.look_at_host(roster.hosts[culprit.host], label=speaker.host(culprit.host), way=Way.OUT)
-        remedy = f"place it near the others (same zone or rack); {remedy}"
-        verdicts.append(
-            speaker.say(culprit.host, measured=_milliseconds(culprit.score), expected=typical, unit="ms", remedy=remedy)
-        )
-    for bad in found.links:
-        if bad.link[::-1] in {other.link for other in found.links} and bad.link[0] > bad.link[1]:
-            continue  # a round trip is one of both directions
-        source, target = (speaker.host(place) for place in bad.link)
-        remedy = remedies.look_at_link(source, target)
-        verdicts.append(
-            speaker.say(
-                bad.link,
-                measured=_milliseconds(bad.value),
-                expected=typical,
-                unit="ms",
-                remedy=remedy,
-                status=Status.FAIL if len(roster.hosts) == 2 else Status.WARN,
-            )
-        )
-    return verdicts or [speaker.passed(typical, unit="ms")]
+    measured = "no UDP frame was acknowledged, so nothing is known"
+    for one in find_broken([link for link, contact in tried.items() if contact.is_silent], tried=tried):
+        yield report(one.subject, Status.WARN, measured, "an answer", remedy)
 
 
 def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
     """Check `clock`: against the median of the group; two hosts against each other."""
-    speaker = Speaker("clock", roster)
-    offsets = {link: contact.offset_s for link, contact in contacts.items() if contact.offset_s is not None}
-    ahead = offsets_from_group(offsets, num_hosts=len(roster.hosts))
+    report = LinkReporter("clock", roster)
+    ahead = offsets_from_group({link: one.offset_s for link, one in contacts.items() if one.offset_s is not None})
     if not ahead:
-        return [speaker.skipped("nothing known of any link", remedy="see what check `reachable` says, and repeat")]
+        return [report.nothing_known()]
+    expected, is_pair = f"within {options.clock_warn_s:g}", len(ahead) == 2
     found = []
     for place, offset_s in ahead.items():
         if abs(offset_s) <= options.clock_warn_s:
             continue
-        label = speaker.host(place)
-        pair = f"{speaker.host(min(ahead))}, {label}"
-        found.append(
-            speaker.say(
-                place if len(ahead) > 2 else pair,
-                measured=round(offset_s, 3),
-                expected=f"within {options.clock_warn_s:g}",
-                unit="s ahead of the group" if len(ahead) > 2 else f"s that {label} is ahead",
-                remedy=remedies.set_clock(label if len(ahead) > 2 else "both hosts"),
-                status=Status.FAIL if abs(offset_s) > options.clock_fail_s else Status.WARN,
-            )
+        label = report.label(place)
+        subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
+        unit = f"s that {label} is ahead" if is_pair else "s ahead of the group"
+        remedy = (
+            f"on {'both hosts' if is_pair else label} set the clock: `chronyc makestep`, or `timedatectl set-ntp true` and "
+            f"`systemctl restart systemd-timesyncd`"
         )
+        status = Status.FAIL if abs(offset_s) > options.clock_fail_s else Status.WARN
+        found.append(report(subject, status, round(offset_s, 3), expected, remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
-    return found or [speaker.passed(round(worst, 4), expected=f"within {options.clock_warn_s:g}", unit="s")]
+    return found or [report(None, Status.PASS, round(worst, 4), expected, unit="s")]
 
 
-def _milliseconds(negative_s: float) -> float:
-    return float(f"{-1000 * negative_s:.3g}")
-
-
-def offsets_from_group(offsets: Mapping[Link, float], *, num_hosts: int) -> dict[int, float]:
+def offsets_from_group(offsets: Mapping[Link, float]) -> dict[int, float]:
     """How far each host's clock is ahead of the group's, in seconds; hosts that nobody has asked are left out.
 
     `offsets`: by link, the second host's clock minus the first's. Along a chain of links they add up, so that not all ask the
     first host. Three hosts or more have their median as the time of the group, else the first host has it.
     """
-    neighbours: dict[int, dict[int, float]] = {}
+    neighbours: dict[int, list[tuple[int, float]]] = defaultdict(list)
     for (source, target), offset in sorted(offsets.items()):
-        neighbours.setdefault(source, {}).setdefault(target, offset)
-        neighbours.setdefault(target, {}).setdefault(source, -offset)
-    ahead = _from_first(neighbours)
-    if len(ahead) < 2:
-        return {}
-    middle = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
-    return {host: ahead[host] - middle for host in range(num_hosts) if host in ahead}
-
-
-def _from_first(neighbours: Mapping[int, Mapping[int, float]]) -> dict[int, float]:
+        neighbours[source].append((target, offset))
+        neighbours[target].append((source, -offset))
     if not neighbours:
         return {}
-    start = min(neighbours)
-    ahead, queue = {start: 0.0}, deque([start])
-    while queue:
-        host = queue.popleft()
-        for other, offset in neighbours[host].items():
+    reached = [min(neighbours)]
+    ahead = {reached[0]: 0.0}
+    for host in reached:
+        for other, offset in neighbours[host]:
             if other not in ahead:
                 ahead[other] = ahead[host] + offset
-                queue.append(other)
-    return ahead
+                reached.append(other)
+    middle = statistics.median_low(ahead.values()) if len(ahead) > 2 else 0.0
+    return {host: ahead[host] - middle for host in sorted(ahead)}
+
+
+def _listed(found: Sequence[str]) -> str:
+    """A list that stays readable with a thousand hosts."""
+    rest = len(found) - _MOST_NAMES
+    return ", ".join(found[:_MOST_NAMES]) + (f" and {rest} more" if rest > 0 else "")

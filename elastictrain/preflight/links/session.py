@@ -17,9 +17,8 @@ from typing import TypeVar
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.links.judge import Evidence, Silence, claimed_twice, judge, leaderless, no_port, unheard
-from elastictrain.preflight.links.judge_contacts import suspicious_contacts
-from elastictrain.preflight.links.judge_flows import suspect_rounds
+from elastictrain.preflight.links.judge import Evidence, judge, suspect_rounds, suspicious_contacts
+from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, no_port, unheard
 from elastictrain.preflight.links.messages import (
     Contact,
     Flow,
@@ -285,7 +284,7 @@ class _Coordinator:
             found = self._carry_out(Order(Task.CONTACT, links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
             heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
-            links = set(suspicious_contacts(heard, options=self._options)) & set(links)
+            links = sorted(suspicious_contacts(heard, options=self._options) & set(links))
 
     def _first_rounds(self) -> tuple[Round, ...]:
         """Among those who are still heard."""

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
-from elastictrain.preflight.links.judge import Evidence, Silence, judge
+from elastictrain.preflight.links.judge import Evidence, judge
+from elastictrain.preflight.links.judge_contacts import Silence
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Status, failures
 from tests.unit.preflight.links.made import all_links, contacts, flows, roster

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.preflight.links.judge_flows import judge_bandwidth, suspect_rounds
+from elastictrain.preflight.links.judge import judge_bandwidth, suspect_rounds
 from elastictrain.preflight.links.messages import Flow, Link
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Scope, Status, Verdict
