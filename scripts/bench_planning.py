@@ -39,15 +39,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.layout import Item, split_item
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
+from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
 from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own, own_items
+from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import WrittenItem, build_manifest
 from elastictrain.config.load import load
+from elastictrain.storage.opening import open_store
 from recipes.llama.config import LlamaConfig
 from recipes.llama.huggingface import parameter_shapes
 
@@ -240,7 +242,8 @@ def restore_seconds(raw: bytes, state: Mapping[str, tuple[tuple[int, ...], bool]
 
 def match(manifest: Manifest, tensors: Mapping[str, Tensor]) -> None:
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata_of(manifest), is_coordinator=False)
+    reader = ManifestReader(CheckpointFolder(open_store("."), ""), manifest=manifest)
+    planner.set_up_planner(dict(tensors), reader.read_metadata(), is_coordinator=False)
     planner.finish_plan(planner.create_local_plan())
 
 

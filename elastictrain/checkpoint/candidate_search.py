@@ -1,30 +1,34 @@
-"""The walk from the newest checkpoint back, as one rank leads it: lists, reads manifests, quarantines, records."""
+"""Which checkpoint a start takes, and the walk from the newest one back, as one rank leads it.
 
-import json
+`select_checkpoint` decides each step of the walk, from what is listed and what was rejected so far. The search lists, reads
+manifests, quarantines and records. Free of torch.
+"""
+
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Literal
 
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory, Trace, find_traces, lost_message, of_memory
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, Listing, key_of
+from elastictrain.checkpoint.folders import (
+    QUARANTINE_NAME,
+    ROOT,
+    RUN_COMMITTED_KEY,
+    FolderFacts,
+    Listing,
+    Reject,
+    encode_mark,
+    key_of,
+    list_checkpoints,
+    mark_begun,
+    mark_committed,
+    quarantine_reason,
+)
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
-from elastictrain.checkpoint.marks import encode_mark, mark_begun, mark_committed, mark_lost, quarantine_reason
-from elastictrain.checkpoint.retry_read import examine
-from elastictrain.checkpoint.select_checkpoint import (
-    FreshStart,
-    LineageStanding,
-    Refuse,
-    Reject,
-    TryFolder,
-    passed_over,
-    prefers_memory,
-    refusal_message,
-    select_checkpoint,
-)
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.target import list_checkpoints
+from elastictrain.checkpoint.verified_read import examine
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.lease.starts import Starts
@@ -33,6 +37,70 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _NOTHING = JobMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class FreshStart:
+    """Begin at step 0; `rejects` is what is passed over."""
+
+    rejects: tuple[Reject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Do not start: there were checkpoints, and none is valid."""
+
+    rejects: tuple[Reject, ...]
+
+
+def select_checkpoint(
+    listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
+) -> FolderFacts | FreshStart | Refuse:
+    """The newest committed folder that was not rejected, in this walk or by an earlier quarantine. Pure.
+
+    Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there and nothing was ever
+    committed, or nothing is there but remnants of a first save (`Listing.begun`), or the person said so.
+    """
+    known = {reject.folder: reject for reject in rejected}
+    rejects: list[Reject] = []
+    for folder in listing.folders:
+        if folder.name in known:
+            rejects.append(known[folder.name])
+        elif folder.quarantined:
+            rejects.append(Reject(folder.name, None, "quarantined by an earlier start"))
+        elif not folder.has_manifest:
+            rejects.append(_uncommitted(folder))
+        else:
+            return folder
+    only_remnants = not rejected and all(not folder.quarantined for folder in listing.folders)
+    never_committed = not listing.committed and (not rejects or (listing.begun and only_remnants))
+    if never_committed or on_invalid == "fresh":
+        return FreshStart(tuple(rejects))
+    return Refuse(tuple(rejects))
+
+
+def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:
+    """Folders newer than the chosen one that were never committed (or lost their manifest). Pure."""
+    newer = takewhile(lambda folder: folder.name != chosen, listing.folders)
+    return tuple(_uncommitted(folder) for folder in newer if not folder.has_manifest and not folder.quarantined)
+
+
+def _uncommitted(folder: FolderFacts) -> Reject:
+    return Reject(folder.name, MANIFEST_NAME, f"{MANIFEST_NAME} is not there: the save was cut short, or the file was lost")
+
+
+def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
+    """What a person reads when a run refuses to start. Pure."""
+    if not rejects:
+        return (
+            f"{url} is of a run that had committed checkpoints (committed.json is there), and none is left.\n"
+            "Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
+        )
+    lines = "\n".join(f"  - {reject}" for reject in rejects)
+    return (
+        f"{url} has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\n"
+        "Nothing was deleted. Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +113,14 @@ class RestoreCandidate:
 
     def to_bytes(self) -> bytes:
         """For `exchange.from_first`."""
-        return json.dumps([self.folder, self.in_memory]).encode() + b"\n" + self.manifest
+        return f"{'memory' if self.in_memory else 'storage'} {self.folder}\n".encode() + self.manifest
 
 
 def candidate_from_bytes(data: bytes) -> RestoreCandidate:
     """The inverse of `RestoreCandidate.to_bytes`."""
     head, _, manifest = data.partition(b"\n")
-    folder, in_memory = json.loads(head)
-    return RestoreCandidate(folder, manifest, in_memory=in_memory)
+    tier, _, folder = head.decode().partition(" ")
+    return RestoreCandidate(folder, manifest, in_memory=tier == "memory")
 
 
 class CandidateSearch:
@@ -78,8 +146,7 @@ class CandidateSearch:
         self._record = record
         self._clock = clock
         self._rejected: list[Reject] = []
-        self._listing = Listing((), begun=False)
-        self._listed = False
+        self._listing: Listing | None = None
         self._lineage = Lineage(store)
         self._off_line: frozenset[str] = frozenset()
         self.in_memory: Sequence[InMemory] = ()
@@ -89,28 +156,33 @@ class CandidateSearch:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
-    def next_candidate(self, *, memory: LineageStanding | None) -> RestoreCandidate:
+    def next_candidate(self, *, memory: tuple[bool, int] | None) -> RestoreCandidate:
         """The best step in host memory, or the next candidate in storage if that is better.
 
-        The manifest of a candidate is valid, and its files are all there, in their sizes. To be asked again after each that was
-        rejected: both may have another one then.
+        `memory` says of that step whether it is on the line that the run went on with, and which it is: what is off the line
+        counts only where nothing on it is left. The manifest of a candidate is valid, and its files are all there, in their
+        sizes. To be asked again after each that was rejected: both may have another one then.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
-        self._list()
+        listing = self._list()
         while True:
-            decision = select_checkpoint(self._listing, rejected=self._rejected, on_invalid=self._on_invalid)
-            if prefers_memory(memory, self._standing(decision)):
+            decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self._on_invalid)
+            folder = decision if isinstance(decision, FolderFacts) else None
+            if memory is not None and (folder is None or memory >= (folder.name not in self._off_line, folder.step)):
                 return RestoreCandidate(in_memory=True)
             if isinstance(decision, Refuse):
-                raise NoValidCheckpointError(refusal_message(self._with_reasons(decision), url=f"{self._store.url}/{ROOT}"))
+                rejects = [self._with_reason(reject) for reject in decision.rejects]
+                raise NoValidCheckpointError(refusal_message(rejects, url=f"{self._store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
                 self._refuse_if_lost()
-                self._begin(decision)
+                told = {reject.folder for reject in self._rejected}
+                self._tell(reject for reject in decision.rejects if reject.folder not in told)
+                mark_begun(self._store, listing=listing, note=self._signed())
                 return RestoreCandidate()
             found = self._examine(decision)
             if isinstance(found, bytes):
-                return RestoreCandidate(decision.folder.name, found)
+                return RestoreCandidate(decision.name, found)
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:
@@ -130,35 +202,30 @@ class CandidateSearch:
 
     def accepted(self, folder: str) -> None:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
-        self._tell(passed_over(self._listing, chosen=folder))
+        listing = self._list()
+        self._tell(passed_over(listing, chosen=folder))
         if folder not in self._off_line:
             reason = "committed by a generation that others had gone on without"
-            self._tell(tuple(Reject(name, None, reason) for name in sorted(self._off_line)))
-        mark_committed(self._store, listing=self._listing, note={"checkpoint": folder, **self._signed()})
+            self._tell(Reject(name, None, reason) for name in sorted(self._off_line))
+        mark_committed(self._store, listing=listing, note={"checkpoint": folder, **self._signed()})
 
-    def _standing(self, decision: TryFolder | FreshStart | Refuse) -> LineageStanding | None:
-        if not isinstance(decision, TryFolder):
-            return None
-        return LineageStanding(decision.folder.name not in self._off_line, decision.folder.step)
-
-    def _list(self) -> None:
-        if not self._listed:
+    def _list(self) -> Listing:
+        if self._listing is None:
             listing = list_checkpoints(self._store)
             folders, self._off_line = self._lineage.line_first(listing.folders)
             self._listing = replace(listing, folders=folders)
-            self._listed = True
+        return self._listing
 
-    def _examine(self, decision: TryFolder) -> bytes | Reject:
-        folder = decision.folder.name
+    def _examine(self, folder: FolderFacts) -> bytes | Reject:
         try:
-            found = examine(self._store, decision.folder, signing=self._signing)
+            found = examine(self._store, folder, signing=self._signing)
         except ObjectNotFoundError:
-            return Reject(folder, MANIFEST_NAME, f"{self._store.url}/{key_of(folder, MANIFEST_NAME)} is gone")
+            return Reject(folder.name, MANIFEST_NAME, f"{self._store.url}/{key_of(folder.name, MANIFEST_NAME)} is gone")
         return found.raw if found.reject is None else found.reject
 
     def _refuse_if_lost(self) -> None:
         """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""
-        if self._on_invalid == "fresh" or self._listing.begun:
+        if self._on_invalid == "fresh" or self._list().begun:
             # A person, or an earlier start, has seen that nothing is there to go on from.
             return
         traces = find_traces(self._store, self._lineage, incarnation=self._incarnation)
@@ -169,32 +236,25 @@ class CandidateSearch:
         if not traces:
             return
         newest = max(traces)
-        mark_lost(self._store, note={"step": newest.step, "found_in": newest.where, **self._signed()})
+        try:
+            # The next start finds that without a search.
+            mark = encode_mark({"step": newest.step, "found_in": newest.where, **self._signed()})
+            self._store.write(RUN_COMMITTED_KEY, mark)
+        except StorageError as error:
+            logger.warning("that the run had checkpoints could not be noted: %s", error)
         raise NoValidCheckpointError(lost_message(traces, url=f"{self._store.url}/{ROOT}"))
-
-    def _begin(self, decision: FreshStart) -> None:
-        told = {reject.folder for reject in self._rejected}
-        self._tell(tuple(reject for reject in decision.rejects if reject.folder not in told))
-        mark_begun(self._store, listing=self._listing, note=self._signed())
 
     def _signed(self) -> dict[str, JsonValue]:
         return {"time": self._clock(), "incarnation": self._incarnation}
 
-    def _tell(self, rejects: tuple[Reject, ...]) -> None:
+    def _tell(self, rejects: Iterable[Reject]) -> None:
         for reject in rejects:
             logger.warning("checkpoint passed over: %s", reject)
             self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
 
-    def _with_reasons(self, decision: Refuse) -> list[Reject]:
-        """Folders that an earlier start quarantined, with the reason it wrote down."""
-        told = {reject.folder for reject in self._rejected}
-        rejects = []
-        for reject in decision.rejects:
-            folder = self._listing.folder(reject.folder)
-            if reject.folder not in told and folder is not None and folder.quarantined:
-                rejects.append(
-                    Reject(reject.folder, reject.file, f"{reject.reason}: {quarantine_reason(self._store, reject.folder)}")
-                )
-            else:
-                rejects.append(reject)
-        return rejects
+    def _with_reason(self, reject: Reject) -> Reject:
+        """Of a folder that an earlier start quarantined, with the reason it wrote down."""
+        folder = self._list().folder(reject.folder)
+        if reject in self._rejected or folder is None or not folder.quarantined:
+            return reject
+        return replace(reject, reason=f"{reject.reason}: {quarantine_reason(self._store, reject.folder)}")

@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,26 +14,23 @@ from torch import Tensor
 from elastictrain.checkpoint.candidate_search import CandidateSearch, RestoreCandidate, candidate_from_bytes
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import describe, from_first, gather_bytes, gather_json, revive
-from elastictrain.checkpoint.fence import Fence
-from elastictrain.checkpoint.folders import ROOT, Listing
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
+from elastictrain.checkpoint.folders import ROOT, Listing, Reject, clear_target, discard_files, list_checkpoints
+from elastictrain.checkpoint.lineage import Fence, Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest, parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory.layout import RankLayout, digests_of
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
-from elastictrain.checkpoint.prune import Pruner
-from elastictrain.checkpoint.restore import CheckpointLoader, LoadAccepted, LoadFailed, rank_results
+from elastictrain.checkpoint.restore import CheckpointLoader
+from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
-from elastictrain.checkpoint.select_checkpoint import LineageStanding, Reject
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.snapshot.boxes import local_part, own_items
-from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.tensor_bytes import reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
 from elastictrain.config.composed import CheckpointGroup
-from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
+from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.store import Store
@@ -51,6 +48,36 @@ def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> Elasti
 
 
 _NOTHING = JobMemory()
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSaves:
+    """Counts failed saves in a row against `checkpoint.max_failed_saves`."""
+
+    limit: int
+    in_a_row: int = 0
+
+    def succeeded(self) -> "FailedSaves":
+        """After a save that is committed."""
+        return replace(self, in_a_row=0)
+
+    def failed(self) -> "FailedSaves":
+        """After a save that failed."""
+        return replace(self, in_a_row=self.in_a_row + 1)
+
+    @property
+    def too_many(self) -> bool:
+        """Whether `check` raises."""
+        return self.in_a_row >= self.limit
+
+    def check(self, cause: Exception, *, kept: str = "") -> None:
+        """Raises: SavesFailingError once `limit` saves in a row have failed, `cause` being the last reason. `kept` tells where
+        the newest state is instead."""
+        if self.too_many:
+            raise SavesFailingError(
+                f"{self.in_a_row} checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is {self.limit}); "
+                f"the last reason: {cause}{'; ' if kept else ''}{kept}"
+            ) from cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +248,6 @@ class Checkpointer:
         *,
         tensors: Mapping[str, Tensor],
         reset: Callable[[], None],
-        optional: Collection[str] = (),
         recall: MemoryRestore | None = None,
     ) -> RestoreResult | None:
         """Loads the newest valid checkpoint into `tensors`, in place; None for a fresh start.
@@ -232,9 +258,7 @@ class Checkpointer:
         It comes from the memory of hosts if that has a step which is at least as new as any valid one in storage.
         What is off the line that the run went on with (see `lineage`) counts only where nothing on it is left, in either.
 
-        Damaged ones are quarantined on the way back. `optional` names are left as they are where they were not saved
-        (or, if a damaged one had them, as that one had them).
-        Collective: yes.
+        Damaged ones are quarantined on the way back. Collective: yes.
 
         Raises: NoValidCheckpointError; UnknownFormatError; ConfigError if the checkpoint is of another model; StorageError.
         After an error tensors may hold parts of a checkpoint.
@@ -249,7 +273,7 @@ class Checkpointer:
             job=self._job,
             signing=self._signing,
         )
-        loader = CheckpointLoader(tensors=tensors, optional=optional, group=self._group)
+        loader = CheckpointLoader(tensors=tensors, group=self._group)
         if recall is not None:
             self._look(recall, search)
         while True:
@@ -293,7 +317,7 @@ class Checkpointer:
 
     def _next_candidate(self, search: CandidateSearch, best: SnapshotSet | None) -> RestoreCandidate:
         """What to try next; asked again after each rejection. Collective: yes."""
-        memory = None if best is None else LineageStanding(best.on_line, best.step)
+        memory = None if best is None else (best.on_line, best.step)
         return candidate_from_bytes(from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group))
 
     def _try_folder(
@@ -304,12 +328,12 @@ class Checkpointer:
         manifest = parse_manifest(candidate.manifest, where=folder.url("manifest.json"), key=self._signing)
         if manifest.signature and self._signing is None and self._rank == 0:
             logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", candidate.folder)
-        verdict = self._load(loader, folder=folder, manifest=manifest, name=candidate.folder)
-        if isinstance(verdict, LoadFailed):
-            raise revive({"type": verdict.error, "message": verdict.message})
-        if isinstance(verdict, Reject):
+        result = loader.load(folder, manifest)
+        if result.outcome == "failed":
+            raise revive({"type": result.error, "message": result.message})
+        if result.outcome == "damaged":
             if self._rank == 0:
-                search.reject(verdict)
+                search.reject(Reject(candidate.folder, next(iter(result.files), None), result.message))
             return None
         if self._rank == 0:
             search.accepted(candidate.folder)
@@ -320,7 +344,7 @@ class Checkpointer:
             state=manifest.state,
             config_digest=manifest.config_digest,
             world_size=manifest.world_size,
-            bytes=verdict.bytes_read,
+            bytes=result.bytes_read,
             seconds={},
         )
 
@@ -345,10 +369,10 @@ class Checkpointer:
         name = f"snapshot of step {chosen.step}"
         try:
             folder = CheckpointFolder(opened.source, "")
-            verdict = self._load(loader, folder=folder, manifest=opened.manifest, name=name)
+            result = loader.load(folder, opened.manifest)
         finally:
             opened.source.close()
-        if isinstance(verdict, LoadAccepted):
+        if result.outcome == "loaded":
             self._note_origin(step=chosen.step, parent=chosen.incarnation)
             return RestoreResult(
                 step=chosen.step,
@@ -356,18 +380,14 @@ class Checkpointer:
                 state=chosen.state,
                 config_digest=chosen.config_digest,
                 world_size=chosen.world_size,
-                bytes=verdict.bytes_read,
+                bytes=result.bytes_read,
                 seconds={},
                 tier=recall.tier(opened),
             )
-        if isinstance(verdict, LoadFailed):
-            if verdict.error == ConfigError.__name__:
-                raise revive({"type": verdict.error, "message": verdict.message})
-            files, reason = verdict.files, verdict.message
-        else:
-            files, reason = (verdict.file or "",), verdict.reason
-        for rank in ranks_of_files(files, chosen):
-            self._pass_over(recall, chosen, chosen.sources[rank][0], reason)
+        if result.error == ConfigError.__name__:
+            raise revive({"type": result.error, "message": result.message})
+        for rank in ranks_of_files(result.files, chosen):
+            self._pass_over(recall, chosen, chosen.sources[rank][0], result.message)
         return None
 
     def _pass_over(self, recall: MemoryRestore, chosen: SnapshotSet, held: Held, reason: str) -> None:
@@ -375,12 +395,6 @@ class Checkpointer:
         if self._rank == 0:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
-
-    def _load(
-        self, loader: CheckpointLoader, *, folder: CheckpointFolder, manifest: Manifest, name: str
-    ) -> LoadAccepted | Reject | LoadFailed:
-        verdict = rank_results(loader.check_fit(folder, manifest), folder=name)
-        return rank_results(loader.load(folder, manifest), folder=name) if isinstance(verdict, LoadAccepted) else verdict
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""

@@ -1,11 +1,24 @@
-"""Checkpoint folders: their names, and what a listing alone says about them. Pure, and free of torch."""
+"""The checkpoint folders of a run: their names, what a listing says about them, the run's marks, and where a save goes.
 
+`begun.json` and `committed.json` mark the run as a whole, the second one in the run folder, too. `committed.json` outweighs
+`begun.json`: where both are, the run has committed, and was killed before it removed the other. Free of torch.
+"""
+
+import json
+import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.manifest import MANIFEST_NAME
-from elastictrain.storage.store import ObjectInfo
+from elastictrain.bounded_json import parse_json
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
+from elastictrain.errors import IrregularFileError, ObjectNotFoundError, StorageError
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.opening import is_blocked
+from elastictrain.storage.store import ObjectInfo, Store
+
+logger = logging.getLogger(__name__)
 
 ROOT = "checkpoints"
 QUARANTINE_NAME = "quarantine.json"
@@ -28,6 +41,8 @@ class FolderFacts:
     step: int
     attempt: int
     files: dict[str, int]
+    modified: float = 0.0
+    """When the newest of its files was written; unix seconds."""
 
     @property
     def has_manifest(self) -> bool:
@@ -58,6 +73,20 @@ class Listing:
         return next((folder for folder in self.folders if folder.name == name), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """A folder that is not taken, and why; `file` names the culprit if there is one."""
+
+    folder: str
+    file: str | None
+    reason: str
+    lasting: bool = True
+    """Whether a later start is not to look at it again. It is to where only the key may be the wrong one."""
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.reason}"
+
+
 def folder_name(step: int, *, attempt: int = 1) -> str:
     """`step-000000400`, and `step-000000400-2` for the second attempt at the same step."""
     return f"step-{step:09d}" if attempt == 1 else f"step-{step:09d}-{attempt}"
@@ -68,20 +97,50 @@ def key_of(folder: str, file: str) -> str:
     return f"{ROOT}/{folder}/{file}"
 
 
+def list_checkpoints(store: Store) -> Listing:
+    """All checkpoint folders of a run. Raises: StorageError."""
+    return read_listing(store.list(ROOT))
+
+
 def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
-    """Sorts the objects below `ROOT` into folders; objects that are not ours are left out."""
-    found: dict[str, FolderFacts] = {}
+    """Sorts the objects below `ROOT` into folders; objects that are not ours are left out. Pure."""
+    found: dict[str, dict[str, ObjectInfo]] = {}
     begun = committed = False
     for info in infos:
         begun = begun or info.key == BEGUN_KEY
         committed = committed or info.key == COMMITTED_KEY
         root, _, rest = info.key.partition("/")
         folder, slash, file = rest.partition("/")
-        match = _FOLDER.fullmatch(folder)
-        if root == ROOT and slash and "/" not in file and match is not None:
-            facts = found.setdefault(folder, FolderFacts(folder, int(match[1]), int(match[2] or 1), {}))
-            facts.files[file] = info.size_bytes
-    return Listing(tuple(sorted(found.values(), key=lambda facts: facts.order, reverse=True)), begun, committed)
+        if root == ROOT and slash and "/" not in file:
+            found.setdefault(folder, {})[file] = info
+    folders = []
+    for name, files in found.items():
+        if (match := _FOLDER.fullmatch(name)) is not None:
+            sizes = {file: info.size_bytes for file, info in files.items()}
+            modified = max(info.modified for info in files.values())
+            folders.append(FolderFacts(name, int(match[1]), int(match[2] or 1), sizes, modified))
+    return Listing(tuple(sorted(folders, key=lambda facts: facts.order, reverse=True)), begun, committed)
+
+
+def missing_files(manifest: Manifest, folder: FolderFacts) -> Reject | None:
+    """The first file of the manifest that the listing does not show, or shows in another size. Pure."""
+    for file in manifest.files:
+        size_bytes = folder.files.get(file.name)
+        if size_bytes is None:
+            return Reject(folder.name, file.name, f"{file.name} is gone")
+        if size_bytes != file.size_bytes:
+            return Reject(folder.name, file.name, f"{file.name} must have {file.size_bytes} bytes, but has {size_bytes}")
+    return None
+
+
+def is_there(store: Store, key: str) -> bool:
+    """Whether the store, asked for it, has the object, or a file system something else of that name. Raises: StorageError."""
+    with suppress(IrregularFileError):
+        try:
+            store.stat(key)
+        except ObjectNotFoundError:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +152,7 @@ class SaveTarget:
 
 
 def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Collection[str] = ()) -> SaveTarget:
-    """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed.
+    """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed. Pure.
 
     `committed` names folders whose manifest the listing does not show, or that are not free for another reason.
     """
@@ -104,3 +163,84 @@ def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Colle
     ):
         attempt += 1
     return SaveTarget(name, tuple(sorted(listed[name].files)) if name in listed else ())
+
+
+def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
+    """The folder for `step`, now empty of files. Files of the incarnation that is `at_work` are left alone.
+
+    A folder that is a link, or whose manifest is one, is not used.
+
+    Raises: StorageError.
+    """
+    taken: set[str] = set()
+    target = choose_target(listing.folders, step=step)
+    while _is_taken(store, target, at_work=at_work):
+        taken.add(target.folder)
+        target = choose_target(listing.folders, step=step, committed=taken)
+    for file in target.stale_files:
+        store.delete(key_of(target.folder, file))
+    return target.folder
+
+
+def _is_taken(store: Store, target: SaveTarget, *, at_work: str | None) -> bool:
+    manifest = key_of(target.folder, MANIFEST_NAME)
+    if is_blocked(store, manifest):
+        return True
+    # A saver that hangs may go on writing there, under the names that this incarnation's files have.
+    if at_work is not None and any(file.startswith(f"{at_work}-r") for file in target.stale_files):
+        return True
+    # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
+    return bool(target.stale_files) and is_there(store, manifest)
+
+
+def discard_files(store: Store, folder: str, *, incarnation: str) -> None:
+    """Deletes what a failed save of this incarnation wrote; never raises. Nobody may still be writing there."""
+    own = key_of(folder, f"{incarnation}-r")
+    try:
+        with suppress(ObjectNotFoundError):
+            if f'"{incarnation}-r'.encode() in read_bounded(store, key_of(folder, MANIFEST_NAME), most_bytes=DOCUMENT_BYTES):
+                # Training has stopped waiting for this save, and has committed the same step by itself.
+                return
+        for info in list(store.list(f"{ROOT}/{folder}")):
+            if info.key.startswith(own):
+                store.delete(info.key)
+    except StorageError as error:
+        logger.warning("the remnants of a failed save in %s could not be deleted yet: %s", folder, error)
+
+
+def mark_begun(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
+    """A run starts from step 0, and has committed nothing. Raises: StorageError."""
+    # First: a start that ends in between leaves nothing that would excuse lost checkpoints.
+    if listing.committed:
+        store.delete(COMMITTED_KEY)
+    if not listing.begun:
+        store.delete(RUN_COMMITTED_KEY)
+        store.write(BEGUN_KEY, encode_mark(note))
+
+
+def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonValue]) -> None:
+    """The run has a checkpoint. A store that fails is no error: the next save tries again."""
+    try:
+        if not listing.committed:
+            # First: where the other one is, both are.
+            store.write(RUN_COMMITTED_KEY, encode_mark(note))
+            store.write(COMMITTED_KEY, encode_mark(note))
+        if listing.begun:
+            store.delete(BEGUN_KEY)
+    except StorageError as error:
+        logger.warning("that the run has a checkpoint could not be noted yet: %s", error)
+
+
+def encode_mark(note: Mapping[str, JsonValue]) -> bytes:
+    """The bytes of a mark, for a person to read."""
+    return json.dumps(dict(note), indent=1).encode() + b"\n"
+
+
+def quarantine_reason(store: Store, folder: str) -> str:
+    """What the start that quarantined a folder wrote down."""
+    try:
+        mark = parse_json(read_bounded(store, key_of(folder, QUARANTINE_NAME)))
+    except (ValueError, StorageError) as error:
+        return f"its mark cannot be read ({error})"
+    reason = mark.get("reason") if isinstance(mark, dict) else None
+    return reason if isinstance(reason, str) else "its mark gives no reason"

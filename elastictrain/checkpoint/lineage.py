@@ -1,6 +1,6 @@
 """Which checkpoints lie on the line that the run really took, where generations of hosts may overlap. Free of torch.
 
-A generation that was given up while it was frozen or cut off may still commit when it thaws: `fence` refuses that, but no
+A generation that was given up while it was frozen or cut off may still commit when it thaws: `Fence` refuses that, but no
 object store can look and create in one step. So each incarnation also writes down, when it has restored and before it commits
 anything, where it went on from: the step, and the incarnation that made it. A start follows these records back from the newest
 one. What is not on that line counts only where nothing on it is left.
@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import parse_record
 from elastictrain.checkpoint.folders import FolderFacts
-from elastictrain.errors import ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.errors import LeaseLostError, ObjectNotFoundError, ObjectTooLargeError
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.records import LeaseClaim
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
 
@@ -120,13 +122,13 @@ class Lineage:
         assert self._keys is not None  # noqa: S101
         key = self._keys[incarnation]
         try:
-            origin = ResumeOrigin(**parse_json(read_bounded(self._store, key)))
+            origin = parse_record(read_bounded(self._store, key), ResumeOrigin)
         except ObjectNotFoundError:
             return None
-        except (ValueError, TypeError, ObjectTooLargeError):
+        except (ValueError, ObjectTooLargeError):
             logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
             return None
-        return origin if _is_sound(origin, incarnation) else None
+        return origin if origin.incarnation == incarnation else None
 
 
 def number_of(incarnation: str) -> int:
@@ -135,6 +137,36 @@ def number_of(incarnation: str) -> int:
     return int(digits) if digits.isdecimal() else -1
 
 
-def _is_sound(origin: ResumeOrigin, incarnation: str) -> bool:
-    numbers = type(origin.generation) is int and type(origin.step) is int
-    return numbers and isinstance(origin.parent, str) and origin.incarnation == incarnation
+class Fence:
+    """Asked before each commit: one read of storage, as long as no newer generation exists.
+
+    The number of an incarnation is that of its generation, so that every manifest carries it.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._chain = Chain(store)
+        self._known: dict[int, LeaseClaim] = {}
+
+    def check(self, incarnation: str, *, step: int) -> None:
+        """`incarnation` may commit `step`. Raises: LeaseLostError; StorageError."""
+        own = newest = number_of(incarnation)
+        if own < 1:
+            return
+        while self._find(newest + 1) is not None:
+            newest += 1
+        if newest == own:
+            return
+        mine = self._find(own)
+        for number in range(own + 1, newest + 1):
+            other = self._known[number]
+            # One that is damaged tells nothing.
+            if other.owner and (mine is None or mine.owner not in ("", other.owner)):
+                raise LeaseLostError(f"step {step} of {incarnation} is not committed: {other} has taken over the run")
+        if not Lineage(self._store).has(incarnation, step):
+            raise LeaseLostError(f"step {step} of {incarnation} is not committed: generation {newest} went on without it")
+
+    def _find(self, number: int) -> LeaseClaim | None:
+        if number not in self._known and (found := self._chain.read(number)) is not None:
+            self._known[number] = found
+        return self._known.get(number)

@@ -1,6 +1,5 @@
 """Restores from host memory, this host's or another's: which steps are whole there, and their bytes as a checkpoint's."""
 
-import base64
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,17 +8,17 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, held_from_json, look, whole_sets
-from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes, written_items
+from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.memory.source import SnapshotFile, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.verified_read import READ_THREADS
-from elastictrain.checkpoint.writer import WrittenItem, build_manifest
+from elastictrain.checkpoint.writer import build_manifest
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -31,14 +30,6 @@ _SIDE_BY_SIDE = 4
 
 RemoteFiles: TypeAlias = Callable[[Held, RankLayout], Mapping[str, SnapshotFile]]
 """Opens the files of a snapshot that another host holds. Raises: ElasticTrainError if that host cannot be reached."""
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What the holder of a snapshot says of its bytes."""
-
-    layout: RankLayout
-    digests: RankDigests
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +115,11 @@ class MemoryRestore:
     def open(self, chosen: SnapshotSet) -> Recalled | Held:
         """Open the first source of each rank's snapshot; the one that cannot be had, if there is one. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
-        records = self._records(primary)
-        for held, record in zip(primary, records, strict=True):
-            if record is None:
+        parts = self._parts(primary)
+        for held, part in zip(primary, parts, strict=True):
+            if part is None:
                 return held
-        known = [record for record in records if record is not None]
+        known = [part for part in parts if part is not None]
         try:
             manifest = _manifest(chosen, known)
         except (ElasticTrainError, ValueError) as error:
@@ -142,20 +133,21 @@ class MemoryRestore:
             return primary[min(culprits)]
         return Recalled(manifest, opened, replicas=any(held.replica for held in primary))
 
-    def _records(self, primary: Sequence[Held]) -> list[Record | None]:
+    def _parts(self, primary: Sequence[Held]) -> list[RankPart | None]:
         """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
         own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
         with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
-            told: dict[str, JsonValue] = {
-                str(held.facts.rank): said for held, said in zip(own, pool.map(self._tell, own), strict=True)
-            }
-        records: list[Record | None] = [None] * len(primary)
-        for of_host in gather_json(told, group=self._group):
-            for name, value in (of_host if isinstance(of_host, dict) else {}).items():
-                records[int(name)] = _record(value)
-        return records
+            told = [part for part in pool.map(self._tell, own) if part is not None]
+        parts: list[RankPart | None] = [None] * len(primary)
+        for text in gather_json(encode_parts(told).decode(), group=self._group):
+            try:
+                for part in decode_parts(str(text).encode(), where="a snapshot"):
+                    parts[part.rank] = part
+            except InvalidCheckpointError as error:
+                logger.warning("the records of snapshots cannot be read: %s", error)
+        return parts
 
-    def _tell(self, held: Held) -> JsonValue:
+    def _tell(self, held: Held) -> RankPart | None:
         path = f"{self.folder}/{held.slot}"
         try:
             layout = load_layout(self.folder, held.facts.layout)
@@ -170,10 +162,9 @@ class MemoryRestore:
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
-        encoded: dict[str, JsonValue] = {name: list(values) for name, values in digests.to_json().items()}
-        return [base64.b64encode(layout.to_bytes()).decode(), encoded]
+        return RankPart(held.facts.rank, layout, digests)
 
-    def _files(self, primary: Sequence[Held], records: Sequence[Record]) -> tuple[SnapshotSource | None, int | None]:
+    def _files(self, primary: Sequence[Held], parts: Sequence[RankPart]) -> tuple[SnapshotSource | None, int | None]:
         """All files, or the rank whose files cannot be opened here."""
         files: dict[str, SnapshotFile] = {}
         slots: list[Slot] = []
@@ -182,14 +173,14 @@ class MemoryRestore:
             for slot in slots:
                 slot.close()
 
-        for rank, (held, record) in enumerate(zip(primary, records, strict=True)):
+        for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
             try:
                 if held.host == self._host:
                     slot = _open_soon(f"{self.folder}/{held.slot}", held.facts)
                     slots.append(slot)
-                    files |= files_in_slot(slot, record.layout, incarnation=held.facts.incarnation, rank=rank)
+                    files |= files_in_slot(slot, part.layout, incarnation=held.facts.incarnation, rank=rank)
                 elif self._remote is not None:
-                    files |= self._remote(held, record.layout)
+                    files |= self._remote(held, part.layout)
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
             except (OSError, ElasticTrainError) as error:
@@ -226,20 +217,7 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
     return slot
 
 
-def _record(value: JsonValue) -> Record | None:
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], str):
-        return None
-    try:
-        return Record(layout_from_bytes(base64.b64decode(value[0]), where="a snapshot"), as_record(value[1], RankDigests))
-    except (ElasticTrainError, ValueError) as error:
-        logger.warning("the record of a snapshot cannot be read: %s", error)
-        return None
-
-
-def _manifest(chosen: SnapshotSet, records: Sequence[Record]) -> Manifest:
-    written: list[WrittenItem] = []
-    for rank, record in enumerate(records):
-        written += written_items(record.layout, record.digests, incarnation=chosen.incarnation, rank=rank)
+def _manifest(chosen: SnapshotSet, parts: Sequence[RankPart]) -> Manifest:
     facts = Manifest(
         step=chosen.step,
         world_size=chosen.world_size,
@@ -249,6 +227,6 @@ def _manifest(chosen: SnapshotSet, records: Sequence[Record]) -> Manifest:
         versions={},
         state=chosen.state,
     )
-    manifest = build_manifest(written, facts=facts)
+    manifest = build_manifest((one for part in parts for one in part.written(chosen.incarnation)), facts=facts)
     check_manifest(manifest)
     return manifest

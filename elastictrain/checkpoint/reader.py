@@ -7,17 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from elastictrain.checkpoint.dcp_metadata import metadata_of
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, Manifest
-from elastictrain.checkpoint.retry_read import retry_read
 from elastictrain.checkpoint.signing import SigningKey, load_key
-from elastictrain.checkpoint.tensor_bytes import tensor_over
-from elastictrain.checkpoint.verified_read import CheckpointFolder, plain_buffer, read_chunks
+from elastictrain.checkpoint.tensor_bytes import dtype_named, tensor_over
+from elastictrain.checkpoint.verified_read import CheckpointFolder, plain_buffer, read_chunks, retry_read
 from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError
 from elastictrain.storage.opening import open_store
 
@@ -71,12 +75,11 @@ class ManifestReader(StorageReader):
         Raises: InvalidCheckpointError, UnknownFormatError, StorageError.
         """
         if self._manifest is None:
-            url = self._folder.url(MANIFEST_NAME)
+            key = f"{self._folder.prefix}{MANIFEST_NAME}"
             try:
-                _, self._manifest = retry_read(
-                    self._folder.store, f"{self._folder.prefix}{MANIFEST_NAME}", where=url, signing=self._signing
-                )
+                _, self._manifest = retry_read(self._folder.store, key, signing=self._signing)
             except ObjectNotFoundError as error:
+                url = self._folder.url(MANIFEST_NAME)
                 raise InvalidCheckpointError(f"{url} is not there: this is no checkpoint, or not a whole one") from error
         return self._manifest
 
@@ -85,8 +88,13 @@ class ManifestReader(StorageReader):
         self.bytes_read = 0
 
     def read_metadata(self) -> Metadata:
-        """The manifest, as DCP sees it."""
-        return metadata_of(self.manifest)
+        """What DCP's load planners need. Names are flat, so there is no planner data."""
+        stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for name, tensor in self.manifest.tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks]
+            properties = TensorProperties(dtype=dtype_named(tensor.dtype))
+            stored[name] = TensorStorageMetadata(properties=properties, size=torch.Size(tensor.shape), chunks=chunks)
+        return Metadata(stored)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Ranks read independently of each other."""

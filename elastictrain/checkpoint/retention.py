@@ -1,4 +1,4 @@
-"""Which checkpoints are deleted after a save. Pure.
+"""Which checkpoints are deleted after a save, and their deletion.
 
 Rules:
 
@@ -12,11 +12,34 @@ Rules:
   quarantine mark goes last.
 """
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, FolderFacts
-from elastictrain.checkpoint.manifest import MANIFEST_NAME
+from elastictrain.checkpoint.folders import (
+    QUARANTINE_NAME,
+    FolderFacts,
+    Listing,
+    is_there,
+    key_of,
+    list_checkpoints,
+    mark_committed,
+)
+from elastictrain.checkpoint.lineage import Fence, Lineage
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.verified_read import find_missing, retry_read
+from elastictrain.errors import (
+    InvalidCheckpointError,
+    LeaseLostError,
+    ObjectNotFoundError,
+    StorageError,
+    UnknownFormatError,
+    UntrustedCheckpointError,
+)
+from elastictrain.storage.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +61,7 @@ def plan_retention(
     keep_every: int,
     unknown: Collection[str] = (),
 ) -> tuple[Deletion, ...]:
-    """Deletions, oldest first. `newest` is verified; `intact` names folders whose manifest and files check out.
+    """Deletions, oldest first. Pure. `newest` is verified; `intact` names folders whose manifest and files check out.
 
     `unknown` names folders of a format that this release does not read.
     """
@@ -57,11 +80,112 @@ def plan_retention(
             continue
         damaged = folder.quarantined or (folder.has_manifest and folder.name not in valid_names)
         if not damaged or folder.order < oldest_kept:
-            deletions.append(Deletion(folder.name, deletion_order(folder.files), folder.name in valid_names))
+            deletions.append(Deletion(folder.name, _deletion_order(folder.files), folder.name in valid_names))
     return tuple(deletions)
 
 
-def deletion_order(files: Collection[str]) -> tuple[str, ...]:
+def _deletion_order(files: Collection[str]) -> tuple[str, ...]:
     """The manifest first, the quarantine mark last."""
     rank = {MANIFEST_NAME: 0, QUARANTINE_NAME: 2}
     return tuple(sorted(files, key=lambda name: (rank.get(name, 1), name)))
+
+
+class Pruner:
+    """Deletes superseded checkpoints; reads each manifest once."""
+
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int, signing: SigningKey | None = None) -> None:
+        """With a key, checkpoints that are not signed with it are neither counted nor deleted."""
+        self._signing = signing
+        self._store = store
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        self._manifests: dict[str, Manifest | None] = {}
+        self._unknown: set[str] = set()
+
+    def prune(self, newest: str, *, manifest: Manifest) -> tuple[str, ...]:
+        """Deletes what `newest`, just committed with `manifest`, supersedes; the names of the checkpoints deleted.
+
+        What is off the line that the run took (see `lineage`) is not kept in the place of what is on it, and goes when damaged
+        folders do. Where `newest` is off the line itself, nothing goes: the line is not ours to prune.
+
+        Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
+        """
+        self._manifests[newest] = manifest
+        folders = list_checkpoints(self._store).folders
+        self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
+        intact = {folder.name for folder in folders if self._intact(folder)}
+        deletions = self._plan(folders, newest=newest, intact=intact)
+        if deletions:
+            # Asked only now: most saves of a young run delete nothing.
+            _, off_line = Lineage(self._store).line_first(folders)
+            deletions = self._plan(folders, newest=newest, intact=intact - off_line) if off_line else deletions
+        deleted = [deletion for deletion in deletions if delete_folder(self._store, deletion)]
+        return tuple(deletion.folder for deletion in deleted if deletion.committed)
+
+    def tidy(
+        self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float, fence: Fence
+    ) -> tuple[str, ...]:
+        """After a commit: notes that the run has a checkpoint, and prunes. What the store refuses is left for the next time.
+
+        `listing` is how things were found before the save.
+        """
+        mark_committed(self._store, listing=listing, note={"checkpoint": newest, "time": time_s, "incarnation": incarnation})
+        try:
+            fence.check(incarnation, step=manifest.step)
+            return self.prune(newest, manifest=manifest)
+        except (StorageError, LeaseLostError) as error:
+            logger.warning("old checkpoints could not be deleted: %s", error)
+            return ()
+
+    def _plan(self, folders: Sequence[FolderFacts], *, newest: str, intact: Collection[str]) -> tuple[Deletion, ...]:
+        return plan_retention(
+            folders,
+            newest=newest,
+            intact=intact,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
+            unknown=self._unknown,
+        )
+
+    def _intact(self, folder: FolderFacts) -> bool:
+        if not folder.has_manifest or folder.quarantined:
+            return False
+        if folder.name not in self._manifests:
+            self._manifests[folder.name] = self._read(folder.name)
+        manifest = self._manifests[folder.name]
+        return (
+            manifest is not None and manifest.step == folder.step and find_missing(self._store, manifest, folder=folder) is None
+        )
+
+    def _read(self, folder: str) -> Manifest | None:
+        try:
+            return read_manifest(self._store, folder, signing=self._signing)
+        except (UnknownFormatError, UntrustedCheckpointError) as error:
+            logger.warning("left alone: %s", error)
+            self._unknown.add(folder)
+            return None
+
+
+def delete_folder(store: Store, deletion: Deletion) -> bool:
+    """Whether the folder was deleted; it is not if it has become a checkpoint since it was listed. Raises: StorageError."""
+    if MANIFEST_NAME not in deletion.files and is_there(store, key_of(deletion.folder, MANIFEST_NAME)):
+        # The listing lags, or a predecessor that is not gone yet has committed since, or it is a link.
+        logger.warning("%s is not deleted: it has a manifest that was not listed", deletion.folder)
+        return False
+    for file in deletion.files:
+        store.delete(key_of(deletion.folder, file))
+    logger.info("deleted %s %s", "checkpoint" if deletion.committed else "remnant", deletion.folder)
+    return True
+
+
+def read_manifest(store: Store, folder: str, *, signing: SigningKey | None = None) -> Manifest | None:
+    """The manifest of a folder, or None if it is not a valid one.
+
+    Raises: UnknownFormatError; UntrustedCheckpointError if it is not signed with the key that is given; StorageError.
+    """
+    try:
+        return retry_read(store, key_of(folder, MANIFEST_NAME), signing=signing)[1]
+    except UntrustedCheckpointError:
+        raise
+    except (InvalidCheckpointError, ObjectNotFoundError):
+        return None

@@ -1,19 +1,39 @@
-"""Reads parts of a checkpoint from a store and verifies every byte before handing it on. Free of torch."""
+"""Reads manifests and parts of checkpoints from a store and verifies every byte before handing it on. Free of torch.
+
+What one answer of a store shows as wrong is asked for again. Whoever takes, lists or deletes checkpoints asks here, so that a
+start takes what `verify` calls valid, and nothing else.
+"""
 
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, local
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of, missing_files
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, has_digest
-from elastictrain.errors import InvalidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest
+from elastictrain.checkpoint.manifest_format import parse_manifest
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.errors import (
+    CheckpointError,
+    InvalidCheckpointError,
+    IrregularFileError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    StorageError,
+    UntrustedCheckpointError,
+)
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SPAN_BYTES = 32 * 2**20
 GAP_BYTES = 256 * 2**10
@@ -117,7 +137,7 @@ def read_chunks(
             if buffer is None or len(buffer) < size_bytes:
                 buffer = buffers.buffer = allocate(size_bytes)
             data = buffer[:size_bytes]
-            _twice(lambda: _fill(folder, span, data))
+            _twice(partial(_fill, folder, span, data), DamagedFileError)
             for chunk in span.chunks:
                 take(chunk, data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes])
         except BaseException:
@@ -129,41 +149,35 @@ def read_chunks(
         return sum(pool.map(read, spans))
 
 
-def _twice(read: Callable[[], None]) -> None:
+def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
     """A transfer can garble or cut what is whole in the store: only what reads wrong twice is damaged."""
     try:
-        read()
-    except DamagedFileError as error:
-        read()
+        return read()
+    except wrong as error:
+        found = read()
         logger.warning("read wrong once, and right again: %s", error)
+        return found
 
 
 def _fill(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
-    _read_range(folder, span, data)
-    bad = _mismatch(span, data)
-    if bad is not None:
-        where = f"{folder.url(span.file)}: bytes [{bad.start}, {bad.start + bad.size_bytes})"
-        raise DamagedFileError(f"{where} do not have their digest", file=span.file)
+    _read_range(folder, span.file, data, start=span.start)
+    for chunk in span.chunks:
+        begin, end = chunk.start, chunk.start + chunk.size_bytes
+        if not has_digest(data[begin - span.start : end - span.start], chunk.digest, sha256=chunk.sha256):
+            where = f"{folder.url(span.file)}: bytes [{begin}, {end})"
+            raise DamagedFileError(f"{where} do not have their digest", file=span.file)
 
 
-def _read_range(folder: CheckpointFolder, span: Span, data: memoryview) -> None:
+def _read_range(folder: CheckpointFolder, file: str, data: memoryview, *, start: int) -> None:
     try:
-        count = folder.store.read_into(f"{folder.prefix}{span.file}", data, start=span.start)
+        count = folder.store.read_into(f"{folder.prefix}{file}", data, start=start)
     except ObjectNotFoundError as error:
-        raise DamagedFileError(f"{folder.url(span.file)} is gone", file=span.file) from error
+        raise DamagedFileError(f"{folder.url(file)} is gone", file=file) from error
     except StorageError as error:
-        error.file = span.file
+        error.file = file
         raise
     if count != len(data):
-        raise DamagedFileError(f"{folder.url(span.file)} ends at byte {span.start + count}, too early", file=span.file)
-
-
-def _mismatch(span: Span, data: memoryview) -> ChunkRecord | None:
-    for chunk in span.chunks:
-        piece = data[chunk.start - span.start : chunk.start - span.start + chunk.size_bytes]
-        if not has_digest(piece, chunk.digest, sha256=chunk.sha256):
-            return chunk
-    return None
+        raise DamagedFileError(f"{folder.url(file)} ends at byte {start + count}, too early", file=file)
 
 
 def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
@@ -173,28 +187,75 @@ def verify_headers(folder: CheckpointFolder, manifest: Manifest, *, files: Seque
     """
     placed = chunks_by_file(manifest)
     for file in files:
-        _twice(partial(_check_header, folder, file, placed[file.name]))
+        _twice(partial(_check_header, folder, file, placed[file.name]), DamagedFileError)
 
 
 def _check_header(folder: CheckpointFolder, file: FileRecord, placed: Sequence[PlacedChunk]) -> None:
-    head = _read(folder, file, 0, file.header_bytes)
+    head = bytearray(file.header_bytes)
+    _read_range(folder, file.name, memoryview(head), start=0)
     where = folder.url(file.name)
-    if not has_digest(head, file.header_digest, sha256=file.header_sha256):
+    if not has_digest(memoryview(head), file.header_digest, sha256=file.header_sha256):
         raise DamagedFileError(f"{where}: its header does not have its digest", file=file.name)
     try:
-        check_shard_header(head, file=file, chunks=placed, where=where)
+        check_shard_header(bytes(head), file=file, chunks=placed, where=where)
     except InvalidCheckpointError as error:
         raise DamagedFileError(str(error), file=file.name) from error
 
 
-def _read(folder: CheckpointFolder, file: FileRecord, start: int, end: int) -> bytes:
+def retry_read(store: ReadableStore, key: str, *, signing: SigningKey | None = None) -> tuple[bytes, Manifest]:
+    """A manifest and its bytes.
+
+    Raises: InvalidCheckpointError (UntrustedCheckpointError where there is a key) or UnknownFormatError, if it is so twice;
+    ObjectNotFoundError; StorageError.
+    """
+
+    def read() -> tuple[bytes, Manifest]:
+        try:
+            raw = read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
+        except ObjectTooLargeError as error:
+            raise InvalidCheckpointError(str(error)) from error
+        return raw, parse_manifest(raw, where=f"{store.url}/{key}", key=signing)
+
+    return _twice(read, CheckpointError, ObjectNotFoundError)
+
+
+def find_missing(store: Store, manifest: Manifest, *, folder: FolderFacts) -> Reject | None:
+    """The first file that neither the listing nor the store, asked for it, has in its size.
+
+    Raises: StorageError.
+    """
+    if missing_files(manifest, folder) is None:
+        return None
+    # A listing can lag behind what was written.
+    sizes: dict[str, int] = {}
+    for file in manifest.files:
+        with suppress(ObjectNotFoundError, IrregularFileError):
+            sizes[file.name] = store.stat(key_of(folder.name, file.name)).size_bytes
+    return missing_files(manifest, replace(folder, files=sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """A committed folder. It is taken if `reject` is None; `manifest` and its bytes are there if that can be read."""
+
+    manifest: Manifest | None
+    raw: bytes
+    reject: Reject | None
+
+
+def examine(store: Store, folder: FolderFacts, *, signing: SigningKey | None = None) -> Examined:
+    """Whether the manifest of a folder is valid, of the folder's step, and all files are there in their sizes; and, if there is
+    a key, whether it is signed with that.
+
+    Raises: ObjectNotFoundError if the manifest is gone; UnknownFormatError; StorageError.
+    """
+    key = key_of(folder.name, MANIFEST_NAME)
     try:
-        data = folder.store.read(f"{folder.prefix}{file.name}", start=start, end=end)
-    except ObjectNotFoundError as error:
-        raise DamagedFileError(f"{folder.url(file.name)} is gone", file=file.name) from error
-    except StorageError as error:
-        error.file = file.name
-        raise
-    if len(data) != end - start:
-        raise DamagedFileError(f"{folder.url(file.name)} ends at byte {start + len(data)}, too early", file=file.name)
-    return data
+        raw, manifest = retry_read(store, key, signing=signing)
+    except InvalidCheckpointError as error:
+        lasting = not isinstance(error, UntrustedCheckpointError)
+        return Examined(None, b"", Reject(folder.name, MANIFEST_NAME, str(error), lasting=lasting))
+    if manifest.step != folder.step:
+        moved = f"{store.url}/{key} is of step {manifest.step}: files were moved"
+        return Examined(manifest, raw, Reject(folder.name, MANIFEST_NAME, moved))
+    return Examined(manifest, raw, find_missing(store, manifest, folder=folder))

@@ -1,6 +1,6 @@
 """The run's folder: what must hold before anything is written to it, and the configuration kept in it."""
 
-from elastictrain.checkpoint.stored_config import CONFIG_NAME, read_stored_config
+from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.errors import ConfigError, ObjectNotFoundError, Problem, StorageError

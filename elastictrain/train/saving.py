@@ -6,9 +6,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.checkpointer import Checkpointer, FailedSaves
 from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import CheckpointError, StorageError
 from elastictrain.events import CheckpointFailed, Event

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from elastictrain.checkpoint.checkpointer import FailedSaves
 from elastictrain.checkpoint.exchange import from_first, gather_json
-from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.saver.link import SaverLink

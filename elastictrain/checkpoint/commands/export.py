@@ -19,7 +19,7 @@ from elastictrain.checkpoint.commands.export_formats import (
 from elastictrain.checkpoint.commands.huggingface import ExportsHuggingFace, StoredModel, exporting_task
 from elastictrain.checkpoint.commands.output import note, progress
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
-from elastictrain.checkpoint.select_checkpoint import Reject
+from elastictrain.checkpoint.folders import Reject
 from elastictrain.checkpoint.verified_read import DamagedFileError
 from elastictrain.errors import EXIT_OK, UsageError
 

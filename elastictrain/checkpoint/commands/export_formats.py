@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 
 from elastictrain.checkpoint.commands.output import size_text
 from elastictrain.checkpoint.commands.survey import Checkpoint, split_url
+from elastictrain.checkpoint.folders import is_there
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
-from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.checkpoint.safetensors_format import BY_NAME, encode_header
 from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, read_tensor
 from elastictrain.errors import HostUnfitError, UsageError

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.commands.output import note
-from elastictrain.checkpoint.stored_config import CONFIG_NAME, read_stored_config
+from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.config.task_signature import TARGET, check_call, find_task
 from elastictrain.config.validate import construct
 from elastictrain.errors import ConfigError, Problem, UsageError

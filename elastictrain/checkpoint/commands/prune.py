@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from elastictrain.checkpoint.commands.output import note, plural, progress, result, size_text, table
 from elastictrain.checkpoint.commands.survey import CheckpointState, RunLocation, Surveyed, list_folders, locate, survey
 from elastictrain.checkpoint.commands.verify import read_and_judge
-from elastictrain.checkpoint.folders import key_of
+from elastictrain.checkpoint.folders import is_there, key_of
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME
 from elastictrain.checkpoint.retention import Deletion, plan_retention
-from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.errors import EXIT_OK, InvalidCheckpointError, NoValidCheckpointError, UsageError
 
 Ask = Callable[[str], bool]

@@ -7,15 +7,23 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from elastictrain.checkpoint.candidate_search import FreshStart, Refuse, select_checkpoint
 from elastictrain.checkpoint.commands.output import note
-from elastictrain.checkpoint.folders import QUARANTINE_NAME, ROOT, FolderFacts, Listing, key_of, read_listing
+from elastictrain.checkpoint.folders import (
+    QUARANTINE_NAME,
+    ROOT,
+    FolderFacts,
+    Listing,
+    Reject,
+    is_there,
+    key_of,
+    quarantine_reason,
+    read_listing,
+)
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
-from elastictrain.checkpoint.marks import quarantine_reason
-from elastictrain.checkpoint.retry_read import examine, is_there
-from elastictrain.checkpoint.select_checkpoint import FreshStart, Refuse, Reject, select_checkpoint
+from elastictrain.checkpoint.run_folder import CONFIG_NAME
 from elastictrain.checkpoint.signing import SigningKey, load_key
-from elastictrain.checkpoint.stored_config import CONFIG_NAME
-from elastictrain.checkpoint.verified_read import CheckpointFolder
+from elastictrain.checkpoint.verified_read import CheckpointFolder, examine
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, UnknownFormatError, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store
@@ -282,7 +290,7 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
         if isinstance(decision, Refuse):
             lines = "\n".join(f"  - {reject}" for reject in decision.rejects)
             raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
-        facts = decision.folder
+        facts = decision
         try:
             found = examine(run, facts, signing=location.signing)
         except ObjectNotFoundError as error:

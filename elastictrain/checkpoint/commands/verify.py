@@ -21,10 +21,9 @@ from elastictrain.checkpoint.commands.survey import (
     say_unchecked,
     survey,
 )
-from elastictrain.checkpoint.folders import key_of
+from elastictrain.checkpoint.folders import is_there, key_of
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue
-from elastictrain.checkpoint.retry_read import is_there
 from elastictrain.checkpoint.verified_read import READ_BYTES
 from elastictrain.errors import (
     EXIT_OK,

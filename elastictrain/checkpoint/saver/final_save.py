@@ -7,14 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from elastictrain.checkpoint.fence import RunFolder
+from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import load_digests
+from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol, steps_begun
 from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SlotLeases, cause_of
-from elastictrain.checkpoint.target import list_checkpoints
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, TransientStorageError
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.opening import check_writable

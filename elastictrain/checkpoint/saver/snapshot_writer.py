@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from elastictrain.checkpoint.fence import Fence, RunFolder
-from elastictrain.checkpoint.folders import ROOT, Listing
+from elastictrain.checkpoint.folders import ROOT, Listing, clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.lineage import Fence
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
-from elastictrain.checkpoint.prune import Pruner, read_manifest
+from elastictrain.checkpoint.retention import Pruner, read_manifest
+from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart
 from elastictrain.checkpoint.saver.messages import RunFacts
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, RefusedSave, SaveJob, cause_of
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.target import clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, build_manifest, check_files, commit, write_file
 from elastictrain.errors import (
     CheckpointError,

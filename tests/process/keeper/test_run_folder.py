@@ -12,7 +12,7 @@ from torchruns import environment
 PROGRAM = """
 import shutil, subprocess, sys
 from pathlib import Path
-from elastictrain.checkpoint.fence import RunFolder
+from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.errors import PermanentStorageError
 from elastictrain.storage.opening import open_store
 

@@ -305,17 +305,6 @@ def test_another_model_is_named_and_nothing_is_quarantined() -> None:
     assert not other["optim.exp_avg"].any()
 
 
-def test_optional_tensors_keep_their_value_where_they_were_not_saved() -> None:
-    bench = Bench()
-    save(bench, 4)
-    tensors = {**state_of(0), "rng.cpu.1": torch.full((7,), 9, dtype=torch.uint8)}
-    del tensors["rng.cpu.0"]
-    result = bench.checkpointer().restore(tensors=tensors, reset=never, optional={"rng.cpu.1"})
-    assert result is not None
-    assert tensors["rng.cpu.1"].tolist() == [9] * 7
-    assert tensors["optim.step"].item() == 4
-
-
 def test_the_same_step_is_saved_once() -> None:
     bench = Bench()
     checkpointer = bench.checkpointer()

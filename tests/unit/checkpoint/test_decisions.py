@@ -4,23 +4,14 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.checkpointer import save_error
+from elastictrain.checkpoint.checkpointer import FailedSaves, save_error
 from elastictrain.checkpoint.exchange import describe, revive
-from elastictrain.checkpoint.failed_saves import FailedSaves
 from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
-from elastictrain.checkpoint.restore import (
-    LoadAccepted,
-    LoadFailed,
-    LoadResult,
-    TensorFacts,
-    describe_mismatch,
-    rank_results,
-    result_from_json,
-)
-from elastictrain.checkpoint.select_checkpoint import Reject
+from elastictrain.checkpoint.restore import LoadResult, describe_mismatch, result_of_all
 from elastictrain.checkpoint.verified_read import DamagedFileError, coalesced_reads
 from elastictrain.errors import (
     CheckpointError,
@@ -65,44 +56,39 @@ STORED = {
     "model.b": TensorRecord("int8", (3,), ()),
     "rng.0": TensorRecord("uint8", (4,), ()),
 }
-GIVEN = {"model.w": TensorFacts("float32", (2,)), "model.b": TensorFacts("int8", (3,)), "rng.1": TensorFacts("uint8", (4,))}
+GIVEN = {"model.w": torch.zeros(2), "model.b": torch.zeros(3, dtype=torch.int8), "rng.0": torch.zeros(4, dtype=torch.uint8)}
 
 
-def test_a_fit_with_optional_ones_missing() -> None:
-    assert describe_mismatch(GIVEN, STORED, optional={"rng.1"}) is None
+def test_a_fit() -> None:
+    assert describe_mismatch(GIVEN, STORED) is None
+    without_family = {name: tensor for name, tensor in GIVEN.items() if name != "rng.0"}
+    assert describe_mismatch(without_family, STORED) is None
 
 
 def test_mismatches_are_named() -> None:
-    assert "rng.1 is not stored" in str(describe_mismatch(GIVEN, STORED, optional=()))
+    assert "rng.1 is not stored" in str(describe_mismatch({**GIVEN, "rng.1": torch.zeros(1)}, STORED))
     assert "model.b is stored, but the run has none" in str(
-        describe_mismatch({k: v for k, v in GIVEN.items() if k != "model.b"}, STORED, optional={"rng.1"})
+        describe_mismatch({k: v for k, v in GIVEN.items() if k != "model.b"}, STORED)
     )
-    shape = {**GIVEN, "model.w": TensorFacts("float32", (5,))}
-    assert "model.w is stored with shape [2], but the run's has [5]" in str(
-        describe_mismatch(shape, STORED, optional={"rng.1"})
-    )
-    dtype = {**GIVEN, "model.w": TensorFacts("float16", (2,))}
-    assert "model.w is stored as float32, but the run's is float16" in str(describe_mismatch(dtype, STORED, optional={"rng.1"}))
-    many = {f"model.{n}": TensorFacts("int8", ()) for n in range(20)}
-    assert "and 14 more" in str(describe_mismatch(many, STORED, optional=()))
+    shape = {**GIVEN, "model.w": torch.zeros(5)}
+    assert "model.w is stored with shape [2], but the run's has [5]" in str(describe_mismatch(shape, STORED))
+    dtype = {**GIVEN, "model.w": torch.zeros(2, dtype=torch.float16)}
+    assert "model.w is stored as float32, but the run's is float16" in str(describe_mismatch(dtype, STORED))
+    many = {f"model.{n}": torch.zeros(()) for n in range(20)}
+    assert "and 14 more" in str(describe_mismatch(many, STORED))
 
 
-LOADED, TORN = LoadResult("loaded", 5), LoadResult("damaged", file="a", message="a is torn")
+LOADED, TORN = LoadResult("loaded", 5), LoadResult("damaged", files=("a",), message="a is torn")
 LATE = LoadResult("failed", error="TransientStorageError", message="late")
 
 
-def test_verdicts() -> None:
-    assert rank_results([LOADED, LOADED], folder="f") == LoadAccepted(10)
-    assert rank_results([LOADED, TORN, LATE, TORN], folder="f") == Reject("f", "a", "a is torn")
-    assert rank_results([LOADED, LATE], folder="f") == LoadFailed("TransientStorageError", "rank 1: late")
-    assert rank_results([LATE], folder="f") == LoadFailed("TransientStorageError", "late")
-    of_files = [replace(LATE, file=name) for name in ("b", "a", "b")]
-    assert rank_results([LATE, *of_files], folder="f") == LoadFailed("TransientStorageError", "rank 0: late", ("b", "a"))
-
-
-@pytest.mark.parametrize("result", [LOADED, TORN, LATE])
-def test_votes_travel(result: LoadResult) -> None:
-    assert result_from_json(result.to_json()) == result
+def test_results() -> None:
+    assert result_of_all([LOADED, LOADED]) == LoadResult("loaded", 10)
+    assert result_of_all([LOADED, TORN, LATE, TORN]) == TORN
+    assert result_of_all([LOADED, LATE]) == replace(LATE, message="rank 1: late")
+    assert result_of_all([LATE]) == LATE
+    of_files = [replace(LATE, files=(name,)) for name in ("b", "a", "b")]
+    assert result_of_all([LATE, *of_files]) == replace(LATE, message="rank 0: late", files=("b", "a"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import pytest
 
-from elastictrain.checkpoint.fence import Fence
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
+from elastictrain.checkpoint.lineage import Fence, Lineage, ResumeOrigin
 from elastictrain.errors import LeaseLostError
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.lease.made import Scene

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.target import clear_target, list_checkpoints
+from elastictrain.checkpoint.folders import clear_target, list_checkpoints
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, PermanentStorageError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import save

@@ -14,10 +14,11 @@ from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.folder import Held, SlotName, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
-from elastictrain.checkpoint.memory.records import compute_digests, store_digests, store_layout
+from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.checkpoint.memory.source import SnapshotFile, snapshot_files
 from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
+from elastictrain.checkpoint.saver.commit_protocol import RankPart, encode_parts
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected
@@ -201,16 +202,20 @@ class Neighbour:
         folder.mkdir()
         self._headers = headers
         self.folder = folder
-        self._recall = MemoryRestore(str(folder), run=RUN, host=1, speaks_for_host=True, group=None, remote=None)
 
     def gather(self, value: JsonValue, *, group: None) -> list[JsonValue]:
         """What both ranks say: which snapshots they hold, the records of these, or nothing of interest."""
         answer: JsonValue = None
         if isinstance(value, list):
             answer = [1, [one.to_json() for one in look(str(self.folder), host=1)]]
-        elif isinstance(value, dict):
-            answer = {str(one.facts.rank): self._recall._tell(one) for one in look(str(self.folder), host=1)}
+        elif isinstance(value, str):
+            answer = encode_parts([self._part(one) for one in look(str(self.folder), host=1)]).decode()
         return [value, answer]
+
+    def _part(self, held: Held) -> RankPart:
+        digests = load_digests(f"{self.folder}/{held.slot}", held.facts)
+        assert digests is not None
+        return RankPart(held.facts.rank, load_layout(str(self.folder), held.facts.layout), digests)
 
     def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
         files = layout.files(incarnation=held.facts.incarnation, rank=held.facts.rank)

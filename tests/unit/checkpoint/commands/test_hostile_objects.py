@@ -13,7 +13,7 @@ from elastictrain.checkpoint.commands.ls import list_checkpoints
 from elastictrain.checkpoint.commands.verify import verify_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import digest_of
-from elastictrain.checkpoint.stored_config import read_stored_config
+from elastictrain.checkpoint.run_folder import read_stored_config
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, ConfigError
 from elastictrain.storage.opening import open_store

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from elastictrain.checkpoint import fence
+from elastictrain.checkpoint import run_folder
 from elastictrain.checkpoint.folders import Listing
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.saver import commit_protocol, final_save
@@ -237,7 +237,7 @@ def test_a_run_whose_folder_cannot_be_seen_is_taken_to_be_there() -> None:
         def list(self, _: str) -> None:
             raise TransientStorageError("503")
 
-    assert fence.still_there(cast(Store, Away()))
+    assert run_folder.still_there(cast(Store, Away()))
 
 
 def test_who_is_at_the_door_when_the_last_look_ends_is_let_in(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +336,7 @@ def test_a_run_whose_file_system_is_not_mounted_is_kept_until_it_is(
         worker.hear("welcome")
         put(memory, facts_of(5))
         run.rename(run.with_name("away"))
-        monkeypatch.setattr(fence, "device_of", lambda _: -1)
+        monkeypatch.setattr(run_folder, "device_of", lambda _: -1)
         worker.socket.close()
         time.sleep(1.0)
         assert (memory / "own-r00000-s0").exists()
@@ -355,7 +355,7 @@ def test_a_run_whose_file_system_is_not_mounted_is_not_kept_for_ever(
         worker.hear("welcome")
         put(memory, facts_of(5))
         shutil.rmtree(run)
-        monkeypatch.setattr(fence, "device_of", lambda _: -1)
+        monkeypatch.setattr(run_folder, "device_of", lambda _: -1)
         worker.socket.close()
     assert time.monotonic() - began >= 1.5
     assert not run.exists()

@@ -4,9 +4,9 @@ import json
 from dataclasses import replace
 from itertools import product
 
-from elastictrain.checkpoint.fence import still_there
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.memory.folder import Held, SlotName
+from elastictrain.checkpoint.run_folder import still_there
 from elastictrain.checkpoint.saver.commit_protocol import begin_key
 from elastictrain.checkpoint.saver.final_save import (
     ALONE_S,

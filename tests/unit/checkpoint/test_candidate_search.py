@@ -1,27 +1,20 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastictrain.checkpoint.candidate_search import FreshStart, Refuse, passed_over, refusal_message, select_checkpoint
 from elastictrain.checkpoint.folders import (
     BEGUN_KEY,
     COMMITTED_KEY,
     FolderFacts,
     Listing,
+    Reject,
     choose_target,
     folder_name,
     key_of,
+    missing_files,
     read_listing,
 )
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
-from elastictrain.checkpoint.select_checkpoint import (
-    FreshStart,
-    Refuse,
-    Reject,
-    TryFolder,
-    missing_files,
-    passed_over,
-    refusal_message,
-    select_checkpoint,
-)
 from elastictrain.storage.store import ObjectInfo
 
 
@@ -42,8 +35,8 @@ def remnant(step: int) -> str:
 
 
 def resumed(decision: object) -> str:
-    assert isinstance(decision, TryFolder)
-    return decision.folder.name
+    assert isinstance(decision, FolderFacts)
+    return decision.name
 
 
 def test_listing_is_newest_first_and_leaves_out_what_is_not_ours() -> None:
@@ -117,7 +110,7 @@ def test_never_silently_from_zero(
     found = Listing(tuple(folders), begun, committed)
     decision = select_checkpoint(found, rejected=rejected, on_invalid=on_invalid)  # type: ignore[arg-type]
     if usable:
-        assert decision == TryFolder(usable[0])
+        assert decision == usable[0]
     else:
         assert {r.folder for r in decision.rejects} == {f.name for f in folders}  # type: ignore[union-attr]
         lost = any(f.quarantined or f.has_manifest for f in folders)

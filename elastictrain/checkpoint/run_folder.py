@@ -1,50 +1,35 @@
-"""What must still hold when a run writes or deletes in storage: nobody has taken its place, and its folder is there."""
+"""The folder of a run in storage: whether it is there still, and the configuration in it, which readers take as data."""
 
 import os
 from pathlib import Path
 
-from elastictrain.checkpoint.lineage import Lineage, number_of
-from elastictrain.checkpoint.stored_config import CONFIG_NAME
-from elastictrain.errors import LeaseLostError, ObjectNotFoundError, PermanentStorageError, StorageError
-from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import LeaseClaim
+from elastictrain.config.digest import MOST_BYTES, from_yaml
+from elastictrain.errors import (
+    ConfigError,
+    ObjectNotFoundError,
+    ObjectTooLargeError,
+    PermanentStorageError,
+    StorageError,
+)
+from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store
 
+CONFIG_NAME = "config.yaml"
 
-class Fence:
-    """Asked before each commit: one read of storage, as long as no newer generation exists.
 
-    The number of an incarnation is that of its generation, so that every manifest carries it.
+def read_stored_config(run: Store) -> dict[str, object] | None:
+    """The tree in the run's config.yaml; None if there is none.
+
+    Raises: ConfigError if it is not what a run writes; StorageError.
     """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._chain = Chain(store)
-        self._known: dict[int, LeaseClaim] = {}
-
-    def check(self, incarnation: str, *, step: int) -> None:
-        """`incarnation` may commit `step`. Raises: LeaseLostError; StorageError."""
-        own = newest = number_of(incarnation)
-        if own < 1:
-            return
-        while self._find(newest + 1) is not None:
-            newest += 1
-        if newest == own:
-            return
-        mine = self._find(own)
-        for number in range(own + 1, newest + 1):
-            other = self._known[number]
-            # One that is damaged tells nothing.
-            if other.owner and (mine is None or mine.owner not in ("", other.owner)):
-                raise LeaseLostError(f"step {step} of {incarnation} is not committed: {other} has taken over the run")
-        if not Lineage(self._store).has(incarnation, step):
-            raise LeaseLostError(f"step {step} of {incarnation} is not committed: generation {newest} went on without it")
-
-    def _find(self, number: int) -> LeaseClaim | None:
-        if number not in self._known and (found := self._chain.read(number)) is not None:
-            self._known[number] = found
-        return self._known.get(number)
+    try:
+        data = read_bounded(run, CONFIG_NAME, most_bytes=MOST_BYTES)
+    except ObjectNotFoundError:
+        return None
+    except ObjectTooLargeError as error:
+        raise ConfigError(f"{error}: it is not the configuration that a run wrote") from error
+    return from_yaml(data, source=f"{run.url}/{CONFIG_NAME}")
 
 
 class RunFolder:

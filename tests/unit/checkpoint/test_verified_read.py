@@ -6,7 +6,7 @@ import pytest
 
 from elastictrain.checkpoint.folders import key_of
 from elastictrain.checkpoint.manifest import FileRecord, digest_of
-from elastictrain.checkpoint.prune import read_manifest
+from elastictrain.checkpoint.retention import read_manifest
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, verify_headers
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.storage.store import ObjectInfo
@@ -39,7 +39,13 @@ def garble_reads(store: FakeStore, end: str, *, garble: Garble, times: int) -> N
         data = whole(key, start=start, end=where.get("end", end_at))
         return garble(data) if key.endswith(end) and next(left, None) is not None else data
 
+    def read_into(key: str, buffer: memoryview, *, start: int = 0) -> int:
+        data = read(key, start=start, end=start + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     store.read = read  # type: ignore[method-assign]
+    store.read_into = read_into  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("garble", GARBLES)
