@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError, StorageError
-from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, exists, read_bounded
 from elastictrain.storage.opening import is_blocked
 from elastictrain.storage.store import ObjectInfo, Store
 
@@ -135,12 +135,10 @@ def missing_files(manifest: Manifest, folder: FolderFacts) -> Reject | None:
 
 def is_there(store: Store, key: str) -> bool:
     """Whether the store, asked for it, has the object, or a file system something else of that name. Raises: StorageError."""
-    with suppress(IrregularFileError):
-        try:
-            store.stat(key)
-        except ObjectNotFoundError:
-            return False
-    return True
+    try:
+        return exists(store, key)
+    except IrregularFileError:
+        return True
 
 
 @dataclass(frozen=True, slots=True)
