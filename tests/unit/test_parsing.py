@@ -26,7 +26,6 @@ OWN = {
     "data/workers.py": "bytes of this very process",
     "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
-    "checkpoint/candidate_search.py": "rank 0 of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/heartbeats.py": "workers of the same group, through torch's store",
     "liveness/flight_record.py": "torch's trace of this process",
