@@ -49,11 +49,11 @@ from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
-from elastictrain.train.bringup import bring_up
+from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.keepers import start_keeper
 from elastictrain.train.snapshot_saving import SnapshotSaving
-from elastictrain.train.step import Flags, PendingStep
+from elastictrain.train.step import PendingStep
 
 QUIET_STEPS = 6
 SMALL = ("model.dim=384", "model.num_layers=6", "model.num_heads=6", "model.ffn_dim=1024")
@@ -65,40 +65,40 @@ MODELS: dict[str, tuple[str, ...]] = {
 
 
 class Training:
-    """The steps of the loop, one at a time: launched, and the one before it settled, as in `elastictrain.train.loop`."""
+    """The steps of the loop, one at a time: launched, and the one before it finished, as in `elastictrain.train.loop`."""
 
     def __init__(self, bench: Bench) -> None:
-        self._parts = bench.built.loop
+        self._loop = bench.loop
         train = bench.config.train
         share = Share(train.global_batch, train.micro_batch, bench.identity.world_size, bench.identity.rank)
         self._passes = share.passes_per_step
         self._rate = bench.config.optim.lr
         self._pending: PendingStep | None = None
-        self._settled_s = time.monotonic()
+        self._finished_s = time.monotonic()
         self._first = True
 
     def step(self) -> float:
-        """Seconds since a step was settled before."""
-        parts = self._parts
-        step = parts.state.step + 1
-        flags = Flags(notes=parts.saving.notes(step))
-        launched = parts.stepper.run(step, parts.micro_batches, passes=self._passes, rate=self._rate, flags=flags)
-        parts.state.step = step
+        """Seconds since a step was finished before."""
+        loop = self._loop
+        step = loop.state.step + 1
+        flags = loop.saving.flags(step)
+        launched = loop.stepper.run(step, loop.loader, passes=self._passes, rate=self._rate, flags=flags)
+        loop.state.step = step
         if self._pending is not None:
-            self._settle(self._pending)
+            self._finish(self._pending)
         self._pending = launched
-        parts.saving.snapshot(step, reason=None)
+        loop.saving.snapshot(step, reason=None)
         if self._first:
             self._first = False
-            parts.saving.first_step_done()
+            loop.saving.first_step_done()
         now = time.monotonic()
-        taken_s, self._settled_s = now - self._settled_s, now
+        taken_s, self._finished_s = now - self._finished_s, now
         return taken_s
 
-    def _settle(self, pending: PendingStep) -> None:
-        facts = pending.facts()
-        self._parts.saving.settled(facts.step)
-        self._parts.saving.hear(facts.step, facts.notes)
+    def _finish(self, pending: PendingStep) -> None:
+        result = pending.result()
+        self._loop.saving.step_finished(result.step)
+        self._loop.saving.on_flags(result.step, result.flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +141,13 @@ class Interleaving:
 
     def _warm_up(self) -> None:
         """Until slots for snapshots are there, or clearly do not come."""
-        saving = self.bench.built.loop.saving
+        saving = self.bench.loop.saving
         deadline = time.monotonic() + self.bench.limit_s
         ready = not isinstance(saving, SnapshotSaving)
         for number in itertools.count():
             self.training.step()
             # All say so, or one has no patience left: then its first save says what is wrong.
-            ready = ready or not all(saving.notes(0)[: (saving.num_notes - 6) // 2])
+            ready = ready or not all(saving.flags(0).busy)
             told = gather_json([ready, time.monotonic() > deadline], group=self.bench.group)
             if number >= 2 * QUIET_STEPS and (all(row[0] for row in told) or any(row[1] for row in told)):
                 return
@@ -159,7 +159,7 @@ class Interleaving:
         began = time.monotonic()
         error = ""
         try:
-            method.begin(self.bench.built.loop.state.step)
+            method.begin(self.bench.loop.state.step)
         except Exception as exception:  # noqa: BLE001  # whatever it is, the other methods go on
             error = tell(exception)
         call_s, stall_s = time.monotonic() - began, 0.0
@@ -261,7 +261,7 @@ def table(rows: list[dict[str, object]]) -> str:
 
 def report(bench: Bench, result: Interleaving, options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if bench.cuda else f"CPU, {bench.config.run.num_threads} thread(s) a rank"
-    parameters = sum(parameter.numel() for parameter in bench.built.loop.state.model.parameters())
+    parameters = sum(parameter.numel() for parameter in bench.loop.state.model.parameters())
     step_ms = 1e3 * statistics.median(result.quiet)
     rows = medians(result)
     print(f"{bench.identity.world_size} x {device}, torch {torch.__version__}, Llama of {parameters / 1e6:.1f} M parameters")
@@ -302,11 +302,11 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
     config = load([*kept, *overrides, *fixed, f"train.global_batch={world * micro_batch}"])
     torch.set_num_threads(config.run.num_threads)
     tracker = ProgressTracker()
-    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
+    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    form_group(context)
     agent = os.getppid() if identity.launched else os.getpid()
-    link = start_keeper(config, identity, started, agent=agent)
-    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=link)
-    return Bench(config, identity, started, built, folder, options.limit)
+    loop = build(context, start_keeper(context, agent=agent))
+    return Bench(context, loop, folder, options.limit)
 
 
 def end(folder: Path, code: int) -> NoReturn:
@@ -356,9 +356,9 @@ def main() -> None:
         result.run(options.rounds)
         if identity.speaks:
             report(bench, result, options)
-        bench.built.close(finished=True)
-        bench.started.met.heartbeats.close()
-        bench.started.met.journal.close()
+        bench.loop.close(finished=True)
+        bench.context.heartbeats.close()
+        bench.context.journal.close()
         # The groups are not taken down: one whose save failed may never answer.
         dist.barrier(group=bench.group)
     except ElasticTrainError as error:

@@ -26,13 +26,14 @@ import torch.distributed as dist
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_OK, ElasticTrainError, UsageError
+from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
-from elastictrain.train.bringup import bring_up
+from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
-from elastictrain.train.loop import Loop, LoopParts, StepReport
-from elastictrain.train.observing import Silent
+from elastictrain.train.loop import Loop
+from elastictrain.train.observing import Observer
 from elastictrain.train.parameters import local
 from elastictrain.train.replica_comparison import HostCopy, StateDigest
 
@@ -45,40 +46,40 @@ class MeasuredError(Exception):
     """All steps are done. It ends the loop before the save at the end, which is not part of a step."""
 
 
-class StepClock(Silent):
+class StepClock(Observer):
     """Stands where the observer stands, and times every step after those of the warm-up."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
 
-    def on_step(self, report: StepReport) -> None:
-        if report.step > WARM_UP:
-            self.seconds.append(report.step_s)
+    def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
+        if step.step > WARM_UP:
+            self.seconds.append(step_s)
         if len(self.seconds) == STEPS:
             raise MeasuredError
 
 
-def comparing(parts: LoopParts) -> Callable[[int], None]:
+def comparing(loop: Loop) -> Callable[[int], None]:
     """What compares once, and waits for the result."""
-    tensors = parts.state.tensors()
-    changing = parts.state.changed_by_forward()
+    tensors = loop.state.tensors()
+    changing = loop.state.changed_by_forward()
     compared = [tensor for name, tensor in tensors.items() if name not in changing]
     digest = StateDigest()
 
     def with_others(number: int) -> None:
-        parts.comparison.begin(-number)
-        parts.comparison.check(-number)
+        loop.comparison.begin(-number)
+        loop.comparison.check(-number)
 
     def alone(number: int) -> None:
         digests = digest(compared).reshape(1)
         dist.all_reduce(digests)
         HostCopy(digests).wait()
 
-    return with_others if parts.identity.world_size > 1 else alone
+    return with_others if loop.context.identity.world_size > 1 else alone
 
 
-def time_comparisons(parts: LoopParts, *, synchronize: Callable[[], None]) -> list[float]:
-    compare, seconds = comparing(parts), list[float]()
+def time_comparisons(loop: Loop, *, synchronize: Callable[[], None]) -> list[float]:
+    compare, seconds = comparing(loop), list[float]()
     for number in range(1, 1 + WARM_UP + COMPARISONS):
         synchronize()
         dist.barrier()
@@ -88,8 +89,8 @@ def time_comparisons(parts: LoopParts, *, synchronize: Callable[[], None]) -> li
     return seconds[WARM_UP:]
 
 
-def state_bytes(parts: LoopParts) -> int:
-    return sum(local(tensor).numel() * tensor.element_size() for tensor in parts.state.tensors().values())
+def state_bytes(loop: Loop) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in loop.state.tensors().values())
 
 
 def main() -> int:
@@ -121,29 +122,30 @@ def measure(config: RunConfig, identity: Identity) -> None:
         raise UsageError("`parallel` must be ddp or hsdp, but is fsdp, which has no replicas to compare")
     torch.set_num_threads(config.run.num_threads)
     tracker = ProgressTracker()
-    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
-    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=None)
-    synchronize = torch.cuda.synchronize if started.group.device.type == "cuda" else (lambda: None)
+    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    form_group(context)
+    loop = build(context, None)
+    synchronize = torch.cuda.synchronize if context.group.device.type == "cuda" else (lambda: None)
     steps = StepClock()
     with suppress(MeasuredError):
-        Loop(replace(built.loop, observer=steps)).run()
-    compare_s = time_comparisons(built.loop, synchronize=synchronize)
+        replace(loop, observer=steps).run()
+    compare_s = time_comparisons(loop, synchronize=synchronize)
     if identity.rank == 0:
-        report(config, built.loop, step_s=statistics.median(steps.seconds), compare_s=statistics.median(compare_s))
-    built.abandon()
+        report(config, loop, step_s=statistics.median(steps.seconds), compare_s=statistics.median(compare_s))
+    loop.abandon()
 
 
-def report(config: RunConfig, parts: LoopParts, *, step_s: float, compare_s: float) -> None:
+def report(config: RunConfig, loop: Loop, *, step_s: float, compare_s: float) -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {config.run.num_threads} thread(s) a rank"
-    size_bytes = state_bytes(parts)
-    print(f"{parts.identity.world_size} x {device}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
+    size_bytes = state_bytes(loop)
+    print(f"{loop.context.identity.world_size} x {device}, torch {torch.__version__}: {' '.join(sys.argv[1:])}")
     print(f"step           {step_s * 1e3:9.2f} ms")
     print(
         f"comparison     {compare_s * 1e3:9.2f} ms  {size_bytes / 1e9:.2f} GB a rank, {size_bytes / compare_s / 1e9:.0f} GB/s"
     )
     for every in (1, 10, 100):
         print(f"one in {every:3} steps {compare_s / step_s / every:9.3%} of the time")
-    figures = {"ranks": parts.identity.world_size, "step_ms": step_s * 1e3, "compare_ms": compare_s * 1e3}
+    figures = {"ranks": loop.context.identity.world_size, "step_ms": step_s * 1e3, "compare_ms": compare_s * 1e3}
     print(json.dumps(figures | {"state_bytes": size_bytes}))
 
 

@@ -31,13 +31,14 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
 from elastictrain.errors import EXIT_OK, ElasticTrainError
+from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
-from elastictrain.train.bringup import Started, bring_up
+from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
-from elastictrain.train.loop import Loop, StepReport
-from elastictrain.train.observing import Silent
+from elastictrain.train.context import TrainContext
+from elastictrain.train.observing import Observer
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
@@ -46,8 +47,8 @@ BLOCKS = int(os.environ.get("BENCH_BLOCKS", "5"))
 class HandWritten:
     """A loop without anything: model, AdamW, clipping, and the loss printed now and then."""
 
-    def __init__(self, config: RunConfig, started: Started) -> None:
-        task, device = build_task(config), started.group.device
+    def __init__(self, config: RunConfig, context: TrainContext) -> None:
+        task, device = build_task(config), context.group.device
         self.task, self.device, self.config = task, device, config
         with torch.device("meta"):
             model = task.build_model()
@@ -72,7 +73,7 @@ class HandWritten:
             self._fill(model)
             self.model = model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.data = started.samples.train
+        self.data = context.samples.train
         self.next = 0
         self.passes = config.train.global_batch // (config.train.micro_batch * dist.get_world_size())
 
@@ -114,7 +115,7 @@ class MeasuredError(Exception):
     """All blocks are done. It ends the loop before the save at the end, which is not part of a step."""
 
 
-class Interleaving(Silent):
+class Interleaving(Observer):
     """Stands where the observer stands: times our blocks, and runs the other loop between them."""
 
     def __init__(self, other: HandWritten | None, synchronize: Callable[[], None]) -> None:
@@ -124,11 +125,11 @@ class Interleaving(Silent):
         self.theirs: list[float] = []
         self.began = 0.0
 
-    def on_step(self, report: StepReport) -> None:
-        if report.step % STEPS:
+    def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
+        if step.step % STEPS:
             return
         self.synchronize()
-        if report.step > STEPS:
+        if step.step > STEPS:
             self.ours.append((time.perf_counter() - self.began) / STEPS)
         if self.other is not None:
             dist.barrier()
@@ -136,7 +137,7 @@ class Interleaving(Silent):
             for number in range(STEPS):
                 self.other.step(number)
             self.synchronize()
-            if report.step > STEPS:
+            if step.step > STEPS:
                 self.theirs.append((time.perf_counter() - began) / STEPS)
         dist.barrier()
         if len(self.ours) == BLOCKS:
@@ -171,19 +172,20 @@ def main() -> int:
 def measure(config: RunConfig, identity: Identity) -> None:
     torch.set_num_threads(config.run.num_threads)
     tracker = ProgressTracker()
-    started = bring_up(config, identity, tracker=tracker, stop_request=lambda: None, on_meeting=lambda _: None)
-    built = build(config, identity, started, tracker=tracker, stop_request=lambda: None, link=None)
-    cuda = started.group.device.type == "cuda"
+    context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
+    form_group(context)
+    loop = build(context, None)
+    cuda = context.group.device.type == "cuda"
     synchronize = torch.cuda.synchronize if cuda else (lambda: None)
-    timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, started), synchronize)
+    timing = Interleaving(None if os.environ.get("BENCH_ALONE") else HandWritten(config, context), synchronize)
     profile = torch.profiler.profile() if os.environ.get("BENCH_PROFILE") and identity.rank == 0 else None
     with profile or nullcontext(), suppress(MeasuredError):
-        Loop(replace(built.loop, observer=timing)).run()
+        replace(loop, observer=timing).run()
     if profile is not None:
         print(profile.key_averages().table(sort_by="self_device_time_total", row_limit=24, max_name_column_width=70))
     if identity.rank == 0:
-        report(config, timing, tokens=config.train.global_batch * built.loop.tokens_per_sample, world=identity.world_size)
-    built.abandon()
+        report(config, timing, tokens=config.train.global_batch * loop.tokens_per_sample, world=identity.world_size)
+    loop.abandon()
 
 
 def report(config: RunConfig, timing: Interleaving, *, tokens: int, world: int) -> None:

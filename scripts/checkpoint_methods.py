@@ -23,8 +23,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import config_digest
 from elastictrain.identity import Identity
 from elastictrain.storage.opening import open_store
-from elastictrain.train.bringup import Started
-from elastictrain.train.build import Built
+from elastictrain.train.context import TrainContext
+from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_saving import SnapshotSaving
 
 WATCH_S = 0.002
@@ -38,20 +38,26 @@ class FailedError(Exception):
 class Bench:
     """What the methods work with."""
 
-    config: RunConfig
-    identity: Identity
-    started: Started
-    built: Built
+    context: TrainContext
+    loop: Loop
     folder: Path
     limit_s: float
 
     @property
+    def config(self) -> RunConfig:
+        return self.context.config
+
+    @property
+    def identity(self) -> Identity:
+        return self.context.identity
+
+    @property
     def group(self) -> dist.ProcessGroup:
-        return self.started.group.control
+        return self.context.group.control
 
     @property
     def cuda(self) -> bool:
-        return self.started.group.device.type == "cuda"
+        return self.context.group.device.type == "cuda"
 
     def checkpointer(self, folder: Path) -> Checkpointer:
         return Checkpointer(
@@ -60,7 +66,7 @@ class Bench:
             group=self.group,
             rank=self.identity.rank,
             world_size=self.identity.world_size,
-            incarnation=self.started.met.incarnation.name,
+            incarnation=self.context.incarnation.name,
             config_digest=config_digest(self.config),
             record=lambda _: None,
         )
@@ -105,8 +111,8 @@ class Ours:
         self._newest = Path()
 
     def begin(self, step: int) -> None:
-        saving = self._bench.built.loop.saving
-        if not isinstance(saving, SnapshotSaving) or saving.needs_settled:
+        saving = self._bench.loop.saving
+        if not isinstance(saving, SnapshotSaving) or saving.requires_finished_step:
             raise FailedError("there is no keeper, or no host memory for snapshots")
         self._known, self._seen = self._manifests(), []
         if self._bench.identity.speaks:
@@ -141,7 +147,7 @@ class Ours:
     def _from_memory(self) -> None:
         bench = self._bench
         # Snapshots count if their incarnation has left events.
-        bench.started.met.journal.flush()
+        bench.context.journal.flush()
         dist.barrier(group=bench.group)
         recall = MemoryRestore(
             run_folder(bench.config.checkpoint.memory_dir, bench.config.run.dir),
@@ -158,7 +164,7 @@ class Ours:
 
     def _restore(self, recall: MemoryRestore | None, *, tier: str) -> None:
         bench = self._bench
-        tensors = bench.built.loop.state.tensors()
+        tensors = bench.loop.state.tensors()
         result = bench.checkpointer(bench.folder / "run").restore(tensors=tensors, reset=lambda: None, recall=recall)
         if result is None or result.tier != tier:
             raise FailedError(f"nothing was loaded from {tier}: {result}")
@@ -176,7 +182,7 @@ class Synchronous:
         self._done_s: float | None = None
 
     def begin(self, step: int) -> None:
-        state, batch = self._bench.built.loop.state, self._bench.config.train.global_batch
+        state, batch = self._bench.loop.state, self._bench.config.train.global_batch
         checkpointer = self._bench.checkpointer(self._root)
         scalars = state.scalars(step, global_batch=batch)
         checkpointer.save(step, tensors=state.tensors(), state=scalars, reason="interval")
@@ -226,7 +232,7 @@ class Stock:
         if kind is None:
             return cls("dcp.save", bench, kind, group)
         made = cls(f"dcp.async_save, {kind.value}", bench, kind, group, one_stager=stages_twice())
-        bench.built.loop.state.optimizer.register_step_pre_hook(lambda *_: made.before_update())
+        bench.loop.state.optimizer.register_step_pre_hook(lambda *_: made.before_update())
         return made
 
     @property
@@ -243,7 +249,7 @@ class Stock:
         shutil.rmtree(self.path(), ignore_errors=True)
         dist.barrier(group=self.group)
         self.done = []
-        state: dict[str, object] = dict(self.bench.built.loop.state.tensors())
+        state: dict[str, object] = dict(self.bench.loop.state.tensors())
         if self.kind is None:
             dcp.save(state, checkpoint_id=self.path(), process_group=self.group)
             self.done.append(time.monotonic())
@@ -287,7 +293,7 @@ class Stock:
         self.stager = DefaultStager(options)
 
     def _load(self) -> None:
-        dcp.load(dict(self.bench.built.loop.state.tensors()), checkpoint_id=self.path(), process_group=self.group)
+        dcp.load(dict(self.bench.loop.state.tensors()), checkpoint_id=self.path(), process_group=self.group)
 
 
 def methods_of(bench: Bench) -> Iterator[Method]:

@@ -30,7 +30,7 @@ from elastictrain.checkpoint.tensor_bytes import reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
 from elastictrain.config.composed import CheckpointGroup
-from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, SavesFailingError, StorageError
+from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.store import Store
@@ -48,36 +48,6 @@ def save_error(failures: Mapping[int, ElasticTrainError], *, url: str) -> Elasti
 
 
 _NOTHING = JobMemory()
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSaves:
-    """Counts failed saves in a row against `checkpoint.max_failed_saves`."""
-
-    limit: int
-    in_a_row: int = 0
-
-    def succeeded(self) -> "FailedSaves":
-        """After a save that is committed."""
-        return replace(self, in_a_row=0)
-
-    def failed(self) -> "FailedSaves":
-        """After a save that failed."""
-        return replace(self, in_a_row=self.in_a_row + 1)
-
-    @property
-    def too_many(self) -> bool:
-        """Whether `check` raises."""
-        return self.in_a_row >= self.limit
-
-    def check(self, cause: Exception, *, kept: str = "") -> None:
-        """Raises: SavesFailingError once `limit` saves in a row have failed, `cause` being the last reason. `kept` tells where
-        the newest state is instead."""
-        if self.too_many:
-            raise SavesFailingError(
-                f"{self.in_a_row} checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is {self.limit}); "
-                f"the last reason: {cause}{'; ' if kept else ''}{kept}"
-            ) from cause
 
 
 @dataclass(frozen=True, slots=True)

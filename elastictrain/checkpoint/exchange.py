@@ -2,13 +2,18 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from elastictrain import errors
+from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.errors import CheckpointError, ElasticTrainError
+
+T = TypeVar("T")
 
 
 def broadcast_bytes(data: bytes, *, group: dist.ProcessGroup | None) -> bytes:
@@ -48,6 +53,11 @@ def gather_bytes(data: bytes, *, group: dist.ProcessGroup | None, to_first: bool
     else:
         dist.all_gather(contents, padded, group=group)
     return [content.numpy().tobytes()[: int(size)] for content, size in zip(contents, sizes, strict=False)]
+
+
+def gather_records(record: T, *, group: dist.ProcessGroup | None) -> list[T]:
+    """The same for a dataclass of JSON values. Collective: yes."""
+    return [as_record(row, type(record)) for row in gather_json(asdict(record), group=group)]  # type: ignore[call-overload]
 
 
 def from_first(act: Callable[[], bytes], *, group: dist.ProcessGroup | None) -> bytes:

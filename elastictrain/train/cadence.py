@@ -13,19 +13,18 @@ class Intervals:
     total_steps: int
     save_every: int
     eval_every: int
-    log_every: int
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
-    """What to do now that a step is committed."""
+class StepActions:
+    """What follows a step that is committed."""
 
     save: SaveReason | None
     evaluate: bool
     leave: bool
 
 
-def after_step(step: int, intervals: Intervals, *, stop_agreed: bool, save_agreed: bool) -> Following:
+def after_step(step: int, intervals: Intervals, *, stop_agreed: bool, save_agreed: bool) -> StepActions:
     """What follows step `step`. The agreed flags come from a reduction, so they are the same on every rank."""
     end = step >= intervals.total_steps
     leave = end or stop_agreed
@@ -39,9 +38,9 @@ def after_step(step: int, intervals: Intervals, *, stop_agreed: bool, save_agree
     elif save_agreed:
         reason = "time"
     evaluate = bool(intervals.eval_every) and (end or step % intervals.eval_every == 0) and not (stop_agreed and not end)
-    return Following(reason, evaluate, leave)
+    return StepActions(reason, evaluate, leave)
 
 
-def is_logged(step: int, intervals: Intervals, *, first_step: int) -> bool:
+def is_logged(step: int, *, every_steps: int, first_step: int, total_steps: int) -> bool:
     """Whether a person is shown this step: each interval, the first step after a start, and the last one."""
-    return step % intervals.log_every == 0 or step in (first_step, intervals.total_steps)
+    return step % every_steps == 0 or step in (first_step, total_steps)

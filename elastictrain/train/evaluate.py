@@ -9,50 +9,38 @@ from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.workers import read_batch
 from elastictrain.distributed.wrapping import Wrapped, gather_no_more
-from elastictrain.identity import Identity
-from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress import Phase
+from elastictrain.train.context import TrainContext
 from elastictrain.train.step import to_device
-from elastictrain.train.task import Task
+from elastictrain.train.task import ShowsSample
 
 
 class Evaluator:
     """Evaluates the first samples of a held-out dataset, spread over the ranks as a step's global batch is."""
 
-    def __init__(
-        self,
-        task: Task,
-        wrapped: Wrapped,
-        dataset: Dataset,
-        *,
-        num_samples: int,
-        micro_batch: int,
-        identity: Identity,
-        device: torch.device,
-        tracker: ProgressTracker,
-    ) -> None:
-        self._task = task
+    def __init__(self, context: TrainContext, wrapped: Wrapped, dataset: Dataset) -> None:
+        config, identity = context.config, context.identity
+        self._context = context
         self._wrapped = wrapped
         self._dataset = dataset
-        self.num_samples = min(num_samples, len(dataset))
-        share = Share(self.num_samples, micro_batch, world_size=identity.world_size, rank=identity.rank)
+        self.num_samples = min(config.train.eval_samples, len(dataset))
+        share = Share(self.num_samples, config.train.micro_batch, identity.world_size, identity.rank)
         self._portions = share.portions(0)
-        self._device = device
-        self._tracker = tracker
 
     @torch.no_grad()
     def run(self, step: int, *, leave: Callable[[], bool] = lambda: False) -> float | None:
         """The mean loss after step `step`; None if `leave`, which all ranks answer alike, broke it off. Collective: yes."""
-        module = self._wrapped.module
-        figures = torch.zeros(2, dtype=torch.float64, device=self._device)
+        module, device = self._wrapped.module, self._context.group.device
+        figures = torch.zeros(2, dtype=torch.float64, device=device)
         module.eval()
         try:
             for index, portion in enumerate(self._portions):
                 if leave():
                     return None
-                self._tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
+                self._context.tracker.set_phase(Phase.EVAL, step=step, micro_batch=index)
                 batch = read_batch(self._dataset, range(portion.first, portion.end))
                 with self._wrapped.precision_context():
-                    output = self._task.loss(module, to_device(batch, self._device))
+                    output = self._context.task.loss(module, to_device(batch, device))
                 if portion.counts:
                     figures += torch.stack((output.loss_sum, output.weight)).double()
         finally:
@@ -61,3 +49,15 @@ class Evaluator:
         dist.all_reduce(figures)
         loss_sum, weight = figures.tolist()
         return float("nan") if weight == 0 else loss_sum / weight
+
+
+def show_sample(context: TrainContext, wrapped: Wrapped, *, say: Callable[[str], None]) -> None:
+    """Let the task show what the model has learnt, if it can; a failure is shown too, and raises nothing. Collective: yes."""
+    if not isinstance(context.task, ShowsSample):
+        return
+    try:
+        with wrapped.precision_context():
+            text = context.task.show_sample(wrapped.module, device=context.group.device, seed=context.config.run.seed)
+    except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code
+        text = f"the task could not show a sample: {type(error).__name__}: {error}"
+    say(text)

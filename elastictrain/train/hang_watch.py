@@ -18,7 +18,7 @@ from elastictrain.liveness.progress import ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
 from elastictrain.torch_private import follow_compilations
-from elastictrain.train.bringup import Met
+from elastictrain.train.context import TrainContext
 
 logger = logging.getLogger(__name__)
 
@@ -44,19 +44,19 @@ class HangWatch:
         self._config = config
         self._identity = identity
         self._tracker = tracker
-        self._met: Met | None = None
+        self._context: TrainContext | None = None
         self._monitor_client: RankMonitorClient | None = None
         self._peer_monitor: PeerMonitor | None = None
         self._sees_compiler = False
         self._traced: tuple[ProgressMark, str] | None = None
 
-    def begin(self, met: Met) -> None:
-        """The ranks have met. Where nobody starts this process again, nobody ends it from outside either."""
-        self._met = met
+    def begin(self, context: TrainContext) -> None:
+        """The ranks have context. Where nobody starts this process again, nobody ends it from outside either."""
+        self._context = context
         if not self._identity.launched:
             return
         self._peer_monitor = PeerMonitor(
-            met.heartbeats,
+            context.heartbeats,
             rank=self._identity.rank,
             mark=lambda: self._tracker.mark,
             entered=self._entered,
@@ -64,7 +64,7 @@ class HangWatch:
         )
         self._peer_monitor.start()
         try:
-            self._monitor_client = self._open_outpost(met)
+            self._monitor_client = self._open_monitor(context)
         except OSError as error:
             logger.warning("this rank is not watched from outside (%s): a hang that holds its locks is not ended", error)
             return
@@ -99,8 +99,8 @@ class HangWatch:
     def tell_others(self) -> None:
         """This rank ends because of an error, which a collective of the others may never notice."""
         # Before the first step ranks find the same faults at different times, and each host is to say its own.
-        if self._met is not None and self._tracker.mark.first_step_done:
-            self._met.heartbeats.announce_failure()
+        if self._context is not None and self._tracker.mark.first_step_done:
+            self._context.heartbeats.announce_failure()
 
     def accuse(self, overdue: Overdue) -> Accusation:
         """What there is to say of a hang, as the end of a sentence; takes a bounded time."""
@@ -122,13 +122,13 @@ class HangWatch:
 
     def keep(self, accusation: Accusation) -> None:
         """Record a hang in the run's folder. Storage may be what hangs: it is not waited for long."""
-        met, hang = self._met, accusation.hang
-        if met is None or hang is None:
+        context, hang = self._context, accusation.hang
+        if context is None or hang is None:
             return
-        within(_STORE_LIMIT_S, lambda: met.journal.record(hang))
+        within(_STORE_LIMIT_S, lambda: context.journal.record(hang))
         if hang.stacks is not None:
             key = hang.stacks
-            within(_STORE_LIMIT_S, lambda: met.store.write(key, accusation.stacks.encode()))
+            within(_STORE_LIMIT_S, lambda: context.store.write(key, accusation.stacks.encode()))
 
     def close(self) -> None:
         """The run ends as it should; from the main thread."""
@@ -137,10 +137,10 @@ class HangWatch:
         if self._monitor_client is not None:
             self._monitor_client.close()
 
-    def _open_outpost(self, met: Met) -> RankMonitorClient:
+    def _open_monitor(self, context: TrainContext) -> RankMonitorClient:
         config, identity = self._config, self._identity
         facts = MonitoredHost(
-            incarnation=met.incarnation.name,
+            incarnation=context.incarnation.name,
             host=identity.host,
             ranks=tuple(identity.host_ranks),
             run_dir=absolute_url(config.run.dir),
@@ -177,8 +177,8 @@ class HangWatch:
 
     def _event(self, found: HangDiagnosis, mark: ProgressMark, text: str) -> Hang:
         first = found.guilty[0] if found.guilty else self._status(mark)
-        met = self._met
-        name = f"{met.incarnation.name}-r{self._identity.rank:05d}" if met is not None else ""
+        context = self._context
+        name = f"{context.incarnation.name}-r{self._identity.rank:05d}" if context is not None else ""
         return Hang(
             guilty=tuple(one.name for one in found.guilty),
             hosts=tuple(sorted({one.host for one in found.guilty})),

@@ -18,14 +18,13 @@ from elastictrain.checkpoint.peers.placement import replica_sources_of, roster_f
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import Message, RunFacts
 from elastictrain.checkpoint.signing import proof_of
-from elastictrain.config.composed import RunConfig
 from elastictrain.errors import CheckpointError
 from elastictrain.identity import Identity
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.settings import own_address
 from elastictrain.storage.opening import absolute_url
-from elastictrain.train.bringup import Started
-from elastictrain.train.signing import signing_key
+from elastictrain.train.checks import signing_key
+from elastictrain.train.context import TrainContext
 from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,9 +48,10 @@ class SnapshotMemory:
     """The ranks of other hosts whose replicas this host keeps."""
 
 
-def start_keeper(config: RunConfig, identity: Identity, started: Started, *, agent: int) -> SaverLink | None:
+def start_keeper(context: TrainContext, *, agent: int) -> SaverLink | None:
     """Begin to reach this host's keeper; None if this host keeps nothing in memory. `agent` is the process that would start
     this worker again. Raises: ConfigError if host memory cannot be used as configured."""
+    config, identity = context.config, context.identity
     options = config.checkpoint
     if options.buffers == 0:
         return None
@@ -81,24 +81,24 @@ def start_keeper(config: RunConfig, identity: Identity, started: Started, *, age
             "rank": identity.rank,
             "ranks": ranks,
             "world_size": identity.world_size,
-            "incarnation": started.met.incarnation.name,
+            "incarnation": context.incarnation.name,
             "agent": agent,
             "address": _address(identity),
             "port": 0,
             "key": proof_of(signing_key(config)),
         },
         starts=identity.local_rank == 0,
-        record=started.met.journal.record,
+        record=context.journal.record,
     )
     link.start()
     return link
 
 
-def meet_keepers(config: RunConfig, identity: Identity, started: Started, link: SaverLink | None) -> SnapshotMemory | None:
+def meet_keepers(context: TrainContext, link: SaverLink | None) -> SnapshotMemory | None:
     """Make the keepers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
+    config, identity, group = context.config, context.identity, context.group.control
     if config.checkpoint.buffers == 0:
         return None
-    group = started.group.control
     error = "a host keeps nothing in memory" if link is None else ""
     if link is not None:
         try:

@@ -24,22 +24,26 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class SaveStatus:
-    """What one rank says while all wait for one save. All decide by the words of all, and so alike."""
+    """What one rank says while all wait for one save. All decide by what all say, and so alike."""
 
     left_s: float | None
     """Until it has to go; None: nobody asked it to, or nobody said by when."""
 
-    sending: bool
+    sending: bool = False
     """Whether its host still sends replicas."""
 
-    unsent: bool
+    unsent: bool = False
     """Whether they did not arrive."""
 
     saved: bool = False
-    """Whether the keeper has committed the step; rank 0 alone knows."""
+    """Whether the saver has committed the step; rank 0 alone knows."""
 
     error: str = ""
-    """Why it has not, and will not."""
+    """Why the save comes to nothing."""
+
+    busy: tuple[bool, ...] = ()
+    torn: tuple[bool, ...] = ()
+    """Of its slots, as in `StepFlags`."""
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
@@ -77,20 +81,20 @@ class LeaveDecision:
     """Why the save came to nothing, while there is time to try it again."""
 
 
-def judge(words: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
+def judge(told: Sequence[SaveStatus], *, replicating: bool) -> LeaveDecision | None:
     """Whether waiting is over, from what the ranks say in one round; None if not.
 
     `replicating`: whether replicas of the step were asked for. Storage is waited for as long as there is time, and what the
     peers have counts only when there is none.
     """
-    left = least([word.left_s for word in words])
+    left = least([one.left_s for one in told])
     limited = left is not None
-    if any(word.saved for word in words):
+    if any(one.saved for one in told):
         return LeaveDecision("storage", limited)
-    tier: Tier = "peer" if replicating and not any(word.sending or word.unsent for word in words) else "memory"
+    tier: Tier = "peer" if replicating and not any(one.sending or one.unsent for one in told) else "memory"
     if left is not None and left <= 0:
         return LeaveDecision(tier, limited)
-    error = next((word.error for word in words if word.error), "")
+    error = next((one.error for one in told if one.error), "")
     return LeaveDecision(tier, limited, error) if error else None
 
 

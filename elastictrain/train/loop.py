@@ -1,268 +1,226 @@
 """The loop: steps, and what follows each of them."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
-from elastictrain.config.composed import RunConfig
 from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger
-from elastictrain.data.loader import MicroBatch
+from elastictrain.data.loader import Loader, MicroBatch
+from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import StopRequestedError
-from elastictrain.events import Evaluated, Event, Skip, Step
-from elastictrain.fault.stop import StopRequest
-from elastictrain.identity import Identity
-from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.train.cadence import Following, Intervals, SaveReason, after_step
+from elastictrain.events import Evaluated, Skip, Step
+from elastictrain.fault.reasons import leave_begun
+from elastictrain.train.cadence import Intervals, SaveReason, StepActions, after_step
+from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import Reached
+from elastictrain.train.observing import Observer
 from elastictrain.train.optimizer import learning_rate
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import Saving
-from elastictrain.train.skipping import check_skips, count_step
-from elastictrain.train.state import TrainState
-from elastictrain.train.step import Flags, PendingStep, Stepper
-
-logger = logging.getLogger(__name__)
+from elastictrain.train.snapshot_saving import Saving
+from elastictrain.train.state import TrainState, check_skips, count_step
+from elastictrain.train.step import PendingStep, StepFlags, Stepper
 
 
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One settled step, for people."""
+@dataclass(slots=True)
+class Loop:
+    """Runs from the state's step to the last one, or to an agreed stop."""
 
-    step: int
-    loss: float
-    rate: float
-    grad_norm: float
-    step_s: float
-    tokens_per_s: float
-    skipped_total: int
-
-
-class Observer(Protocol):
-    """Shows a person what happens; only rank 0 has one that does anything."""
-
-    def on_step(self, report: StepReport) -> None:
-        """A step is settled."""
-
-    def on_eval(self, step: int, loss: float) -> None:
-        """An evaluation is done."""
-
-    def say(self, text: str) -> None:
-        """Show a line of text."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """What the ranks agreed on in one step."""
-
-    stop: bool = False
-    save: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """What the loop works with; put together in build.py."""
-
-    config: RunConfig
-    identity: Identity
+    context: TrainContext
     state: TrainState
     stepper: Stepper
-    micro_batches: Iterator[MicroBatch]
+    loader: Loader
     saving: Saving
     comparison: ReplicaComparison
     evaluator: Evaluator | None
     ledger: Ledger | None
     observer: Observer
-    record: Callable[[Event], None]
-    tracker: ProgressTracker
-    stop_request: Callable[[], StopRequest | None]
-    any_reason: Callable[[str], str]
-    """The first reason to stop that a rank has, of those that all pass (empty: none). Collective: yes."""
-
+    tokens_per_sample: int
     in_storage: bool
     """Whether the state that was restored is there, or there is none."""
 
-    on_first_step: Callable[[], None]
-    tokens_per_sample: int
     clock: Callable[[], float] = time.monotonic
+    reached: Reached = field(init=False)
+    """What a next start can go on from."""
 
+    _intervals: Intervals = field(init=False)
+    _passes: int = field(init=False)
+    _first_step: int = field(init=False)
+    _last_save_s: float = field(init=False)
+    _last_save_step: int = field(default=0, init=False)
+    _last_finished_s: float = field(init=False)
 
-class Loop:
-    """Runs from the state's step to the last one, or to an agreed stop."""
-
-    def __init__(self, parts: LoopParts) -> None:
-        self._parts = parts
-        config = parts.config
-        self._intervals = Intervals(
-            total_steps=config.train.steps,
-            save_every=config.checkpoint.every_steps,
-            eval_every=config.train.eval_every_steps if parts.evaluator else 0,
-            log_every=config.telemetry.log_every_steps,
-        )
-        identity = parts.identity
+    def __post_init__(self) -> None:
+        config = self.context.config
+        self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
+        eval_every = config.train.eval_every_steps if self.evaluator else 0
+        self._intervals = Intervals(config.train.steps, config.checkpoint.every_steps, eval_every)
+        identity = self.context.identity
         share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
         self._passes = share.passes_per_step
-        self._last_save_s = parts.clock()
-        self._last_save_step = 0
-        self._last_settled_s = parts.clock()
-        self._first_step = parts.state.step + 1
-        self.reached = Reached(parts.state.step, "storage" if parts.state.step else "nothing")
-        """What a next start can go on from."""
+        self._first_step = self.state.step + 1
+        self._last_save_s = self._last_finished_s = self.clock()
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
-        state = self._parts.state
-        done = state.step >= self._intervals.total_steps
+        state, total_steps = self.state, self._intervals.total_steps
+        done = state.step >= total_steps
         if done:
-            self._parts.observer.say(
-                f"nothing left to do: step {state.step} is done, and `train.steps` is {self._intervals.total_steps}"
-            )
+            self.observer.say(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
         # Restoring took time, and compiling will.
-        asked = self._any_reason()
-        if (done or asked) and not self._parts.in_storage:
+        asked = self.context.any_stop_reason()
+        if (done or asked) and not self.in_storage:
             # It was restored from memory, which is given back when the run is done, or may be gone with its host.
-            self._parts.saving.first_step_done()
+            self.saving.first_step_done()
             self._save_and_leave(state.step, "end" if done else "stop", reason=asked)
         elif asked and not done:
             raise StopRequestedError(asked)
         self._train()
 
+    def close(self, *, finished: bool) -> None:
+        """End the loader's workers and everything that writes. `finished`: the run is complete."""
+        self.saving.close(finished=finished)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """The same after a failure: the saver finds out by itself that this worker is gone, and tells the others."""
+        self.loader.close()
+        if self.ledger is not None:
+            self.ledger.close()
+        self.observer.close()
+
     def _train(self) -> None:
-        state, saving = self._parts.state, self._parts.saving
+        state, saving = self.state, self.saving
         pending: PendingStep | None = None
-        # What the ranks agreed on in a step that was settled at once; it is acted upon after the next, like any other.
-        carried = Agreed()
+        # What the ranks agreed on in a step that was finished at once; it is acted upon after the next, like any other.
+        deferred = StepFlags()
         while state.step < self._intervals.total_steps:
             step = state.step + 1
-            started = self._launch(step)
+            launched = self._launch(step)
             state.step = step
-            self._parts.comparison.step_launched(step)
+            self.comparison.step_launched(step)
             # The figures of the step before are on the host by now, or soon: reading them late keeps the device busy.
-            agreed = self._settle(pending) if pending else carried
-            pending, carried = started, Agreed()
-            following = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=agreed.save or saving.owes)
-            early = not following.leave and not saving.needs_settled
+            agreed = self._finish(pending) if pending else deferred
+            pending, deferred = launched, StepFlags()
+            save_agreed = agreed.save or saving.save_pending
+            actions = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=save_agreed)
+            early = not actions.leave and not saving.requires_finished_step
             if early:
-                self._save(step, following)
-            if step == self._first_step or following.leave or following.evaluate or (following.save and not early):
-                settled, pending = self._settle(pending), None
-                carried = Agreed(settled.stop, settled.save and following.save is None)
+                self._save(step, actions)
+            if step == self._first_step or actions.leave or actions.evaluate or (actions.save and not early):
+                finished, pending = self._finish(pending), None
+                deferred = StepFlags(finished.stop, finished.save and actions.save is None)
             if step == self._first_step:
-                self._parts.tracker.first_step_done()
-                self._parts.on_first_step()
-                saving.first_step_done()
-                if not following.leave and self._any_reason():
-                    # It took as long as many others, and with nothing under way leaving two steps later gains nothing.
-                    following = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
-            self._follow(step, following, saved=early)
+                self._on_first_step()
+                if not actions.leave and self.context.any_stop_reason():
+                    # No step is in flight after the first one, so stop here instead of two steps later.
+                    actions = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
+            self._follow(step, actions, saved=early)
 
     def _launch(self, step: int) -> PendingStep:
-        parts = self._parts
-        overdue_s = 60 * parts.config.checkpoint.every_minutes
-        flags = Flags(
-            stop=parts.stop_request() is not None,
+        config = self.context.config
+        overdue_s = 60 * config.checkpoint.every_minutes
+        flags = replace(
+            self.saving.flags(step),
+            stop=self.context.stop_request() is not None,
             # One rank's clock decides, and the reduction tells the others.
-            save=parts.identity.rank == 0 and overdue_s > 0 and parts.clock() - self._last_save_s >= overdue_s,
-            notes=parts.saving.notes(step),
+            save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
         )
-        rate = learning_rate(step, parts.config.optim, total_steps=self._intervals.total_steps)
+        rate = learning_rate(step, config.optim, total_steps=self._intervals.total_steps)
         taken: list[MicroBatch] = []
-        source = parts.micro_batches if parts.ledger is None else _noting(parts.micro_batches, taken)
-        pending = parts.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
-        if parts.ledger is not None:
-            parts.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in taken])
+        source = self.loader if self.ledger is None else _noting(self.loader, taken)
+        pending = self.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
+        if self.ledger is not None:
+            self.ledger.record(step, consumed=[(one.portion, one.sample_ids) for one in taken])
         return pending
 
-    def _settle(self, pending: PendingStep) -> Agreed:
+    def _finish(self, pending: PendingStep) -> StepFlags:
         """Take a step's figures: events, skip counts, and what the ranks agreed on."""
-        parts = self._parts
-        facts = pending.facts()
-        now = parts.clock()
-        step_s, self._last_settled_s = now - self._last_settled_s, now
-        batch = parts.config.train.global_batch
-        positions = ((facts.step - 1) * batch, facts.step * batch)
-        tokens_per_s = batch * parts.tokens_per_sample / max(step_s, 1e-9)
-        before = parts.state.skips.total
-        skips = parts.state.skips = count_step(parts.state.skips, loss=facts.loss, grad_norm=facts.grad_norm)
-        if parts.identity.speaks:
-            parts.record(
-                Step(
-                    step=facts.step,
-                    loss=facts.loss,
-                    lr=facts.rate,
-                    grad_norm=facts.grad_norm,
-                    positions=positions,
-                    tokens_per_s=tokens_per_s,
-                )
-            )
-        if skips.total > before and parts.identity.speaks:
-            parts.record(
+        config, record = self.context.config, self.context.journal.record
+        speaks = self.context.identity.speaks
+        result = pending.result()
+        now = self.clock()
+        step_s, self._last_finished_s = now - self._last_finished_s, now
+        batch = config.train.global_batch
+        step = Step(
+            step=result.step,
+            loss=result.loss,
+            lr=result.rate,
+            grad_norm=result.grad_norm,
+            positions=((result.step - 1) * batch, result.step * batch),
+            tokens_per_s=batch * self.tokens_per_sample / max(step_s, 1e-9),
+        )
+        if speaks:
+            record(step)
+        skipped_before = self.state.skips.total
+        skips = self.state.skips = count_step(self.state.skips, loss=step.loss, grad_norm=step.grad_norm)
+        if skips.total > skipped_before and speaks:
+            record(
                 Skip(
-                    step=facts.step,
-                    loss=facts.loss,
-                    grad_norm=facts.grad_norm,
-                    positions=positions,
+                    step=step.step,
+                    loss=step.loss,
+                    grad_norm=step.grad_norm,
+                    positions=step.positions,
                     in_a_row=skips.in_a_row,
                 )
             )
-            parts.observer.say(
-                f"step {facts.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)"
-            )
-        check_skips(skips, max_skipped=parts.config.train.max_skipped, step=facts.step, loss=facts.loss)
-        parts.observer.on_step(
-            StepReport(facts.step, facts.loss, facts.rate, facts.grad_norm, step_s, tokens_per_s, skips.total)
-        )
+            self.observer.say(f"step {step.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)")
+        check_skips(skips, max_skipped=config.train.max_skipped, step=step.step, loss=step.loss)
+        self.observer.on_step(step, step_s=step_s, skipped_total=skips.total)
         # Before saving counts the step as whole.
-        parts.comparison.check(facts.step)
-        parts.saving.settled(facts.step)
-        parts.saving.hear(facts.step, facts.notes)
+        self.comparison.check(step.step)
+        self.saving.step_finished(step.step)
+        self.saving.on_flags(step.step, result.flags)
         # Whoever asked before the last save began has been served by it.
-        return Agreed(facts.stop, facts.save and facts.step > self._last_save_step)
+        return replace(result.flags, save=result.flags.save and step.step > self._last_save_step)
 
-    def _follow(self, step: int, following: Following, *, saved: bool) -> None:
+    def _on_first_step(self) -> None:
+        """Compilation and other things that are done once are over: from now on limits are tight."""
+        context = self.context
+        context.tracker.first_step_done()
+        groups, timeout_s = self.stepper.wrapped.groups, context.config.fault.step_timeout_s
+        limit_collectives(groups, backend=context.backend, timeout_s=timeout_s)
+        if context.identity.launcher is not None and context.identity.local_rank == 0:
+            leave_begun(context.identity.launcher.folder, resumed_step=self._first_step - 1)
+        self.saving.first_step_done()
+
+    def _follow(self, step: int, actions: StepActions, *, saved: bool) -> None:
         """`saved`: what is to be saved is on its way already. Raises: StopRequestedError."""
-        if following.evaluate and not self._evaluate(step):
+        if actions.evaluate and not self._evaluate(step):
             # Asked to stop while it ran: nothing is under way, so this is the step.
-            following = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
-        if following.leave and following.save:
-            self._save_and_leave(step, following.save, reason=self._any_reason())
-        elif following.save and not saved:
-            self._save(step, following)
-        if following.evaluate or (following.save and not saved):
-            self._last_settled_s = self._parts.clock()
+            actions = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
+        if actions.leave and actions.save:
+            self._save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
+        elif actions.save and not saved:
+            self._save(step, actions)
+        if actions.evaluate or (actions.save and not saved):
+            self._last_finished_s = self.clock()
 
-    def _save(self, step: int, following: Following) -> None:
-        if following.save:
+    def _save(self, step: int, actions: StepActions) -> None:
+        if actions.save:
             # Of the attempt, not of success: a store that fails is not asked again at each step.
-            self._last_save_s, self._last_save_step = self._parts.clock(), step
-        self._parts.saving.snapshot(step, reason=following.save)
+            self._last_save_s, self._last_save_step = self.clock(), step
+        self.saving.snapshot(step, reason=actions.save)
 
     def _save_and_leave(self, step: int, save: SaveReason, *, reason: str) -> None:
         """Raises: StopRequestedError if the run is not complete, or its last step not in storage."""
-        self.reached = self._parts.saving.save_now(step, save)
+        self.reached = self.saving.save_now(step, save)
         if save == "stop" or self.reached != Reached(step, "storage"):
-            raise StopRequestedError(reason or self._any_reason() or "another rank was asked to stop")
-
-    def _any_reason(self) -> str:
-        request = self._parts.stop_request()
-        return self._parts.any_reason(request.reason if request is not None else "")
+            raise StopRequestedError(reason or self.context.any_stop_reason() or "another rank was asked to stop")
 
     def _evaluate(self, step: int) -> bool:
         """Whether it ran to its end; else all ranks know that they are asked to stop."""
-        parts = self._parts
-        evaluator = parts.evaluator
-        if evaluator is None:
+        if self.evaluator is None:
             return True
-        began = parts.clock()
-        loss = evaluator.run(step, leave=lambda: bool(self._any_reason()))
+        began = self.clock()
+        loss = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
         if loss is None:
             return False
-        if parts.identity.speaks:
-            parts.record(Evaluated(step=step, loss=loss, samples=evaluator.num_samples, seconds=parts.clock() - began))
-        parts.observer.on_eval(step, loss)
+        if self.context.identity.speaks:
+            seconds = self.clock() - began
+            self.context.journal.record(Evaluated(step=step, loss=loss, samples=self.evaluator.num_samples, seconds=seconds))
+        self.observer.on_eval(step, loss)
         return True
 
 

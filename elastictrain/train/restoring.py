@@ -5,36 +5,48 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.checkpoint.manifest import counters_of
 from elastictrain.checkpoint.memory_restore import MemoryRestore
-from elastictrain.config.composed import RunConfig
+from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.config.digest import config_digest
-from elastictrain.errors import DataError, Problem
+from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume
-from elastictrain.identity import Identity
-from elastictrain.train.bringup import Started
-from elastictrain.train.signing import agreed_key
+from elastictrain.train.checks import signing_key
+from elastictrain.train.context import TrainContext
 from elastictrain.train.state import TrainState
 
 
-def make_checkpointer(config: RunConfig, identity: Identity, started: Started) -> Checkpointer:
+def make_checkpointer(context: TrainContext) -> Checkpointer:
     """The checkpointer of this rank. Collective: yes. Raises: ConfigError if ranks have no key, or not all the same one."""
-    signing = agreed_key(config, group=started.group.control)
-    job = started.met.job.read() if identity.rank == 0 else JobMemory()
+    config, identity, incarnation = context.config, context.identity, context.incarnation.name
     return Checkpointer(
-        started.store,
+        context.store,
         options=config.checkpoint,
-        group=started.group.control,
+        group=context.group.control,
         rank=identity.rank,
         world_size=identity.world_size,
-        incarnation=started.met.incarnation.name,
+        incarnation=incarnation,
         config_digest=config_digest(config),
-        record=started.met.journal.record,
-        job=job,
-        generation=number_of(started.met.incarnation.name),
-        signing=signing,
+        record=context.journal.record,
+        job=context.job.read() if identity.rank == 0 else JobMemory(),
+        generation=number_of(incarnation),
+        signing=_agreed_key(context),
     )
+
+
+def _agreed_key(context: TrainContext) -> SigningKey | None:
+    """The key that signs checkpoints, where all ranks have the same one. Collective: yes. Raises: ConfigError on all if not."""
+    key = signing_key(context.config)
+    if key is None:
+        return None
+    proofs = gather_json(proof_of(key), group=context.group.control)
+    others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
+    if others:
+        message = f"must name the same secret on all hosts, but {key.name} of rank {others[0]} is another"
+        raise ConfigError([Problem("checkpoint.key_env", message)])
+    return key
 
 
 def restore(

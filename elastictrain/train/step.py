@@ -1,7 +1,8 @@
 """One optimizer step: micro-batches, one reduction, one update; nothing in it waits for the device."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -19,45 +20,84 @@ from elastictrain.train.seeding import derive_seed, seed_everything
 from elastictrain.train.task import Task
 
 # The vector that ranks sum once per step. Flags ride along, so that agreeing on a stop costs no collective of its own.
-_LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _STOP, _SAVE = range(5)
+_LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _FLAGS = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Flags:
-    """What this rank wants; the group does it if any rank does."""
+class StepFlags:
+    """What a rank wants, or knows of its saves, when it begins a step; and summed over all ranks, what any of them does."""
 
     stop: bool = False
     save: bool = False
-    notes: tuple[bool, ...] = ()
-    """What saving has to say; always as many."""
+    """A save is due by the clock of rank 0."""
+
+    unsaved: bool = False
+    """A save is on its way to storage; rank 0 alone knows."""
+
+    unusable: bool = False
+    """The rank can take no snapshots."""
+
+    sending: bool = False
+    """Its host still sends replicas."""
+
+    unsent: bool = False
+    """They did not arrive."""
+
+    failed_saves: int = 0
+    """How many saves in a row have failed; rank 0 alone knows."""
+
+    busy: tuple[bool, ...] = ()
+    """Of each slot for snapshots: it cannot be written now."""
+
+    torn: tuple[bool, ...] = ()
+    """Of each slot: its snapshot is not whole."""
+
+    def encode(self) -> list[float]:
+        """Numbers that ranks can sum, in the order of the fields; as many on all ranks."""
+        *flags, busy, torn = astuple(self)
+        return [*map(float, flags), *busy, *torn]
+
+    @classmethod
+    def decode(cls, sums: Sequence[float]) -> Self:
+        """From the sums over all ranks."""
+        stop, save, unsaved, unusable, sending, unsent, failed_saves, *slots = sums
+        place = len(slots) // 2
+        return cls(
+            stop=stop > 0,
+            save=save > 0,
+            unsaved=unsaved > 0,
+            unusable=unusable > 0,
+            sending=sending > 0,
+            unsent=unsent > 0,
+            failed_saves=int(failed_saves),
+            busy=tuple(one > 0 for one in slots[:place]),
+            torn=tuple(one > 0 for one in slots[place:]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class StepResult:
     """What a step came to, the same on every rank."""
 
     step: int
     rate: float
     loss: float
     grad_norm: float
-    stop: bool
-    save: bool
-    notes: tuple[bool, ...] = ()
-    """Whether any rank had it to say."""
+    flags: StepFlags
 
 
 class PendingStep:
-    """A step whose figures are on their way from the device; `facts` waits for them and for nothing after them."""
+    """A step whose figures are on their way from the device; `result` waits for them and for nothing after them."""
 
     def __init__(self, figures: Tensor, *, step: int, rate: float) -> None:
         self._step = step
         self._rate = rate
         self._figures = HostCopy(figures)
 
-    def facts(self) -> StepFacts:
+    def result(self) -> StepResult:
         """The step's figures on the host."""
-        loss, grad_norm, stop, save, *notes = self._figures.wait().tolist()
-        return StepFacts(self._step, self._rate, loss, grad_norm, stop > 0, save > 0, tuple(note > 0 for note in notes))
+        loss, grad_norm, *sums = self._figures.wait().tolist()
+        return StepResult(self._step, self._rate, loss, grad_norm, StepFlags.decode(sums))
 
 
 class Stepper:
@@ -81,7 +121,7 @@ class Stepper:
     ) -> None:
         """`before_update` is called when all of a step's work but the update is under way."""
         self._task = task
-        self._wrapped = wrapped
+        self.wrapped = wrapped
         self._optimizer = optimizer
         self._clip_norm = clip_norm
         self._seed = seed
@@ -93,14 +133,14 @@ class Stepper:
         # Each shard exists this many times in the group, so that the sum over ranks counts its squares as often.
         self._copies = wrapped.shape.replicas
 
-    def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: Flags) -> PendingStep:
+    def run(self, step: int, micro_batches: Iterator[MicroBatch], *, passes: int, rate: float, flags: StepFlags) -> PendingStep:
         """Take `passes` micro-batches and commit the step `step` (from 1). Collective: yes."""
-        figures = torch.tensor([0.0, 0.0, 0.0, flags.stop, flags.save, *flags.notes], dtype=torch.float64)
+        figures = torch.tensor([0.0] * _FLAGS + flags.encode(), dtype=torch.float64)
         figures = figures.to(self._device, non_blocking=True)
         for index in range(passes):
             self._tracker.set_phase(Phase.DATA, step=step, micro_batch=index)
             micro_batch = next(micro_batches)
-            with accumulation(self._wrapped.module, last=index == passes - 1):
+            with accumulation(self.wrapped.module, last=index == passes - 1):
                 self._pass(step, index, micro_batch, figures)
         self._tracker.set_phase(Phase.REDUCE, step=step)
         figures[_GRAD_SQUARES] = self._grad_squares()
@@ -112,8 +152,8 @@ class Stepper:
     def _pass(self, step: int, index: int, micro_batch: MicroBatch, figures: Tensor) -> None:
         self._tracker.set_phase(Phase.FORWARD, step=step, micro_batch=index)
         seed_everything(derive_seed(self._seed, "micro-batch", step, micro_batch.portion.first))
-        with self._wrapped.precision_context():
-            output = self._task.loss(self._wrapped.module, to_device(micro_batch.batch, self._device))
+        with self.wrapped.precision_context():
+            output = self._task.loss(self.wrapped.module, to_device(micro_batch.batch, self._device))
         counts = 1.0 if micro_batch.portion.counts else 0.0
         figures[_LOSS_SUM] += output.loss_sum.detach() * counts
         figures[_WEIGHT] += output.weight * counts
@@ -133,7 +173,7 @@ class Stepper:
         weight = figures[_WEIGHT]
         loss = figures[_LOSS_SUM] / weight
         # What the backward passes left in .grad, times this, is the gradient of the mean loss.
-        to_mean = self._wrapped.gradient_divisor / weight
+        to_mean = self.wrapped.gradient_divisor / weight
         norm = figures[_GRAD_SQUARES].sqrt() * to_mean
         clip = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0) if self._clip_norm > 0 else torch.ones_like(norm)
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -143,7 +183,7 @@ class Stepper:
         set_learning_rate(self._optimizer, rate)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return torch.cat((torch.stack((loss, norm)), figures[_STOP:]))
+        return torch.cat((torch.stack((loss, norm)), figures[_FLAGS:]))
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

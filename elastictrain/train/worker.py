@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -34,12 +33,15 @@ from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import LostPeer, Others, Overdue, Watchdog
 from elastictrain.storage.opening import without_sync
+from elastictrain.storage.store import Store
 from elastictrain.telemetry.log import LogPrefix, set_up_logging
-from elastictrain.train.bringup import Met, bring_up
-from elastictrain.train.build import Built, build
+from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.build import build
+from elastictrain.train.context import TrainContext
+from elastictrain.train.evaluate import show_sample
 from elastictrain.train.hang_watch import Accusation, HangWatch
 from elastictrain.train.keepers import start_keeper
-from elastictrain.train.leaving import Reached, describe
+from elastictrain.train.leaving import describe
 from elastictrain.train.loop import Loop
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
@@ -68,8 +70,8 @@ class Worker:
         )
         self._prefix = LogPrefix(identity.rank, step=lambda: self._tracker.mark.step)
         self._ending = threading.Lock()
-        self._met: Met | None = None
-        self._built: Built | None = None
+        self._context: TrainContext | None = None
+        self._loop: Loop | None = None
         self._link: SaverLink | None = None
         self._backend = ""
 
@@ -93,48 +95,42 @@ class Worker:
         except BaseException as error:  # noqa: BLE001  # the edge of the process: everything that ends it is accounted for
             code = self._end_failed(error)
         finally:
-            if self._met is not None and self._met.lease is not None:
+            if self._context is not None and self._context.lease is not None:
                 # A restart after a failure is still the same owner.
-                self._met.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
+                self._context.lease.close(give_back=code in (EXIT_OK, EXIT_STOPPED))
             # The stop listener stays: a SIGTERM while this process leaves must not change its exit code.
             self._watchdog.close()
         return code
 
     def _train(self) -> int:
-        config, identity = self._config, self._identity
-        started = bring_up(
-            config,
-            identity,
+        context = meet_ranks(
+            self._config,
+            self._identity,
             tracker=self._tracker,
             stop_request=lambda: self._stop.request,
-            on_meeting=self._take_note,
             parent=self._parent,
             on_lost=self._end_without_lease,
         )
-        self._backend = started.group.backend
-        self._link = start_keeper(config, identity, started, agent=self._starter())
-        built = build(
-            config,
-            identity,
-            started,
-            tracker=self._tracker,
-            stop_request=lambda: self._stop.request,
-            link=self._link,
-        )
-        self._built = built
-        loop = Loop(built.loop)
+        # From now on failures can be recorded.
+        self._context = context
+        self._prefix.incarnation = context.incarnation.name
+        self._hangs.begin(context)
+        form_group(context)
+        self._backend = context.backend
+        self._link = start_keeper(context, agent=self._starter())
+        loop = self._loop = build(context, self._link)
         code, reason = EXIT_OK, "done"
         try:
             loop.run()
-            self._tracker.set_phase(Phase.EVAL, step=built.loop.state.step)
-            built.show_sample()
+            self._tracker.set_phase(Phase.EVAL, step=loop.state.step)
+            show_sample(context, loop.stepper.wrapped, say=loop.observer.say)
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
-        self._tracker.set_phase(Phase.END, step=built.loop.state.step)
-        self._say_goodbye(built, code=code, reason=reason, reached=loop.reached)
-        leave(started.group)
+        self._tracker.set_phase(Phase.END, step=loop.state.step)
+        self._end_in_order(context, loop, code=code, reason=reason)
+        leave(context.group)
         self._hangs.close()
-        started.met.journal.close()
+        context.journal.close()
         return code
 
     def _starter(self) -> int:
@@ -144,37 +140,29 @@ class Worker:
             return self._identity.launcher.pid
         return self._parent if self._identity.launched else os.getpid()
 
-    def _take_note(self, met: Met) -> None:
-        """From now on failures can be recorded."""
-        self._met = met
-        self._prefix.incarnation = met.incarnation.name
-        self._hangs.begin(met)
-
-    def _say_goodbye(self, built: Built, *, code: int, reason: str, reached: Reached) -> None:
-        step = built.loop.state.step
-        # Said before anything is closed: storage that is slow may keep us from coming back.
+    def _end_in_order(self, context: TrainContext, loop: Loop, *, code: int, reason: str) -> None:
+        step, reached = loop.state.step, loop.reached
+        # Told before anything is closed: storage that is slow may keep us from coming back.
         self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
         if code == EXIT_STOPPED:
-            self._leave_in_time()
-        if self._met is not None and self._identity.speaks:
+            self._limit_stop()
+        if self._identity.speaks:
             seconds, saved = time.monotonic() - self._began_s, reached.tier
-            self._met.journal.record(
+            context.journal.record(
                 Stop(step=step, reason=reason, exit_code=code, seconds=seconds, saved=saved, saved_step=reached.step)
             )
         if self._identity.speaks and code == EXIT_STOPPED:
-            several = self._identity.local_world_size < self._identity.world_size
-            where = describe(reached, step=step, run_dir=self._config.run.dir, several_hosts=several)
+            where = describe(reached, step=step, run_dir=self._config.run.dir, several_hosts=not self._identity.only_host)
             # Through the observer: on a terminal there is a bar to keep whole.
-            built.loop.observer.say(
+            loop.observer.say(
                 f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
             )
-        built.close(finished=code == EXIT_OK)
-        if self._met is not None:
-            self._met.heartbeats.close()
-            # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
-            self._met.journal.flush()
+        loop.close(finished=code == EXIT_OK)
+        context.heartbeats.close()
+        # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
+        context.journal.flush()
 
-    def _leave_in_time(self) -> None:
+    def _limit_stop(self) -> None:
         """What is left to do is not worth being killed over."""
         request = self._stop.request
         if request is not None and request.deadline_s is not None:
@@ -191,7 +179,7 @@ class Worker:
         if what.alone:
             self._hangs.tell_others()
         stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
-        self._report(what, stack=stack, heard=heard)
+        self._report(what, heard=heard, stack=stack)
         return what.exit_code
 
     def _classify(self, error: BaseException, last_heard: Mapping[str, str]) -> ExitClassification:
@@ -210,11 +198,8 @@ class Worker:
             sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
             stack = _all_stacks() if overdue.show_stacks else ""
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
-            if overdue.show_stacks:
-                self._report(what, stack=stack, heard=heard, accusation=accusation)
-            else:
-                # Another rank is gone, or training had not begun: nothing is to be learnt here, and others wait for it.
-                self._report_briefly(what, heard=heard)
+            # Without stacks: another rank is gone, or training had not begun. Nothing is to be learnt here.
+            self._report(what, heard=heard, stack=stack, accusation=accusation, brief=not overdue.show_stacks)
         finally:
             os._exit(overdue.exit_code)
 
@@ -223,7 +208,7 @@ class Worker:
         self._limit_the_end(EXIT_STOPPED)
         self._hangs.announce_ending()
         try:
-            self._report_briefly(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={})
+            self._report(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={}, brief=True)
         finally:
             os._exit(EXIT_STOPPED)
 
@@ -237,36 +222,44 @@ class Worker:
         """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
         limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
 
-    def _report_briefly(self, what: ExitClassification, *, heard: Mapping[str, str]) -> None:
-        """What ended this rank is told elsewhere: nothing here waits for a disk, or for a device whose peer is torn down."""
-        with self._ending:
-            mark = self._announce(what, stack="")
-            if self._met is None:
-                return
-            # Only what was read before: a device whose peer is being torn down may not answer any more.
-            key, trace = self._flight_key(self._met), self._hangs.trace
-            failure = _failure(what, mark=mark, heard=heard, flight_recorder=key if trace is not None else None)
-            within(self._config.fault.shutdown_grace_s / 2, partial(_record_and_send, self._met.journal, failure))
-            if trace is not None:
-                within(_FLIGHT_RECORDER_LIMIT_S, partial(without_sync(self._met.store).write, key, trace.encode()))
-
     def _report(
-        self, what: ExitClassification, *, stack: str, heard: Mapping[str, str], accusation: Accusation | None = None
+        self,
+        what: ExitClassification,
+        *,
+        heard: Mapping[str, str],
+        stack: str = "",
+        accusation: Accusation | None = None,
+        brief: bool = False,
     ) -> None:
+        """`brief`: what ended this rank is told elsewhere, and others wait for its end. Then nothing waits for a disk or
+        asks a device whose peer is being torn down, and which may not answer any more."""
         with self._ending:
             mark = self._announce(what, stack=stack)
-            if self._met is None:
+            context, limit_s = self._context, self._config.fault.shutdown_grace_s / 2
+            if context is None:
                 return
-            if accusation is not None:
+            if accusation is not None and not brief:
                 self._hangs.keep(accusation)
-            key = self._flight_key(self._met)
-            recorded = key if self._config.fault.flight_recorder_entries else None
-            failure = _failure(what, mark=mark, heard=heard, flight_recorder=recorded)
+            trace = self._hangs.trace
+            expected = trace is not None if brief else self._config.fault.flight_recorder_entries > 0
+            key = f"flight/{context.incarnation.name}-r{self._identity.rank:05d}.json"
+            failure = Failure(
+                exit_code=what.exit_code,
+                error=what.sentence,
+                phase=str(mark.phase),
+                step=mark.step,
+                last_heard=heard,
+                flight_recorder=key if expected else None,
+            )
             # The main thread may hang in this very journal, since storage does.
-            within(self._config.fault.shutdown_grace_s / 2, partial(_record_last, self._met.journal, failure))
-            within(_FLIGHT_RECORDER_LIMIT_S, lambda: self._store_flight_recorder(key))
-            if self._built is not None:
-                within(self._config.fault.shutdown_grace_s / 2, self._built.abandon)
+            within(limit_s, lambda: _record_last(context.journal, failure, close=not brief))
+            if brief:
+                if trace is not None:
+                    within(_FLIGHT_RECORDER_LIMIT_S, lambda: without_sync(context.store).write(key, trace.encode()))
+                return
+            within(_FLIGHT_RECORDER_LIMIT_S, lambda: _store_flight_recorder(context.store, key, trace))
+            if self._loop is not None:
+                within(limit_s, self._loop.abandon)
 
     def _announce(self, what: ExitClassification, *, stack: str) -> ProgressMark:
         """Tell the person at the terminal, and the launcher; returns where this rank is."""
@@ -293,38 +286,23 @@ class Worker:
         limit_s = min(TURN_S, self._config.fault.shutdown_grace_s / 2)
         return elect_reporter(local_rank, ending=lambda: self._stop.request is not None, limit_s=limit_s)
 
-    def _flight_key(self, met: Met) -> str:
-        return f"flight/{met.incarnation.name}-r{self._identity.rank:05d}.json"
-
-    def _store_flight_recorder(self, key: str) -> None:
-        # In a hang the library may not answer any more: then what it said before is what there is.
-        trace = self._hangs.trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder)
-        if trace is not None and self._met is not None:
-            self._met.store.write(key, trace.encode())
-
     def _last_heard(self) -> dict[str, str]:
-        return self._met.heartbeats.last_heard() if self._met is not None else {}
+        return self._context.heartbeats.last_heard() if self._context is not None else {}
 
 
-def _failure(what: ExitClassification, *, mark: ProgressMark, heard: Mapping[str, str], flight_recorder: str | None) -> Failure:
-    return Failure(
-        exit_code=what.exit_code,
-        error=what.sentence,
-        phase=str(mark.phase),
-        step=mark.step,
-        last_heard=heard,
-        flight_recorder=flight_recorder,
-    )
-
-
-def _record_and_send(journal: Journal, failure: Failure) -> None:
+def _record_last(journal: Journal, failure: Failure, *, close: bool) -> None:
     journal.record(failure)
-    journal.flush()
+    if close:
+        journal.close()
+    else:
+        journal.flush()
 
 
-def _record_last(journal: Journal, failure: Failure) -> None:
-    journal.record(failure)
-    journal.close()
+def _store_flight_recorder(store: Store, key: str, trace: str | None) -> None:
+    # In a hang the library may not answer any more: then what it said before is what there is.
+    trace = trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder)
+    if trace is not None:
+        store.write(key, trace.encode())
 
 
 def _all_stacks() -> str:

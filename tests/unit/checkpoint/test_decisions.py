@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.checkpointer import FailedSaves, save_error
+from elastictrain.checkpoint.checkpointer import save_error
 from elastictrain.checkpoint.exchange import describe, revive
 from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
 from elastictrain.checkpoint.restore import LoadResult, describe_mismatch, result_of_all
@@ -17,7 +17,6 @@ from elastictrain.errors import (
     CheckpointError,
     ConfigError,
     InvalidCheckpointError,
-    SavesFailingError,
     StorageFullError,
     TransientStorageError,
 )
@@ -117,11 +116,3 @@ def test_error_of_a_save() -> None:
     mixed = save_error({0: StorageFullError("disk full"), 1: revive(describe(ValueError("oops")))}, url="u")
     assert type(mixed) is CheckpointError
     assert "rank 1: ValueError: oops" in str(mixed)
-
-
-def test_failed_saves() -> None:
-    count = FailedSaves(2).failed()
-    count.check(ValueError("x"))
-    assert count.succeeded().in_a_row == 0
-    with pytest.raises(SavesFailingError, match=r"2 checkpoints in a row.*max_failed_saves.*disk full"):
-        count.failed().check(StorageFullError("disk full"))

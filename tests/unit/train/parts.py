@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,10 @@ from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.mesh import mesh_shape
 from elastictrain.distributed.wrapping import Wrapped, finish, wrap
 from elastictrain.errors import ReplicasDivergedError
+from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.train.context import TrainContext
+from elastictrain.train.observing import Observer
 from elastictrain.train.task import LossOutput
 
 CPU = torch.device("cpu")
@@ -36,6 +42,29 @@ class FakeComparison:
     def check(self, step: int) -> None:
         if step in self.begun and self.diverge_at is not None and step >= self.diverge_at:
             raise ReplicasDivergedError(f"replicas differ after step {step}")
+
+
+def context_of(**parts: object) -> TrainContext:
+    """What a test needs of a context, and nothing else of it: alone, without a control group, and nothing to write to."""
+    usual: dict[str, object] = {
+        "identity": Identity(0, 1, 0, 1, "here", launched=False),
+        "tracker": ProgressTracker(),
+        "group": SimpleNamespace(control=None, device=CPU),
+        "journal": SimpleNamespace(record=lambda event: None, flush=lambda: None),
+        "job": SimpleNamespace(committed=lambda step: None),
+        "left_s": lambda: None,
+    }
+    return cast(TrainContext, SimpleNamespace(**{**usual, **parts}))
+
+
+@dataclass
+class FakeObserver(Observer):
+    """Remembers what was said."""
+
+    said: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
 
 
 class Net(nn.Module):

@@ -17,7 +17,8 @@ from elastictrain.fault.exits import encode, identify
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.train.bringup import Met, Started, Timings, bring_up
+from elastictrain.train.bringup import form_group, meet_ranks
+from elastictrain.train.context import Timings, TrainContext
 from tests.unit.train.parts import Points, Squares
 from tests.unit.train.test_loop import config
 
@@ -54,48 +55,47 @@ def of(folder: Path | str, **options: object) -> RunConfig:
 
 
 class Life:
-    """One incarnation of a world of one, with what was noted about its start."""
+    """One incarnation of a world of one."""
 
     def __init__(self, config: RunConfig, *, stop: StopRequest | None = None, identity: Identity = ALONE) -> None:
         self._config = config
         self._identity = identity
         self._stop = stop
         self.tracker = ProgressTracker()
-        self.met: list[Met] = []
-        self.where_met: list[tuple[Phase, bool]] = []
+        self.context: TrainContext | None = None
 
-    def begin(self) -> Started:
-        return bring_up(
-            self._config, self._identity, tracker=self.tracker, stop_request=lambda: self._stop, on_meeting=self._note
-        )
+    def meet(self) -> TrainContext:
+        self.context = meet_ranks(self._config, self._identity, tracker=self.tracker, stop_request=lambda: self._stop)
+        return self.context
 
-    def _note(self, met: Met) -> None:
-        self.met.append(met)
-        self.where_met.append((self.tracker.mark.phase, dist.is_initialized()))
+    def begin(self) -> TrainContext:
+        context = self.meet()
+        form_group(context)
+        return context
 
     def close(self) -> None:
-        for met in self.met:
-            met.heartbeats.close()
-            met.journal.close()
+        if self.context is not None:
+            self.context.heartbeats.close()
+            self.context.journal.close()
 
 
 def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: Path) -> None:
     names = []
     for number in (1, 2):
         life = Life(of(tmp_path / "run"))
-        started = life.begin()
-        assert life.met == [started.met]
-        assert life.where_met == [(Phase.RENDEZVOUS, False)]
+        started = life.meet()
+        assert (life.tracker.mark.phase, dist.is_initialized()) == (Phase.RENDEZVOUS, False)
+        stop = Stop(step=number, reason="done", exit_code=0, seconds=1.0, saved="storage", saved_step=number)
+        started.journal.record(stop)
+        form_group(started)
         assert life.tracker.mark.phase == Phase.PREFLIGHT
         assert [*started.timings.seconds] == [
             "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
         ]  # fmt: skip
         assert len(started.samples.train) == 64
-        (introduction,) = started.met.incarnation.ranks
+        (introduction,) = started.incarnation.ranks
         assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")
-        stop = Stop(step=number, reason="done", exit_code=0, seconds=1.0, saved="storage", saved_step=number)
-        started.met.journal.record(stop)
-        name = started.met.incarnation.name
+        name = started.incarnation.name
         (line,) = (tmp_path / "run" / "events" / f"{name}-r00000.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["incarnation"]) == (number, name)
         names.append(name)
@@ -123,7 +123,7 @@ def test_a_stop_before_training_is_obeyed_where_ranks_wait_for_each_other(
     life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()))
     with pytest.raises(StopRequestedError, match=r"asked to stop \(SIGUSR1\) before training began"):
         life.begin()
-    assert life.met == []
+    assert life.context is None
 
 
 def after_this_process() -> Identity:
@@ -148,7 +148,7 @@ def test_a_stop_is_obeyed_where_others_do_not_let_go(tmp_path: Path) -> None:
     life = Life(of(tmp_path / "run"), stop=StopRequest("SIGUSR1", time.monotonic()), identity=after_this_process())
     with pytest.raises(StopRequestedError):
         life.begin()
-    assert life.met == []
+    assert life.context is None
 
 
 @pytest.mark.parametrize("trouble", ["no samples", "no folder"])
@@ -160,7 +160,7 @@ def test_what_can_be_checked_alone_is_checked_before_anybody_is_met(tmp_path: Pa
         life, kind = Life(of(tmp_path / "file" / "run")), StorageError
     with pytest.raises(kind, match=r"`data\.path`" if kind is DataError else r"`run\.dir` cannot be used"):
         life.begin()
-    assert life.met == []
+    assert life.context is None
     assert life.tracker.mark.phase == Phase.START
     assert not dist.is_initialized()
 

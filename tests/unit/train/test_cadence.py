@@ -1,14 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.train.cadence import Following, Intervals, after_step, is_logged
+from elastictrain.train.cadence import Intervals, StepActions, after_step, is_logged
 
 intervals = st.builds(
     Intervals,
     total_steps=st.integers(1, 60),
     save_every=st.integers(0, 20),
     eval_every=st.integers(0, 20),
-    log_every=st.integers(1, 20),
 )
 steps = st.integers(1, 60)
 
@@ -17,35 +16,35 @@ steps = st.integers(1, 60)
 def test_leaves_if_it_is_the_end_or_a_stop_and_never_without_a_save(
     intervals: Intervals, step: int, stop: bool, save: bool
 ) -> None:
-    following = after_step(step, intervals, stop_agreed=stop, save_agreed=save)
+    actions = after_step(step, intervals, stop_agreed=stop, save_agreed=save)
     end = step >= intervals.total_steps
-    assert following.leave == (end or stop)
-    if following.leave:
-        assert following.save == ("end" if end else "stop")
+    assert actions.leave == (end or stop)
+    if actions.leave:
+        assert actions.save == ("end" if end else "stop")
 
 
 @given(intervals, steps, st.booleans())
 def test_saves_at_each_interval_and_when_a_save_was_agreed(intervals: Intervals, step: int, save: bool) -> None:
-    following = after_step(step, intervals, stop_agreed=False, save_agreed=save)
+    actions = after_step(step, intervals, stop_agreed=False, save_agreed=save)
     due = intervals.save_every > 0 and step % intervals.save_every == 0
-    assert (following.save is not None) == (due or save or step >= intervals.total_steps)
+    assert (actions.save is not None) == (due or save or step >= intervals.total_steps)
 
 
 @given(intervals, steps, st.booleans())
 def test_evaluates_at_each_interval_and_at_the_end_but_not_while_it_is_stopping(
     intervals: Intervals, step: int, stop: bool
 ) -> None:
-    following = after_step(step, intervals, stop_agreed=stop, save_agreed=False)
+    actions = after_step(step, intervals, stop_agreed=stop, save_agreed=False)
     end = step >= intervals.total_steps
     wanted = intervals.eval_every > 0 and (end or (step % intervals.eval_every == 0 and not stop))
-    assert following.evaluate == wanted
+    assert actions.evaluate == wanted
 
 
 def test_an_ordinary_step_is_followed_by_nothing() -> None:
-    assert after_step(3, Intervals(10, 5, 5, 5), stop_agreed=False, save_agreed=False) == Following(None, False, False)
+    assert after_step(3, Intervals(10, 5, 5), stop_agreed=False, save_agreed=False) == StepActions(None, False, False)
 
 
-@given(intervals, steps, st.integers(1, 60))
-def test_shows_each_interval_the_first_step_after_a_start_and_the_last(intervals: Intervals, step: int, first: int) -> None:
-    shown = is_logged(step, intervals, first_step=first)
-    assert shown == (step % intervals.log_every == 0 or step in (first, intervals.total_steps))
+@given(st.integers(1, 20), steps, st.integers(1, 60), st.integers(1, 60))
+def test_shows_each_interval_the_first_step_after_a_start_and_the_last(every: int, step: int, first: int, total: int) -> None:
+    shown = is_logged(step, every_steps=every, first_step=first, total_steps=total)
+    assert shown == (step % every == 0 or step in (first, total))

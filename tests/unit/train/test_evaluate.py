@@ -1,12 +1,36 @@
-import pytest
-import torch.distributed as dist
+from contextlib import nullcontext
+from dataclasses import replace
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from elastictrain.distributed.mesh import MeshShape
+from elastictrain.distributed.wrapping import Wrapped
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
-from elastictrain.train.evaluate import Evaluator
-from tests.unit.train.parts import CPU, Points, Squares, wrapped_model
+from elastictrain.train.context import TrainContext
+from elastictrain.train.evaluate import Evaluator, show_sample
+from elastictrain.train.task import Task
+from tests.unit.train.parts import Points, Squares, context_of, wrapped_model
+from tests.unit.train.test_loop import config
 
-ALONE = Identity(0, 1, 0, 1, "here", launched=False)
+
+def context_with(task: Task, *, samples: int, micro_batch: int, **parts: object) -> TrainContext:
+    plain = config(steps=5)
+    train = replace(plain.train, eval_samples=samples, micro_batch=micro_batch)
+    return context_of(task=task, config=replace(plain, train=train), **parts)
+
+
+def shown(task: Task) -> list[str]:
+    said: list[str] = []
+    model = nn.Linear(1, 1)
+    wrapped = Wrapped(model, model, MeshShape(1, 1), 1, nullcontext)
+    plain = config(steps=5)
+    context = context_of(task=task, config=replace(plain, run=replace(plain.run, seed=7)))
+    show_sample(context, wrapped, say=said.append)
+    return said
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -16,16 +40,7 @@ def test_the_mean_over_the_first_samples_whatever_the_portions(
 ) -> None:
     task, points, tracker = Squares(dropout=0.5), Points(), ProgressTracker()
     wrapped = wrapped_model(task, kind=kind)
-    evaluator = Evaluator(
-        task,
-        wrapped,
-        points,
-        num_samples=10,
-        micro_batch=micro_batch,
-        identity=ALONE,
-        device=CPU,
-        tracker=tracker,
-    )
+    evaluator = Evaluator(context_with(task, samples=10, micro_batch=micro_batch, tracker=tracker), wrapped, points)
     loss = evaluator.run(4)
     reference = wrapped_model(task).bare.eval()
     expected = task.loss(reference, points.batch(0, 10))
@@ -40,9 +55,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
     task, points = Squares(), Points()
     wrapped = wrapped_model(task)
     second = Identity(1, 2, 1, 2, "here", launched=True)
-    evaluator = Evaluator(
-        task, wrapped, points, num_samples=5, micro_batch=1, identity=second, device=CPU, tracker=ProgressTracker()
-    )
+    evaluator = Evaluator(context_with(task, samples=5, micro_batch=1, identity=second), wrapped, points)
     outputs = [task.loss(wrapped.bare, points.batch(index, index + 1)) for index in (1, 3)]
     expected = sum(output.loss_sum.item() for output in outputs) / sum(output.weight.item() for output in outputs)
     assert evaluator.run(1) == pytest.approx(expected)
@@ -50,16 +63,7 @@ def test_a_pass_that_does_not_count_is_left_out(group_of_one: dist.HashStore) ->
 
 def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore) -> None:
     task = Squares()
-    evaluator = Evaluator(
-        task,
-        wrapped_model(task),
-        Points(5),
-        num_samples=256,
-        micro_batch=2,
-        identity=ALONE,
-        device=CPU,
-        tracker=ProgressTracker(),
-    )
+    evaluator = Evaluator(context_with(task, samples=256, micro_batch=2), wrapped_model(task), Points(5))
     assert evaluator.num_samples == 5
     assert evaluator.run(1) > 0
 
@@ -67,10 +71,36 @@ def test_there_may_be_fewer_samples_than_asked_for(group_of_one: dist.HashStore)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_it_can_be_broken_off_between_any_two_portions(group_of_one: dist.HashStore, kind: str) -> None:
     task = Squares()
-    wrapped, tracker = wrapped_model(task, kind=kind), ProgressTracker()
-    evaluator = Evaluator(task, wrapped, Points(), num_samples=8, micro_batch=2, identity=ALONE, device=CPU, tracker=tracker)
+    wrapped = wrapped_model(task, kind=kind)
+    evaluator = Evaluator(context_with(task, samples=8, micro_batch=2), wrapped, Points())
     for before in range(4):
         answers = iter([*[False] * before, True])
         assert evaluator.run(1, leave=lambda: next(answers)) is None  # noqa: B023
         assert wrapped.module.training
     assert evaluator.run(1) is not None
+
+
+class Telling(Squares):
+    """A task that shows a sample, or fails at it."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self._error = error
+
+    def show_sample(self, model: nn.Module, *, device: torch.device, seed: int) -> str:
+        if self._error is not None:
+            raise self._error
+        return f"learnt with seed {seed}"
+
+
+def test_what_the_task_shows_is_said() -> None:
+    assert shown(Telling()) == ["learnt with seed 7"]
+
+
+def test_a_task_without_a_sample_says_nothing() -> None:
+    assert shown(Squares()) == []
+
+
+@pytest.mark.parametrize("error", [IndexError("no such token"), OSError("no tokenizer")])
+def test_a_sample_that_fails_does_not_end_a_run_that_is_complete(error: Exception) -> None:
+    assert shown(Telling(error)) == [f"the task could not show a sample: {type(error).__name__}: {error}"]

@@ -10,7 +10,7 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.train.leaving import LeaveDecision, Reached, SaveStatus, Tier, copy_limit_s, describe, judge, least, left_s
 
 LATE = "storage was not reached in time, and is still written to as long as they live, for up to 12 h"
-WAITS = SaveStatus(None, sending=False, unsent=False)
+WAITS = SaveStatus(None)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, repeat
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from torch import nn
 
+from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
@@ -23,6 +25,7 @@ from elastictrain.config.composed import (
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
+from elastictrain.data.loader import Loader
 from elastictrain.errors import (
     CheckpointError,
     NonFiniteError,
@@ -35,20 +38,28 @@ from elastictrain.events import CheckpointFailed, Evaluated, Event, Skip, Step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.leaving import Reached
-from elastictrain.train.loop import Loop, LoopParts, StepReport
+from elastictrain.train.loop import Loop
+from elastictrain.train.observing import Observer
 from elastictrain.train.optimizer import learning_rate, make_optimizer
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import SavingParts, SynchronousSaving
+from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.state import TrainState
-from elastictrain.train.step import Flags, StepFacts
-from tests.unit.train.parts import FakeComparison
+from elastictrain.train.step import StepFlags, Stepper, StepResult
+from tests.unit.train.parts import FakeComparison, context_of
 
 BATCH = 4
 
 
 def config(
-    *, steps: int, save_every: int = 0, every_minutes: float = 0.0, eval_every: int = 0, max_skipped: int = 2
+    *,
+    steps: int,
+    save_every: int = 0,
+    every_minutes: float = 0.0,
+    eval_every: int = 0,
+    max_skipped: int = 2,
+    max_failed_saves: int = 3,
 ) -> RunConfig:
     return RunConfig(
         run=RunGroup(dir="memory://run"),
@@ -60,7 +71,7 @@ def config(
         ),
         optim=OptimGroup(warmup_steps=3),
         parallel=ParallelGroup(kind="ddp"),
-        checkpoint=CheckpointGroup(every_steps=save_every, every_minutes=every_minutes),
+        checkpoint=CheckpointGroup(every_steps=save_every, every_minutes=every_minutes, max_failed_saves=max_failed_saves),
         fault=FaultGroup(),
         launch=LaunchGroup(),
         preflight=PreflightGroup(level="off"),
@@ -72,10 +83,10 @@ def config(
 class Pending:
     """Figures of a fake step."""
 
-    result: StepFacts
+    known: StepResult
 
-    def facts(self) -> StepFacts:
-        return self.result
+    def result(self) -> StepResult:
+        return self.known
 
 
 @dataclass
@@ -106,20 +117,25 @@ class World:
 
     flushed_before_save: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    reports: list[StepReport] = field(default_factory=list)
-    first_steps: int = 0
+    shown: list[tuple[int, int]] = field(default_factory=list)
+    """Steps, and how many were skipped until then."""
+
     now_s: float = 0.0
     request: StopRequest | None = None
     said: list[str] = field(default_factory=list)
     comparison: FakeComparison = field(default_factory=FakeComparison)
 
     # The stepper.
-    def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
+    @property
+    def wrapped(self) -> SimpleNamespace:
+        return SimpleNamespace(groups=())
+
+    def run(self, step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: StepFlags) -> Pending:
         self.launched.append(step)
         self.now_s += self.step_s
         if step == self.stop_at:
             self.request = StopRequest("SIGUSR1", self.now_s)
-        return Pending(StepFacts(step, rate, self.losses.get(step, 1.0), 0.5, flags.stop, flags.save))
+        return Pending(StepResult(step, rate, self.losses.get(step, 1.0), 0.5, flags))
 
     # The checkpointer.
     def save(self, step: int, *, tensors: object, state: object, reason: str) -> None:
@@ -136,53 +152,32 @@ class World:
         tracker = ProgressTracker()
         observer = _Observer(self)
         comparison = cast(ReplicaComparison, self.comparison)
-        saving = SynchronousSaving(
-            SavingParts(
-                checkpointer=self,  # type: ignore[arg-type]
-                state=state,
-                global_batch=BATCH,
-                group=None,
-                rank=self.rank,
-                max_failed_saves=self.config.checkpoint.max_failed_saves,
-                comparison=comparison,
-                save_timeout_s=1.0,
-                finish_timeout_s=1.0,
-                left_s=lambda: None,
-                tracker=tracker,
-                flush_records=lambda: self.flushed.append(self.of(Step)),
-                record=self.events.append,
-                say=observer.say,
-            )
-        )
-        parts = LoopParts(
+        context = context_of(
             config=self.config,
             identity=Identity(self.rank, 2, self.rank, 2, "here", launched=True),
+            tracker=tracker,
+            backend="gloo",
+            journal=SimpleNamespace(record=self.events.append, flush=lambda: self.flushed.append(self.of(Step))),
+            stop_request=lambda: self.request,
+            any_stop_reason=lambda: self.request.reason if self.request is not None else self.other_reason,
+        )
+        saving = SynchronousSaving(context, cast(Checkpointer, self), state, comparison, None, observer)
+        loop = Loop(
+            context=context,
             state=state,
-            stepper=self,  # type: ignore[arg-type]
-            micro_batches=repeat(None),  # type: ignore[arg-type]
+            stepper=cast(Stepper, self),
+            loader=cast(Loader, repeat(None)),
             saving=saving,
             comparison=comparison,
-            evaluator=evaluator,  # type: ignore[arg-type]
+            evaluator=cast(Evaluator | None, evaluator),
             ledger=None,
             observer=observer,
-            record=self.events.append,
-            tracker=tracker,
-            stop_request=lambda: self.request,
-            any_reason=self._any_reason,
-            in_storage=self.in_storage,
-            on_first_step=self._count_first_step,
             tokens_per_sample=10,
+            in_storage=self.in_storage,
             clock=lambda: self.now_s,
         )
-        loop = Loop(parts)
         loop.run()
         return loop
-
-    def _any_reason(self, own: str) -> str:
-        return own or self.other_reason
-
-    def _count_first_step(self) -> None:
-        self.first_steps += 1
 
     def of(self, kind: type[Event]) -> list[int]:
         return [event.step for event in self.events if isinstance(event, kind)]  # type: ignore[attr-defined]
@@ -203,30 +198,39 @@ class _Evaluator:
 
 
 @dataclass
-class _Observer:
+class _Observer(Observer):
     world: World
 
-    def on_step(self, report: StepReport) -> None:
-        self.world.reports.append(report)
-
-    def on_eval(self, step: int, loss: float) -> None:
-        pass
+    def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
+        self.world.shown.append((step.step, skipped_total))
 
     def say(self, text: str) -> None:
         self.world.said.append(text)
 
 
+@pytest.fixture(autouse=True)
+def limited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The limits of collectives that were set; there are no groups to set them for."""
+    limits_s: list[float] = []
+    monkeypatch.setattr(
+        "elastictrain.train.loop.limit_collectives", lambda groups, *, backend, timeout_s: limits_s.append(timeout_s)
+    )
+    return limits_s
+
+
 @pytest.mark.parametrize("save_every", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("eval_every", [0, 1, 3])
 @pytest.mark.parametrize("first", [0, 1, 4])
-def test_every_step_is_done_settled_and_recorded_once_and_in_order(save_every: int, eval_every: int, first: int) -> None:
+def test_every_step_is_done_settled_and_recorded_once_and_in_order(
+    save_every: int, eval_every: int, first: int, limited: list[float]
+) -> None:
     world = World(config(steps=7, save_every=save_every, eval_every=eval_every), first=first)
     world.train()
     steps = list(range(first + 1, 8))
     assert world.launched == steps
     assert world.of(Step) == steps
-    assert [report.step for report in world.reports] == steps
-    assert world.first_steps == 1
+    assert world.shown == [(step, 0) for step in steps]
+    assert limited == [world.config.fault.step_timeout_s]
     due = [step for step in steps if (save_every and step % save_every == 0) or step == 7]
     assert world.saved == [(step, "end" if step == 7 else "interval") for step in due]
     assert world.of(Evaluated) == world.evaluated
@@ -262,9 +266,9 @@ def test_a_store_that_fails_is_asked_again_when_the_minutes_have_passed_and_not_
     assert world.saved == [(14, "end")]
 
 
-def test_a_save_that_is_owed_follows_the_next_step_when_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_is_pending_follows_the_next_step_when_it_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(config(steps=9, save_every=0))
-    monkeypatch.setattr(SynchronousSaving, "owes", property(lambda self: world.launched[-1] >= 5 and not world.saved))
+    monkeypatch.setattr(SynchronousSaving, "save_pending", property(lambda self: world.launched[-1] >= 5 and not world.saved))
     world.train()
     assert world.saved == [(5, "time"), (9, "end")]
     assert world.flushed[0] == [1, 2, 3, 4, 5]
@@ -296,9 +300,9 @@ def test_a_stop_of_another_rank_is_obeyed_too(save_every: int) -> None:
     world = World(config(steps=100, save_every=save_every))
     real = world.run
 
-    def run(step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: Flags) -> Pending:
+    def run(step: int, micro_batches: Iterator[object], *, passes: int, rate: float, flags: StepFlags) -> Pending:
         pending = real(step, micro_batches, passes=passes, rate=rate, flags=flags)
-        return Pending(replace(pending.result, stop=step >= 4))
+        return Pending(replace(pending.known, flags=replace(flags, stop=step >= 4)))
 
     world.run = run  # type: ignore[method-assign]
     with pytest.raises(StopRequestedError, match="another rank"):
@@ -390,11 +394,11 @@ def test_the_clock_of_rank_0_decides_when_minutes_have_passed(rank: int, eval_ev
 
 def test_what_is_not_finite_is_an_event_and_counted() -> None:
     world = World(config(steps=6), losses={2: math.nan, 4: math.inf, 5: math.nan})
-    loop = world.train()
+    world.train()
     assert world.of(Skip) == [2, 4, 5]
     assert [event.in_a_row for event in world.events if isinstance(event, Skip)] == [1, 1, 2]
     assert world.of(Step) == [1, 2, 3, 4, 5, 6]
-    assert loop._parts.state.skips.total == 3
+    assert world.shown[-1] == (6, 3)
 
 
 def test_too_many_in_a_row_end_the_run_after_they_were_recorded() -> None:

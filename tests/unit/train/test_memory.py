@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -18,20 +17,19 @@ from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.identity import Identity
-from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train import keepers as train_keepers
 from elastictrain.train import memory as train_memory
-from elastictrain.train.bringup import Started
 from elastictrain.train.keepers import SnapshotMemory, meet_keepers
 from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
+from elastictrain.train.observing import Observer
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import Saving, SavingParts, SynchronousSaving
+from elastictrain.train.saving import SynchronousSaving
+from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, layout_of, put
-from tests.unit.train.parts import FakeComparison
+from tests.unit.train.parts import FakeComparison, context_of
 from tests.unit.train.test_loop import config
 
-ALONE = Identity(0, 1, 0, 1, "here", launched=False)
 STEP = 7
 
 
@@ -86,31 +84,21 @@ class Scene:
         self.did.append(f"save {step}")
 
 
-def parts_of(scene: Scene) -> SavingParts:
-    return SavingParts(
-        checkpointer=cast(Checkpointer, scene),
-        state=cast(TrainState, FakeState()),
-        global_batch=8,
-        group=None,
-        rank=0,
-        max_failed_saves=2,
-        comparison=cast(ReplicaComparison, FakeComparison()),
-        save_timeout_s=100.0,
-        finish_timeout_s=1.0,
-        left_s=lambda: None,
-        tracker=ProgressTracker(),
-        flush_records=lambda: None,
-        record=lambda event: None,
-        say=lambda text: None,
+def synchronous(scene: Scene, **parts: object) -> SynchronousSaving:
+    return SynchronousSaving(
+        context_of(config=config(steps=100, max_failed_saves=2), **parts),
+        cast(Checkpointer, scene),
+        cast(TrainState, FakeState()),
+        cast(ReplicaComparison, FakeComparison()),
+        None,
+        Observer(),
     )
 
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
     recall = MemoryRestore(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
     memory = SnapshotMemory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
-    return make_saving(
-        memory, parts_of(scene), config=config(steps=100), identity=ALONE, started=cast(Started, None), in_storage=in_storage
-    )
+    return make_saving(memory, synchronous(scene), in_storage=in_storage)
 
 
 @pytest.fixture
@@ -146,7 +134,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     memory = SnapshotMemory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
 
     def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
-        return _agree_on_steps(memory, [0, 1, 2], parts_of(Scene()), restored=restored, layout=layout)
+        return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), restored=restored, layout=layout)
 
     assert steps(recall.best()) == [None, STEP, None]
     assert steps(recall.best(), layout="another") == [None] * 3
@@ -167,9 +155,8 @@ def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPat
     of_run = replace(
         plain, run=replace(plain.run, dir=str(folder / "run")), checkpoint=replace(plain.checkpoint, memory_dir=str(folder))
     )
-    started = SimpleNamespace(group=SimpleNamespace(control=None))
-    identity = Identity(0, 2, 0, 1, "here", launched=True)
-    memory = meet_keepers(of_run, identity, cast(Started, started), cast(SaverLink, scene))
+    context = context_of(config=of_run, identity=Identity(0, 2, 0, 1, "here", launched=True))
+    memory = meet_keepers(context, cast(SaverLink, scene))
     assert memory is not None
     return memory
 
@@ -229,8 +216,8 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
     monkeypatch.setattr(train_memory, "memory_of", memory_of)
     recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     memory = SnapshotMemory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
-    parts, identity = parts_of(Scene()), Identity(0, 3, 0, 1, "here", launched=True)
-    found = _agree_on_buffers(memory, layout, parts, config=config(steps=100), identity=identity)
+    context = context_of(config=config(steps=100), identity=Identity(0, 3, 0, 1, "here", launched=True))
+    found = _agree_on_buffers(memory, layout, context)
     assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
     assert found == Buffers(3, True)
 
@@ -241,7 +228,7 @@ def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.Monkey
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)
     layout = layout_of(rows=600)
-    assert _choose_slots(memory, layout, parts_of(Scene()), wanted=2, in_storage=False) == [8, 9]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8, 9]
     assert (tmp_path / "own-r00000-s0").exists()
     monkeypatch.setattr(train_memory, "gather_json", lambda value, *, group: [value, 1])
-    assert _choose_slots(memory, layout, parts_of(Scene()), wanted=2, in_storage=False) == [8]
+    assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8]

@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -16,14 +17,16 @@ from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.exits import FIRST_S
-from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.identity import Identity
 from elastictrain.train.cadence import SaveReason
-from elastictrain.train.leaving import Reached
+from elastictrain.train.leaving import Reached, SaveStatus
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import SavingParts
+from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.state import TrainState
-from tests.unit.train.parts import FakeComparison
+from elastictrain.train.step import StepFlags
+from tests.unit.train.parts import FakeComparison, FakeObserver, context_of
+from tests.unit.train.test_loop import config
 
 INTERVAL = cast(SaveReason, "interval")
 
@@ -162,13 +165,16 @@ class Stage:
 
     def step(self, step: int, *, reason: SaveReason | None = None) -> None:
         """As the loop does it: what was said when a step began is heard when the next one has."""
-        notes = self.saving.notes(step)
-        assert len(notes) == self.saving.num_notes
-        self.saving.hear(step, notes)
+        self.saving.on_flags(step, agreed(self.saving.flags(step)))
         self.saving.snapshot(step, reason=reason)
         self.comparison.check(step)
-        self.saving.settled(step)
+        self.saving.step_finished(step)
         self.saving.before_update()
+
+
+def agreed(flags: StepFlags) -> StepFlags:
+    """In a world of one."""
+    return StepFlags.decode(flags.encode())
 
 
 def stage(
@@ -179,6 +185,7 @@ def stage(
     replicates: bool = False,
     steps: list[int | None] | None = None,
     max_failed_saves: int = 2,
+    rank: int = 0,
 ) -> Stage:
     snapshots, link, checkpointer = FakeSnapshots(slots), FakeLink(replicates=replicates), FakeCheckpointer()
     said: list[str] = []
@@ -186,29 +193,31 @@ def stage(
     clock, unusable = [0.0], [""]
     left: list[float | None] = [None]
     comparison = FakeComparison()
-    parts = SavingParts(
-        checkpointer=cast(Checkpointer, checkpointer),
-        state=cast(TrainState, FakeState()),
-        global_batch=8,
-        group=None,
-        rank=0,
-        max_failed_saves=max_failed_saves,
-        comparison=cast(ReplicaComparison, comparison),
-        save_timeout_s=save_timeout_s,
-        finish_timeout_s=1.0,
+    plain = config(steps=100, max_failed_saves=max_failed_saves)
+    context = context_of(
+        config=replace(
+            plain,
+            checkpoint=replace(plain.checkpoint, snapshot_every_steps=snapshot_every_steps),
+            fault=replace(plain.fault, save_timeout_s=save_timeout_s),
+        ),
+        identity=Identity(rank, 2, rank, 2, "here", launched=True),
+        journal=SimpleNamespace(record=events.append, flush=lambda: None),
         left_s=lambda: left[0],
-        tracker=ProgressTracker(),
-        flush_records=lambda: None,
-        record=events.append,
-        say=said.append,
+    )
+    synchronous = SynchronousSaving(
+        context,
+        cast(Checkpointer, checkpointer),
+        cast(TrainState, FakeState()),
+        cast(ReplicaComparison, comparison),
+        None,
+        FakeObserver(said),
     )
     saving = SnapshotSaving(
-        parts,
+        synchronous,
         cast(Snapshots, snapshots),
         cast(SaverLink, link),
         slots=range(slots),
         steps=steps or [None] * slots,
-        snapshot_every_steps=snapshot_every_steps,
         unusable=lambda: unusable[0],
         clock=lambda: clock[0],
     )
@@ -221,7 +230,7 @@ def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
         one.step(step, reason=INTERVAL if step == 5 else None)
     assert one.snapshots.began == [(0, 2, ""), (1, 4, ""), (0, 5, "interval"), (1, 6, ""), (0, 8, "")]
     assert one.link.told == [{"op": "old", "slots": 3}]
-    assert (one.said, one.checkpointer.saved, one.saving.needs_settled) == ([], [], False)
+    assert (one.said, one.checkpointer.saved, one.saving.requires_finished_step) == ([], [], False)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -263,7 +272,7 @@ def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     assert one.link.told == [{"op": "old", "slots": 7}]
 
 
-def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> None:
+def test_a_save_that_finds_no_slot_is_pending_and_comes_with_the_next_step() -> None:
     one = stage(snapshot_every_steps=0)
     one.snapshots.busy = True
     one.step(4, reason=INTERVAL)
@@ -277,21 +286,21 @@ def test_a_save_that_finds_no_slot_is_owed_and_comes_with_the_next_step() -> Non
     assert one.snapshots.none_had == [False, True, True, False]
 
 
-def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None:
+def test_a_save_that_is_pending_for_too_long_is_made_while_training_waits() -> None:
     one = stage(snapshot_every_steps=0)
     one.snapshots.busy = True
     one.step(4, reason=INTERVAL)
     one.clock[0] = 99.0
     one.step(5)
-    assert not one.saving.needs_settled
+    assert not one.saving.requires_finished_step
     one.clock[0] = 101.0
     one.step(6)
-    assert one.saving.needs_settled
+    assert one.saving.requires_finished_step
     reason = "no slot was free for 100 s"
     assert one.said == [f"no more snapshots in host memory ({reason}): checkpoints are written while training waits"]
     assert one.snapshots.let_go_of == 1
     assert (one.checkpointer.saved, one.snapshots.began) == ([6], [])
-    assert not one.saving.owes
+    assert not one.saving.save_pending
     one.step(7)
     one.step(8, reason=INTERVAL)
     assert (one.checkpointer.saved, one.snapshots.began) == ([6, 8], [])
@@ -299,7 +308,7 @@ def test_a_save_that_is_owed_for_too_long_is_made_while_training_waits() -> None
 
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_goes_down_with_the_keeper_is_owed(saved: bool, failed: bool) -> None:
+def test_a_save_that_goes_down_with_the_keeper_is_pending(saved: bool, failed: bool) -> None:
     one = stage(snapshot_every_steps=0)
     one.step(4, reason=INTERVAL)
     one.step(5)
@@ -307,21 +316,21 @@ def test_a_save_that_goes_down_with_the_keeper_is_owed(saved: bool, failed: bool
     one.link.saved = [Saved(4, "step-4", 8)] if saved else []
     one.link.failures = [SaveFailure(4, "gone")] if failed and not saved else []
     one.unusable[0] = "gone"
-    one.saving.hear(6, one.saving.notes(6))
-    assert (one.saving.needs_settled, one.saving.owes) == (True, not saved)
+    one.saving.on_flags(6, one.saving.flags(6))
+    assert (one.saving.requires_finished_step, one.saving.save_pending) == (True, not saved)
     one.saving.snapshot(6, reason=None)
     one.saving.snapshot(7, reason=None)
     assert one.checkpointer.saved == ([] if saved else [6])
 
 
-def test_a_save_that_began_after_trouble_was_noted_is_owed() -> None:
+def test_a_save_that_began_after_trouble_was_noted_is_pending() -> None:
     one = stage(snapshot_every_steps=0)
     one.step(3)
     one.unusable[0] = "gone"
-    notes = one.saving.notes(4)
+    flags = one.saving.flags(4)
     # What was said when step 4 began is heard when it is settled, and then its snapshot has begun already.
     one.saving.snapshot(4, reason=INTERVAL)
-    one.saving.hear(4, notes)
+    one.saving.on_flags(4, flags)
     one.saving.snapshot(5, reason=None)
     assert (one.snapshots.began, one.checkpointer.saved) == ([(0, 4, "interval")], [5])
 
@@ -357,11 +366,10 @@ def test_saves_that_fail_are_told_and_too_many_in_a_row_end_the_run() -> None:
 def test_failures_of_one_step_count_one_by_one() -> None:
     one = stage()
     one.link.failures = [SaveFailure(2, "full"), SaveFailure(3, "full")]
-    # As the loop does it: what was said when a step began is heard when the next one has.
-    said = [one.saving.notes(4), one.saving.notes(5)]
-    one.saving.hear(4, said[0])
+    said = one.saving.flags(4)
+    one.saving.flags(5)
     with pytest.raises(SavesFailingError, match="2 checkpoints in a row"):
-        one.saving.hear(5, said[1])
+        one.saving.on_flags(4, said)
     assert [event.in_a_row for event in one.events if isinstance(event, CheckpointFailed)] == [1, 2]
 
 
@@ -378,21 +386,21 @@ def test_a_success_ends_the_row_of_what_failed_before_it() -> None:
 def test_what_a_person_is_told_is_what_the_ranks_count(seed: int) -> None:
     chance = random.Random(seed)
     one = stage(snapshot_every_steps=0, max_failed_saves=10**6)
-    said = one.saving.notes(0)
+    said = one.saving.flags(0)
     for step in range(1, 40):
         for of in range(10 * step, 10 * step + (chance.choice([0, 0, 1, 1, 2, 3]) if step < 30 else 0)):
             if chance.random() < 0.3:
                 one.link.saved.append(Saved(of, "", 8))
             else:
                 one.link.failures.append(SaveFailure(of, "full"))
-        notes = one.saving.notes(step)
-        one.saving.hear(step - 1, said)
-        said = notes
+        flags = one.saving.flags(step)
+        one.saving.on_flags(step - 1, said)
+        said = flags
     fates = [(event.step, event.in_a_row) for event in one.events if isinstance(event, CheckpointFailed)]
-    saved_step = one.saving._wait.saved_step
+    saved_step = one.saving._saved_step
     after = [in_a_row for step, in_a_row in fates if step > saved_step]
     assert after == list(range(1, len(after) + 1))
-    assert one.saving._failed.in_a_row == len(after)
+    assert one.saving._failed_saves == len(after)
 
 
 def test_what_the_keeper_wants_to_be_told_is_told() -> None:
@@ -580,7 +588,7 @@ def test_a_slow_copy_leaves_storage_only_the_rest_of_the_limit(copy_s: float) ->
 def test_a_step_that_is_in_storage_already_is_not_waited_for() -> None:
     one = stage()
     one.link.saved = [Saved(9, "step-9", 8)]
-    one.saving.notes(10)
+    one.saving.flags(10)
     one.left[0] = 3.0
     one.link.news = [lambda: one.left.__setitem__(0, 0.0)]
     assert one.saving.save_now(9, STOP) == Reached(9, "storage")
@@ -644,3 +652,24 @@ def test_whoever_waits_long_for_a_slot_is_told_what_for(monkeypatch: pytest.Monk
     one.saving.save_now(9, "end")
     (told,) = one.said
     assert "process 4242" in told
+
+
+@pytest.mark.parametrize("broken", ["", "it ended 3 times within 60 s"])
+def test_a_host_without_a_saver_says_so_and_nobody_waits_for_it(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first host would wait for its files until the limit of a save, a quarter of an hour."""
+    one = stage(rank=1)
+    told: list[SaveStatus] = []
+
+    def gather(own: SaveStatus, *, group: object) -> list[SaveStatus]:
+        told.append(own)
+        # The first host knows after two rounds that its save is durable.
+        return [replace(own, saved=len(told) > 3 and not broken)]
+
+    monkeypatch.setattr("elastictrain.train.snapshot_saving.gather_records", gather)
+    one.snapshots.copying = lambda timeout_s: setattr(one.link, "broken", broken)
+    if broken:
+        with pytest.raises(SavesFailingError, match=broken):
+            one.saving.save_now(5, STOP)
+    else:
+        assert one.saving.save_now(5, STOP) == Reached(5, "storage")
+    assert told[2].error == broken

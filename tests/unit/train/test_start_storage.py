@@ -12,13 +12,13 @@ from elastictrain.lease.chain import Chain, point_at
 from elastictrain.lease.records import LeaseClaim
 from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.store import ObjectInfo
-from elastictrain.train import bringup
+from elastictrain.train import checks
+from elastictrain.train.checks import store_config
 from elastictrain.train.past_starts import PastStarts
 from elastictrain.train.restoring import make_checkpointer
-from elastictrain.train.runfolder import store_config
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import state_of
-from tests.unit.train.test_bringup import ALONE, Life, of, own_environment
+from tests.unit.train.test_bringup import Life, of, own_environment
 
 __all__ = ["own_environment"]
 
@@ -65,23 +65,22 @@ def run_with(num_starts: int) -> Counted:
 
 def start_once(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that rank 0 asks its run's folder for until it trains."""
-    monkeypatch.setattr(bringup, "open_store", lambda _: store)
+    monkeypatch.setattr(checks, "open_store", lambda _: store)
     store.watch()
-    config = of(store.url)
-    life = Life(config)
+    life = Life(of(store.url))
     started = life.begin()
-    past = PastStarts(store, incarnation=started.met.incarnation.name)
+    past = PastStarts(store, incarnation=started.incarnation.name)
     past.ended()
     past.findings()
-    checkpointer = make_checkpointer(config, ALONE, started)
+    checkpointer = make_checkpointer(started)
     result = checkpointer.restore(tensors=state_of(0), reset=lambda: None)
     assert result is not None
     assert result.step == SAVED
     for thread in threading.enumerate():
         if thread.name == "note-start":
             thread.join()
-    assert started.met.lease is not None
-    started.met.lease.close(give_back=True)
+    assert started.lease is not None
+    started.lease.close(give_back=True)
     life.close()
     leave(started.group)
 

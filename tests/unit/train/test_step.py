@@ -12,10 +12,10 @@ from elastictrain.config.composed import OptimGroup
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
-from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.state import TrainState
-from elastictrain.train.step import Flags, StepFacts, Stepper
+from elastictrain.train.step import StepFlags, Stepper, StepResult
 from elastictrain.train.task import LossOutput
 from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, micro_batches, wrapped_model
 
@@ -46,11 +46,11 @@ class Bench:
         *,
         rate: float = 0.05,
         idle: Sequence[int] = (),
-        flags: Flags | None = None,
-    ) -> StepFacts:
+        flags: StepFlags | None = None,
+    ) -> StepResult:
         source = micro_batches(POINTS, step, sizes, idle=idle)
         passes = len(sizes) + len(idle)
-        return self.stepper.run(step, source, passes=passes, rate=rate, flags=flags or Flags()).facts()
+        return self.stepper.run(step, source, passes=passes, rate=rate, flags=flags or StepFlags()).result()
 
     def snapshot(self) -> dict[str, Tensor]:
         return {name: full(tensor).detach().clone() for name, tensor in self.state.tensors().items()}
@@ -91,10 +91,10 @@ def test_a_step_is_that_of_the_shortest_loop_by_hand(
     bench = Bench(kind=kind, clip_norm=clip_norm)
     expected, figures = by_hand(clip_norm)
     for step, (rate, (loss, norm)) in enumerate(zip(RATES, figures, strict=True), start=1):
-        facts = bench.step(step, sizes, rate=rate)
-        assert (facts.step, facts.rate) == (step, rate)
-        assert facts.loss == pytest.approx(loss, rel=1e-5)
-        assert facts.grad_norm == pytest.approx(norm, rel=1e-5)
+        result = bench.step(step, sizes, rate=rate)
+        assert (result.step, result.rate) == (step, rate)
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        assert result.grad_norm == pytest.approx(norm, rel=1e-5)
     tensors = bench.snapshot()
     for name, value in expected.items():
         torch.testing.assert_close(tensors[name], value, rtol=1e-5, atol=1e-6, msg=name)
@@ -106,8 +106,8 @@ def test_a_step_is_that_of_the_shortest_loop_by_hand(
 def test_passes_that_do_not_count_change_nothing(group_of_one: dist.HashStore, kind: str, idle: tuple[int, ...]) -> None:
     plain, short = Bench(kind=kind, clip_norm=0.1), Bench(kind=kind, clip_norm=0.1)
     for step in (1, 2):
-        facts = short.step(step, (4, 4), idle=idle)
-        assert facts == plain.step(step, (4, 4))
+        result = short.step(step, (4, 4), idle=idle)
+        assert result == plain.step(step, (4, 4))
     expected = plain.snapshot()
     for name, value in short.snapshot().items():
         assert torch.equal(value, expected[name]), name
@@ -146,8 +146,8 @@ def test_a_step_that_is_not_finite_leaves_everything_untouched_bit_for_bit(
     bench.step(1, (4, 4))
     before = bench.snapshot()
     task.poison = poison
-    facts = bench.step(2, (4, 4), rate=0.5)
-    assert not (math.isfinite(facts.loss) and math.isfinite(facts.grad_norm))
+    result = bench.step(2, (4, 4), rate=0.5)
+    assert not (math.isfinite(result.loss) and math.isfinite(result.grad_norm))
     after = bench.snapshot()
     assert set(after) == set(before)
     for name, value in after.items():
@@ -155,8 +155,8 @@ def test_a_step_that_is_not_finite_leaves_everything_untouched_bit_for_bit(
     assert all(parameter.grad is None for parameter in bench.wrapped.bare.parameters())
 
     task.poison = "none"
-    facts = bench.step(3, (4, 4))
-    assert math.isfinite(facts.loss)
+    result = bench.step(3, (4, 4))
+    assert math.isfinite(result.loss)
     steps = {name: value.item() for name, value in bench.snapshot().items() if name.startswith("optim.step.")}
     assert set(steps.values()) == {2.0}
 
@@ -166,8 +166,8 @@ def test_what_is_not_finite_in_one_micro_batch_spoils_the_whole_step(group_of_on
     before = bench.snapshot()
     good, bad = micro_batches(POINTS, 1, (4, 4))
     bad = MicroBatch(bad.step, bad.portion, bad.sample_ids, {**bad.batch, "x": torch.full((4, 3), math.inf)})
-    facts = bench.stepper.run(1, iter((bad, good)), passes=2, rate=0.1, flags=Flags()).facts()
-    assert math.isnan(facts.loss)
+    result = bench.stepper.run(1, iter((bad, good)), passes=2, rate=0.1, flags=StepFlags()).result()
+    assert math.isnan(result.loss)
     for name, value in bench.snapshot().items():
         assert torch.equal(value, before[name]), name
 
@@ -191,7 +191,7 @@ def test_randomness_belongs_to_the_positions_and_not_to_the_pass(group_of_one: d
     for turn in (1, -1):
         batches = list(micro_batches(POINTS, 1, (4, 4)))[::turn]
         bench = Bench(Squares(dropout=0.5))
-        losses.append(bench.stepper.run(1, iter(batches), passes=2, rate=0.1, flags=Flags()).facts().loss)
+        losses.append(bench.stepper.run(1, iter(batches), passes=2, rate=0.1, flags=StepFlags()).result().loss)
     assert losses[0] == losses[1]
 
 
@@ -235,7 +235,7 @@ def masks_of(world_size: int) -> dict[tuple[int, int], tuple[bool, ...]]:
                 MicroBatch(step - 1, one, tuple(range(one.first, one.end)), POINTS.batch(one.first, one.end))
                 for one in portions
             ]
-            bench.stepper.run(step, iter(source), passes=len(source), rate=0.1, flags=Flags())
+            bench.stepper.run(step, iter(source), passes=len(source), rate=0.1, flags=StepFlags())
             for one, mask in zip(portions, task.masks[-len(portions) :], strict=True):
                 assert found.setdefault((step, one.first), mask) == mask
     return found
@@ -255,31 +255,35 @@ def test_randomness_follows_the_seed_and_the_step(group_of_one: dist.HashStore, 
     for seed, step in ((1, 1), (other.get("seed", 1), other.get("step", 1))):
         bench = Bench(Squares(dropout=0.5), seed=seed)
         (batch,) = micro_batches(POINTS, 1, (8,))
-        losses.append(bench.stepper.run(step, iter((batch,)), passes=1, rate=0.1, flags=Flags()).facts().loss)
+        losses.append(bench.stepper.run(step, iter((batch,)), passes=1, rate=0.1, flags=StepFlags()).result().loss)
     assert losses[0] != losses[1]
 
 
 def test_the_source_is_left_at_the_next_step(group_of_one: dist.HashStore) -> None:
     source = chain(micro_batches(POINTS, 1, (4, 4)), micro_batches(POINTS, 2, (4, 4)))
-    Bench().stepper.run(1, source, passes=2, rate=0.1, flags=Flags())
+    Bench().stepper.run(1, source, passes=2, rate=0.1, flags=StepFlags())
     assert [micro_batch.step for micro_batch in source] == [1, 1]
 
 
-@pytest.mark.parametrize("flags", [Flags(), Flags(stop=True), Flags(save=True), Flags(stop=True, save=True)], ids=repr)
-def test_flags_ride_along(group_of_one: dist.HashStore, flags: Flags) -> None:
-    facts = Bench().step(1, flags=flags)
-    assert (facts.stop, facts.save) == (flags.stop, flags.save)
+SAVES = StepFlags(unsaved=True, sending=True, failed_saves=3, busy=(True, False), torn=(False, True))
 
 
-def test_marks_where_it_is(group_of_one: dist.HashStore) -> None:
-    bench, seen = Bench(), []
+@pytest.mark.parametrize("flags", [StepFlags(), StepFlags(stop=True), StepFlags(save=True), SAVES], ids=repr)
+def test_flags_ride_along(group_of_one: dist.HashStore, flags: StepFlags) -> None:
+    assert Bench().step(1, flags=flags).flags == flags
 
-    class Noting(Squares):
-        def loss(self, model: nn.Module, batch: Batch) -> LossOutput:
-            seen.append(bench.tracker.mark)
-            return super().loss(model, batch)
 
-    bench.stepper._task = Noting()
-    bench.step(1, (4, 4))
-    assert [(mark.phase, mark.step, mark.micro_batch) for mark in seen] == [(Phase.FORWARD, 1, 0), (Phase.FORWARD, 1, 1)]
-    assert (bench.tracker.mark.phase, bench.tracker.mark.step) == (Phase.UPDATE, 1)
+def test_a_flag_of_any_rank_counts() -> None:
+    other = StepFlags(stop=True, unsaved=True, unusable=True, unsent=True, busy=(True, True), torn=(False, False))
+    sums = [a + b for a, b in zip(SAVES.encode(), other.encode(), strict=True)]
+    together = StepFlags(
+        stop=True,
+        unsaved=True,
+        unusable=True,
+        sending=True,
+        unsent=True,
+        failed_saves=3,
+        busy=(True, True),
+        torn=(False, True),
+    )
+    assert StepFlags.decode(sums) == together

@@ -16,10 +16,10 @@ from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.watchdog import LostPeer, Overdue
 from elastictrain.storage.opening import open_store
-from elastictrain.train.bringup import Met
-from elastictrain.train.build import Built
 from elastictrain.train.leaving import Reached
+from elastictrain.train.loop import Loop
 from elastictrain.train.worker import Worker
+from tests.unit.train.parts import context_of
 
 
 @pytest.fixture
@@ -50,8 +50,9 @@ def told(folder: Path) -> Reason:
     ids=str,
 )
 def test_a_stop_is_told_with_the_step_that_is_safe(reached: Reached, step: int, worker: Worker, tmp_path: Path) -> None:
-    built = SimpleNamespace(loop=SimpleNamespace(state=SimpleNamespace(step=9)), close=lambda *, finished: None)
-    worker._say_goodbye(cast(Built, built), code=EXIT_STOPPED, reason="SIGTERM", reached=reached)
+    loop = SimpleNamespace(state=SimpleNamespace(step=9), reached=reached, close=lambda *, finished: None)
+    context = context_of(heartbeats=SimpleNamespace(close=lambda: None))
+    worker._end_in_order(context, cast(Loop, loop), code=EXIT_STOPPED, reason="SIGTERM")
     assert (told(tmp_path).exit_code, told(tmp_path).step, told(tmp_path).sentence) == (EXIT_STOPPED, step, "SIGTERM")
 
 
@@ -75,7 +76,7 @@ def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
     # Without a way to close it, a store, or a board that is asked for more than this.
     heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
     incarnation = SimpleNamespace(name="000001-aa")
-    worker._met = cast(Met, SimpleNamespace(journal=journal, heartbeats=heartbeats, incarnation=incarnation))
+    worker._context = context_of(journal=journal, heartbeats=heartbeats, incarnation=incarnation)
 
     def left(code: int) -> None:
         raise SystemExit(code)
@@ -107,9 +108,10 @@ def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_ou
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     heartbeats = SimpleNamespace(last_heard=dict)
     store, incarnation = open_store(str(tmp_path / "run")), SimpleNamespace(name="000001-aa")
-    worker._met = cast(Met, SimpleNamespace(journal=journal, heartbeats=heartbeats, store=store, incarnation=incarnation))
+    worker._context = context_of(journal=journal, heartbeats=heartbeats, store=store, incarnation=incarnation)
     worker._hangs._traced = (worker._tracker.mark, '{"entries": []}')
-    worker._report_briefly(ExitClassification(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False), heard={})
+    what = ExitClassification(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False)
+    worker._report(what, heard={}, brief=True)
     (failure,) = recorded
     assert failure.flight_recorder == "flight/000001-aa-r00001.json"
     assert store.read(failure.flight_recorder) == b'{"entries": []}'

@@ -12,7 +12,7 @@ from elastictrain.config.load import load
 from elastictrain.data.__main__ import main as data
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_USAGE, ConfigError
 from elastictrain.storage.opening import open_store
-from elastictrain.train.runfolder import check_run_folder
+from elastictrain.train.checks import check_run_folder
 from tests.unit.checkpoint.commands.made import save
 from tests.unit.checkpoint.commands.tasks import ExportingTask
 

@@ -7,8 +7,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.errors import ConfigError, StorageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.train import runfolder
-from elastictrain.train.runfolder import check_run_folder, store_config
+from elastictrain.train import checks
+from elastictrain.train.checks import check_run_folder, store_config
 from tests.unit.train.parts import Squares
 from tests.unit.train.test_loop import config
 
@@ -63,7 +63,7 @@ def test_writing_is_tried_unless_the_preflight_does_it(store: Store, monkeypatch
     def refuse(store: Store) -> None:
         raise StorageError("read-only")
 
-    monkeypatch.setattr(runfolder, "check_writable", refuse)
+    monkeypatch.setattr(checks, "check_writable", refuse)
     with pytest.raises(StorageError, match=r"`run\.dir` cannot be used: read-only. Set run\.dir to another place"):
         check_run_folder(store, of(store), task=Squares())
     check_run_folder(store, of(store), task=Squares(), try_writing=False)

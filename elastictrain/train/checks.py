@@ -1,0 +1,170 @@
+"""What a rank checks alone, before others wait for it: task, samples, the run's folder, devices and memory."""
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import cast
+
+import psutil
+import torch
+
+from elastictrain.checkpoint.memory.budget import group_limits
+from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
+from elastictrain.checkpoint.signing import SigningKey, load_key
+from elastictrain.config.composed import RunConfig
+from elastictrain.config.digest import changed_answers, to_yaml
+from elastictrain.config.task_signature import build_task
+from elastictrain.data.dataset import Dataset
+from elastictrain.data.opening import open_datasets
+from elastictrain.distributed.device import find_backend
+from elastictrain.distributed.environment import Backend, plan_environment
+from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.errors import ConfigError, DataError, HostUnfitError, ObjectNotFoundError, Problem, StorageError
+from elastictrain.identity import Identity
+from elastictrain.storage.local import LocalStore
+from elastictrain.storage.opening import check_writable, open_store
+from elastictrain.storage.private import temporary_folder
+from elastictrain.storage.store import Store
+from elastictrain.train.state_size import MemorySize, Spread, judge_fit, measure_state
+from elastictrain.train.task import BringsDatasets, ChecksTokens, HasBlocks, HasNeutralOptions, Task
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What is trained on and what is evaluated."""
+
+    train: Dataset
+    held_out: Dataset | None
+    digest: str
+    """Names the content of token files; empty for a task's own datasets."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFacts:
+    """What a rank knows before it has met another."""
+
+    backend: Backend
+    task: Task
+    samples: Samples
+    store: Store
+
+
+def check_alone(config: RunConfig, identity: Identity) -> OwnFacts:
+    """What can be checked without another rank; sets the environment of torch, too. Raises: ElasticTrainError."""
+    signing_key(config)
+    backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
+    if why_cpu and identity.local_rank == 0:
+        logger.warning("the CPU is used, and no GPU: %s", why_cpu)
+    # torch opens it without a look at what is there.
+    dump_prefix = f"{temporary_folder()}/flight-r"
+    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
+        os.environ[variable.name] = variable.value
+    task = cast(Task, build_task(config))
+    if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
+        message = "needs a task that names its blocks (method `blocks`); set it to none"
+        raise ConfigError([Problem("train.activation_checkpointing", message)])
+    store = open_store(config.run.dir)
+    if identity.local_rank == 0:
+        # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
+        untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
+        check_run_folder(store, config, task=task, try_writing=untested)
+    return OwnFacts(backend, task, open_samples(task, config), store)
+
+
+def signing_key(config: RunConfig) -> SigningKey | None:
+    """The key in the environment that signs checkpoints; None if none is asked for. Raises: ConfigError if it is none."""
+    try:
+        return load_key(config.checkpoint.key_env)
+    except ValueError as error:
+        raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
+
+
+def open_samples(task: Task, config: RunConfig) -> Samples:
+    """Training samples and, if there are any, held-out ones. Raises: DataError, StorageError."""
+    digest = ""
+    if isinstance(task, BringsDatasets):
+        train, held_out = task.train_dataset(), task.eval_dataset()
+    else:
+        try:
+            opened = open_datasets(config.data, seq_len=config.train.seq_len)
+        except StorageError as error:
+            raise type(error)(f"`data.path` cannot be used: {error}") from error
+        train, held_out, digest = opened.train, opened.holdout, opened.index.digest
+        if isinstance(task, ChecksTokens):
+            vocab_size = opened.index.tokenizer.vocab_size
+            if problems := task.check_tokens(seq_len=config.train.seq_len, vocab_size=vocab_size):
+                raise ConfigError(problems)
+    if len(train) == 0:
+        raise DataError([Problem("data.path", "must have at least one training sample, but has none")])
+    if config.train.eval_every_steps and not held_out:
+        raise DataError([Problem("train.eval_every_steps", "needs held-out samples, but there are none; set it to 0")])
+    return Samples(train, held_out, digest)
+
+
+def check_run_folder(store: Store, config: RunConfig, *, task: Task, try_writing: bool = True) -> None:
+    """The folder takes writes, if that is to be tried, and this configuration continues what is in it.
+
+    Raises: StorageError; ConfigError that names the keys which would change the answer.
+    """
+    try:
+        if try_writing:
+            check_writable(store)
+    except StorageError as error:
+        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
+    if isinstance(store, LocalStore):
+        store.sweep_temporaries("checkpoints")
+    stored = read_stored_config(store)
+    if stored is None or config.run.on_change == "continue":
+        return
+    neutral = task.neutral_options if isinstance(task, HasNeutralOptions) else ()
+    changes = changed_answers(stored, now=config, neutral=neutral)
+    # Listed only here: an ordinary start has changed nothing.
+    if changes and any(info.key.startswith("checkpoints/step-") for info in store.list("checkpoints")):
+        advice = "the run in `run.dir` has checkpoints; put it back, choose another run.dir, or set run.on_change=continue"
+        raise ConfigError(
+            [Problem(key, f"was {before!r} when the run began and is {now!r} now: {advice}") for key, before, now in changes]
+        )
+
+
+def store_config(store: Store, config: RunConfig) -> None:
+    """Keep the resolved configuration with the run, if it is not there already."""
+    data = to_yaml(config).encode()
+    try:
+        there = store.read(CONFIG_NAME, end=len(data) + 1) == data
+    except ObjectNotFoundError:
+        there = False
+    if not there:
+        store.write(CONFIG_NAME, data)
+
+
+def check_memory(task: Task, config: RunConfig, identity: Identity, *, backend: Backend) -> None:
+    """Raises: HostUnfitError if the state cannot fit here; ConfigError if it fits nowhere, or the model cannot be built."""
+    size = measure_state(task)
+    if size is None:
+        return
+    parallel, local_world_size = config.parallel, identity.local_world_size
+    shape = mesh_shape(
+        parallel.kind, world_size=identity.world_size, local_world_size=local_world_size, shard_size=parallel.shard_size
+    )
+    spread = Spread(
+        kind=parallel.kind,
+        shards=shape.shards,
+        local_world_size=local_world_size,
+        world_size=identity.world_size,
+        snapshots=config.checkpoint.buffers,
+    )
+    device = None
+    if backend == "nccl":
+        total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
+        device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
+    found = psutil.virtual_memory()
+    # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
+    total_bytes = min([int(found.total), *(limit for limit, _ in group_limits())])
+    host = MemorySize("this host", total_bytes, min(total_bytes, int(found.available)))
+    fit = judge_fit(size, spread, device=device, host=host)
+    if fit.problem:
+        raise ConfigError(fit.problem) if fit.nowhere else HostUnfitError(fit.problem)
+    if fit.warning:
+        logger.warning("%s", fit.warning)

@@ -1,0 +1,88 @@
+"""What all parts of one start share."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.config.composed import RunConfig
+from elastictrain.distributed.environment import Backend
+from elastictrain.distributed.group import Group
+from elastictrain.distributed.incarnation import Incarnation
+from elastictrain.errors import StopRequestedError, StorageError
+from elastictrain.events import Journal
+from elastictrain.fault.stop import StopRequest
+from elastictrain.identity import Identity
+from elastictrain.lease.holder import Lease
+from elastictrain.liveness.heartbeats import HeartbeatStore
+from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.storage.store import Store
+from elastictrain.train.checks import Samples
+from elastictrain.train.job_notes import JobNotes
+from elastictrain.train.leaving import left_s
+from elastictrain.train.task import Task
+
+StopRequested = Callable[[], StopRequest | None]
+
+
+class Timings:
+    """Seconds of each phase of a start, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what is inside."""
+        began = time.monotonic()
+        yield
+        self.seconds[name] = round(time.monotonic() - began, 4)
+
+
+def leave_if_asked(stop_request: StopRequested) -> None:
+    """Raises: StopRequestedError."""
+    if (request := stop_request()) is not None:
+        raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainContext:
+    """Made when the ranks have met: from then on what happens can be recorded, and other ranks can be heard."""
+
+    config: RunConfig
+    identity: Identity
+    tracker: ProgressTracker
+    stop_request: StopRequested
+    task: Task
+    samples: Samples
+    store: Store
+    backend: Backend
+    incarnation: Incarnation
+    shared: dist.Store
+    """The store that the ranks meet through, under this incarnation's prefix."""
+
+    journal: Journal
+    unwritable: StorageError | None
+    """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
+
+    heartbeats: HeartbeatStore
+    job: JobNotes
+    lease: Lease | None
+    """Of rank 0, unless a launcher has started it: those have a lease of their own."""
+
+    timings: Timings
+    group: Group = field(init=False)
+    """There from the end of the bring-up."""
+
+    def left_s(self) -> float | None:
+        """How long this rank may still wait for a save; None: as long as it takes."""
+        return left_s(self.stop_request(), now_s=time.monotonic(), grace_s=self.config.fault.shutdown_grace_s)
+
+    def any_stop_reason(self) -> str:
+        """The first reason to stop that a rank has; empty: none. Collective: yes."""
+        request = self.stop_request()
+        reasons = gather_json(request.reason if request is not None else "", group=self.group.control)
+        return next((str(reason) for reason in reasons if reason), "")
