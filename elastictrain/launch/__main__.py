@@ -20,11 +20,11 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from elastictrain.config.composed import RunConfig
@@ -43,16 +43,13 @@ from elastictrain.errors import (
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace, Probes
-from elastictrain.launch.final_save import ask_to_flush
+from elastictrain.launch.final_save import ask_to_flush, committed_step, remembered_step
 from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
-from elastictrain.launch.host_check import why_unfit
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.locks import HostLock, acquire_task_lock, lock_run, wait_for_launcher
 from elastictrain.launch.membership.records import HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
-from elastictrain.launch.notices import watch_notices
-from elastictrain.launch.probing import OwnAddress, count_gpus, default_interface, own_names
-from elastictrain.launch.progress import committed_step, remembered_step
+from elastictrain.launch.own_host import OwnAddress, count_gpus, default_interface, own_names, watch_notices, why_unfit
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
@@ -123,16 +120,6 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
     return place
 
 
-@dataclass(frozen=True, slots=True)
-class HostSetup:
-    """What this process holds, and gives back at its end."""
-
-    lock: HostLock
-    listener: StopListener
-    torchrun: Torchrun
-    folder: Path
-
-
 def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings) -> int:
     with ExitStack() as ending:
         held = _hold(config, ending)
@@ -144,58 +131,14 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
         return code
 
 
-def _supervise(
-    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
-) -> int | None:
-    """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
-    with ExitStack() as ending:
-        supervisor = _put_together(config, arguments, place, surroundings, held=held)
-        ending.callback(supervisor.recorder.close)
-        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, say=say)
-        ending.callback(notices.close)
-        try:
-            return supervisor.run()
-        except RunHeldError:
-            return None
+@dataclass(frozen=True, slots=True)
+class HostSetup:
+    """What this process holds, and gives back at its end."""
 
-
-def _wait_until_free(store: Store, config: RunConfig, listener: StopListener) -> int:
-    """The newest generation, when no torchrun trains in this folder. Raises: RunHeldError, StorageError, StopRequestedError."""
-
-    def poll() -> None:
-        if (request := listener.request) is not None:
-            raise StopRequestedError(f"asked to stop ({request.reason}) while another run trains")
-
-    chain = Chain(store)
-    newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
-    clean_up(chain, newest)
-    return chain.number_on(newest)
-
-
-def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
-    """What storage answers. It may be tried for a minute; a person who has seen the wrong address does not wait for that.
-
-    Raises: StopRequestedError; what `ask` raises.
-    """
-    answers: SimpleQueue[T | Exception] = SimpleQueue()
-
-    def run() -> None:
-        try:
-            answers.put(ask())
-        except Exception as error:  # noqa: BLE001  # the edge of the thread; raised again by who asked
-            answers.put(error)
-
-    threading.Thread(target=run, name="first answer", daemon=True).start()
-    while True:
-        try:
-            answer = answers.get(timeout=0.1)
-        except Empty:
-            if (request := listener.request) is not None:
-                raise StopRequestedError(f"asked to stop ({request.reason}) before storage has answered") from None
-            continue
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+    lock: HostLock
+    listener: StopListener
+    torchrun: Torchrun
+    folder: Path
 
 
 def _hold(config: RunConfig, ending: ExitStack) -> HostSetup:
@@ -215,25 +158,45 @@ def _hold(config: RunConfig, ending: ExitStack) -> HostSetup:
     return HostSetup(lock, listener, torchrun, folder)
 
 
+def _supervise(
+    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
+) -> int | None:
+    """The exit code; None if another run was faster, and is to be waited for. Raises: as `_put_together`."""
+    with ExitStack() as ending:
+        supervisor = _put_together(config, arguments, place, surroundings, held=held)
+        ending.callback(supervisor.recorder.close)
+        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, say=say)
+        ending.callback(notices.close)
+        try:
+            return supervisor.run()
+        except RunHeldError:
+            return None
+
+
 def _put_together(
-    config: RunConfig,
-    arguments: tuple[str, ...],
-    place: ClusterPlace,
-    surroundings: Surroundings,
-    *,
-    held: HostSetup,
+    config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, surroundings: Surroundings, *, held: HostSetup
 ) -> Supervisor:
     """Raises: RunHeldError, StorageError if the run's folder cannot be used; StopRequestedError."""
     store = open_store(config.run.dir)
-    try:
-        token = _unless_stopped(MembershipStore(store).token, held.listener)
-        free_after = _unless_stopped(partial(_wait_until_free, store, config, held.listener), held.listener)
-    except StorageError as error:
-        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
-    host = f"{_NOT_IN_A_KEY.sub('-', socket.gethostname())}-{secrets.token_hex(4)}"
-    options = config.launch
+    token, free_after = _first_answers(store, config, held.listener)
+    name, options = socket.gethostname(), config.launch
+    host = f"{_NOT_IN_A_KEY.sub('-', name)}-{secrets.token_hex(4)}"
     heartbeat = HeartbeatMesh(host, token=token, lost_s=options.lost_s)
-    record = _own_record(host, config, place, surroundings, watch_port=heartbeat.port)
+    find_address = partial(own_address, place.peers, surroundings=surroundings)
+    record = HostRecord(
+        host=host,
+        name=name,
+        address=options.address or place.address or find_address(),
+        watch_port=heartbeat.port,
+        master_port=free_port(),
+        processes=_processes(config, place),
+        order=place.order,
+        state=HostState.READY,
+        reason="",
+        beat=0,
+        ended=0,
+        writers=tuple(name_of(process) for process in [this_writer()] if process is not None),
+    )
     membership = MembershipStore(store, volatile=without_sync(store))
     if held.lock.before:
         # It did not come to say so itself.
@@ -241,8 +204,9 @@ def _put_together(
     held.lock.sign(host)
     # From the moment that the others can see this host they count on it: all that can fail comes before.
     log = open_append_log(store, f"events/launcher-{host}.jsonl", flush_s=config.telemetry.flush_s)
-    find_address = None if options.address else _address_of(record, place, surroundings).look
-    registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=find_address)
+    address = OwnAddress(record.address, own=partial(_own_addresses, surroundings), find=find_address)
+    look = None if options.address else address.look
+    registry = HostRegistry(membership, record, poll_s=options.poll_s, lost_s=options.lost_s, find_address=look)
     heartbeat.start()
     registry.start()
     return Supervisor(
@@ -264,33 +228,46 @@ def _put_together(
     )
 
 
-def _own_record(
-    host: str, config: RunConfig, place: ClusterPlace, surroundings: Surroundings, *, watch_port: int
-) -> HostRecord:
-    """What this host says of itself at first."""
-    process = this_writer()
-    return HostRecord(
-        host=host,
-        name=socket.gethostname(),
-        address=config.launch.address or place.address or own_address(place.peers, surroundings=surroundings),
-        watch_port=watch_port,
-        master_port=free_port(),
-        processes=_processes(config, place),
-        order=place.order,
-        state=HostState.READY,
-        reason="",
-        beat=0,
-        ended=0,
-        writers=() if process is None else (name_of(process),),
-    )
+def _first_answers(store: Store, config: RunConfig, listener: StopListener) -> tuple[bytes, int]:
+    """The run's token, and the newest generation when no torchrun trains in its folder."""
+    try:
+        token = _unless_stopped(MembershipStore(store).token, listener)
+        return token, _unless_stopped(partial(_wait_until_free, store, config, listener), listener)
+    except StorageError as error:
+        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
 
 
-def _address_of(record: HostRecord, place: ClusterPlace, surroundings: Surroundings) -> OwnAddress:
-    return OwnAddress(
-        record.address,
-        own=partial(_own_addresses, surroundings),
-        find=partial(own_address, place.peers, surroundings=surroundings),
-    )
+def _wait_until_free(store: Store, config: RunConfig, listener: StopListener) -> int:
+    """Raises: RunHeldError, StorageError, StopRequestedError."""
+
+    def poll() -> None:
+        if (request := listener.request) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) while another run trains")
+
+    chain = Chain(store)
+    newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
+    clean_up(chain, newest)
+    return chain.number_on(newest)
+
+
+def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
+    """What storage answers. It may be tried for a minute; a person who has seen the wrong address does not wait for that.
+
+    Raises: StopRequestedError; what `ask` raises.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:  # noqa: BLE001  # the edge of the thread; raised again by who asked
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="first answer", daemon=True).start()
+    while not wait([answer], timeout=0.1).done:
+        if (request := listener.request) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) before storage has answered")
+    return answer.result()
 
 
 def _own_addresses(surroundings: Surroundings) -> frozenset[str]:

@@ -1,4 +1,4 @@
-"""The launcher's connection to the saver of this host, for the end of a run."""
+"""What is saved of a run, and where; at its end the launcher has this host's saver write what only memory has."""
 
 import socket
 import struct
@@ -7,7 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from elastictrain.checkpoint.memory.folder import run_folder
+from elastictrain.checkpoint.folders import ROOT, read_listing
+from elastictrain.checkpoint.lineage import Lineage
+from elastictrain.checkpoint.memory.folder import is_private, look, run_folder, run_name
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, encode
 from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig
@@ -15,10 +17,37 @@ from elastictrain.distributed.bounded import within
 from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.launch.membership.records import Wait
+from elastictrain.storage.store import Store
 
 _PEER = struct.Struct("3i")
+_LISTING_S = 5.0
 _CONNECT_S = 2.0
 _TURN_S = 0.1
+
+
+def committed_step(store: Store) -> int | None:
+    """The step in storage that a start would go on from; 0 if there is none, None if storage does not answer in time."""
+
+    def newest() -> int:
+        listed = read_listing(store.list(ROOT)).folders
+        committed = tuple(folder for folder in listed if folder.has_manifest and not folder.quarantined)
+        if len(committed) > 1:
+            # A generation that was given up may have committed a later step since, which nobody goes on from.
+            committed, _ = Lineage(store).line_first(committed)
+        return committed[0].step if committed else 0
+
+    return within(_LISTING_S, newest)
+
+
+def remembered_step(config: RunConfig) -> int:
+    """The newest step that all workers of this host have in its memory; 0 if there is none."""
+    run = run_name(config.run.dir)
+    newest: dict[int, int] = {}
+    folder = run_folder(config.checkpoint.memory_dir, config.run.dir)
+    for held in look(folder, host=0) if is_private(folder) else ():
+        if not held.replica and held.facts.run == run:
+            newest[held.facts.rank] = max(held.facts.step, newest.get(held.facts.rank, 0))
+    return min(newest.values(), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +81,8 @@ class SaverConnection:
         try:
             while self._writes:
                 data = self._connection.recv(65536)
-                told = [message["op"] for message in self._lines.feed(data)]
-                self._writes = bool(data) and not {"flushed", "refused"}.intersection(map(str, told))
+                received = [message["op"] for message in self._lines.feed(data)]
+                self._writes = bool(data) and not {"flushed", "refused"}.intersection(map(str, received))
         except BlockingIOError:
             pass
         except (OSError, MalformedError):
@@ -112,9 +141,8 @@ def _describe(saver: SaverConnection, step: int) -> str:
 
 def waiting_message(wait: Wait, *, now_s: float) -> str:
     """One sentence."""
-    if wait.until_s is None:
-        return f"waiting for {wait.for_what}"
-    return f"waiting for {wait.for_what}, for {max(0.0, wait.until_s - now_s):.0f} s at most"
+    limit = "" if wait.until_s is None else f", for {max(0.0, wait.until_s - now_s):.0f} s at most"
+    return f"waiting for {wait.for_what}{limit}"
 
 
 def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> str:
@@ -123,7 +151,7 @@ def exit_message(code: int, reason: str, *, run_dir: str, final: FinalSave) -> s
     saved = _saved(final, run_dir=run_dir)
     if code == EXIT_OK:
         return f"done: {reason}; {saved}."
-    return f"stopped with exit code {code}: {reason}; {saved}. {_advice(code)}"
+    return f"stopped with exit code {code}: {reason}; {saved}. {_ADVICE.get(code, _OTHER_ADVICE)}"
 
 
 def _saved(final: FinalSave, *, run_dir: str) -> str:
@@ -135,21 +163,18 @@ def _saved(final: FinalSave, *, run_dir: str) -> str:
         saved = f"{run_dir} holds no step to go on from"
     if not final.unsaved_step:
         return saved
+    how = "nobody writes it to storage"
     if final.saver:
         how = f"the saver (process {final.saver}) goes on writing it to storage as long as this host or container lives"
-    else:
-        how = "nobody writes it to storage"
     return f"{saved}; step {final.unsaved_step} is in the memory of this host only, and {how}"
 
 
-def _advice(code: int) -> str:
-    match code:
-        case _ if code == EXIT_STOPPED:
-            return "The same command goes on from there."
-        case _ if code in (EXIT_CONFIG, EXIT_USAGE):
-            return "Trying again cannot help: change what the message names, then give the same command."
-        case _ if code == EXIT_UNFIT:
-            return "Mend or replace this host; the same command on another one goes on from there."
-        case _ if code == EXIT_STORAGE:
-            return "Mend what the messages name, and give the same command again."
-    return "The events of the run and the output above tell more; the same command tries again from there."
+_NO_USE = "Trying again cannot help: change what the message names, then give the same command."
+_ADVICE = {
+    EXIT_STOPPED: "The same command goes on from there.",
+    EXIT_CONFIG: _NO_USE,
+    EXIT_USAGE: _NO_USE,
+    EXIT_UNFIT: "Mend or replace this host; the same command on another one goes on from there.",
+    EXIT_STORAGE: "Mend what the messages name, and give the same command again.",
+}
+_OTHER_ADVICE = "The events of the run and the output above tell more; the same command tries again from there."

@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.launch.probing import OwnAddress, next_address
+from elastictrain.launch.own_host import OwnAddress
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,10 @@ from elastictrain.launch.probing import OwnAddress, next_address
     ],
 )
 def test_an_address_changes_when_the_host_has_it_no_more_and_has_another(own: set[str], found: str, next_one: str) -> None:
-    assert next_address("10.0.0.1", own=own, found=found) == next_one
+    before: set[str] = {"10.0.0.1"}
+    now = [before, own, own]
+    address = OwnAddress("10.0.0.1", own=lambda: now.pop(0), find=lambda: found)
+    assert [address.look(), address.look()] == ["10.0.0.1", next_one]
 
 
 def test_it_is_looked_at_again_and_one_that_was_set_stays() -> None:

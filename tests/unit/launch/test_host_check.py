@@ -7,7 +7,7 @@ import pytest
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.preflight import PreflightChecks
-from elastictrain.launch.host_check import why_unfit
+from elastictrain.launch.own_host import why_unfit
 from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.check import Check
 from elastictrain.preflight.policy import Level
@@ -37,7 +37,7 @@ class Asked:
 
 
 def unfit(config: RunConfig, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("elastictrain.launch.host_check.check_host", asked)
+    monkeypatch.setattr("elastictrain.launch.own_host.check_host", asked)
     return why_unfit(config, Surroundings(host="a"), processes=4)
 
 
@@ -78,7 +78,7 @@ def test_without_a_preflight_nothing_is_asked(config: RunConfig, monkeypatch: py
 
 def test_a_gpu_that_is_needed_is_asked_for_first(config: RunConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = Asked()
-    monkeypatch.setattr("elastictrain.launch.host_check.check_host", asked)
+    monkeypatch.setattr("elastictrain.launch.own_host.check_host", asked)
     needing = replace(config, parallel=replace(config.parallel, backend="nccl"))
     for one in (needing, replace(needing, preflight=replace(config.preflight, level="off"))):
         assert "needs a GPU" in why_unfit(one, Surroundings(host="a", root=tmp_path, environment={}), processes=4)

@@ -17,7 +17,7 @@ from elastictrain.fault.metadata import MetadataError
 from elastictrain.fault.notices import Notice, NoticePoller
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace
-from elastictrain.launch.notices import CloudSource, watch_notices
+from elastictrain.launch.own_host import CloudSource, watch_notices
 from elastictrain.launch.records import Recorder
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
@@ -76,8 +76,8 @@ def watched(tmp_path: Path) -> Watched:
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> FakeCloud:
     fake = FakeCloud()
-    monkeypatch.setattr("elastictrain.launch.notices.detect", lambda: Cloud.AWS)
-    monkeypatch.setattr("elastictrain.launch.notices.source_of", lambda cloud: fake)
+    monkeypatch.setattr("elastictrain.launch.own_host.detect", lambda: Cloud.AWS)
+    monkeypatch.setattr("elastictrain.launch.own_host.source_of", lambda cloud: fake)
     return fake
 
 
@@ -160,7 +160,7 @@ def test_which_cloud_it_is_is_found_out_once(cloud: FakeCloud, monkeypatch: pyte
         looks.append(1)
         return Cloud.GCP
 
-    monkeypatch.setattr("elastictrain.launch.notices.detect", detect)
+    monkeypatch.setattr("elastictrain.launch.own_host.detect", detect)
     source = CloudSource()
     assert looks == []
     assert source.look() is source.look() is None
@@ -173,7 +173,7 @@ def test_which_cloud_it_is_is_found_out_once(cloud: FakeCloud, monkeypatch: pyte
 
 
 def test_outside_of_clouds_nobody_is_asked(cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.launch.notices.detect", lambda: None)
+    monkeypatch.setattr("elastictrain.launch.own_host.detect", lambda: None)
     source = CloudSource()
     assert source.look() is source.look() is None
     assert cloud.looks == 0
@@ -190,7 +190,7 @@ def test_a_question_that_failed_before_the_cloud_was_known_is_asked_again(
             raise answer
         return answer
 
-    monkeypatch.setattr("elastictrain.launch.notices.detect", detect)
+    monkeypatch.setattr("elastictrain.launch.own_host.detect", detect)
     source = CloudSource()
     with pytest.raises(OSError, match="no memory"):
         source.look()

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.launch.probing import count_gpus, default_interface, own_names
+from elastictrain.launch.own_host import count_gpus, default_interface, own_names
 from elastictrain.preflight.surroundings import Surroundings
 from tests.unit.preflight.transport.made import MadeHost
 

@@ -8,8 +8,8 @@ from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.memory.folder import make_private, run_folder, run_name
 from elastictrain.config.load import load
 from elastictrain.errors import TransientStorageError
-from elastictrain.launch import progress
-from elastictrain.launch.progress import committed_step, remembered_step
+from elastictrain.launch import final_save
+from elastictrain.launch.final_save import committed_step, remembered_step
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.checkpoint.memory.madeslots import facts_of, put
@@ -54,7 +54,7 @@ def test_a_step_that_nobody_goes_on_from_is_no_progress() -> None:
 
 
 def test_storage_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_LISTING_S", 0.05)
+    monkeypatch.setattr(final_save, "_LISTING_S", 0.05)
     store = FakeStore({key_of("step-000000004", "manifest.json"): b"x"})
     assert committed_step(store) == 4
 

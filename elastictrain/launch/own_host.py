@@ -1,0 +1,161 @@
+"""What a launcher asks of its own host: names, address, room for workers, whether it is fit, and who may take it away."""
+
+import ipaddress
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
+from elastictrain.fault.clouds import detect, source_of
+from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource
+from elastictrain.fault.stop import StopListener
+from elastictrain.launch.cluster.place import ClusterPlace, visible_gpus
+from elastictrain.launch.records import NoticeGiven, Recorder
+from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
+from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.host.ports import WantedPort
+from elastictrain.preflight.policy import Level, describe
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import failures
+
+_NVIDIA_DEVICE = re.compile(r"nvidia\d+")
+
+_LEAD_S = 120.0
+"""A limit that is known beforehand is met in time, however large the state is that has to be saved."""
+
+
+def own_names() -> tuple[str, ...]:
+    """How a list of hosts may call this one."""
+    name = socket.gethostname()
+    return tuple(dict.fromkeys((name, name.partition(".")[0])))
+
+
+def default_interface(surroundings: Surroundings) -> str:
+    """The interface of the default route; empty if there is none. Source: proc(5), /proc/net/route."""
+    for line in (surroundings.read("proc/net/route") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == fields[7] == "00000000":
+            return fields[0]
+    return ""
+
+
+class OwnAddress:
+    """This host's address, looked at again each time. Where an operator or the cluster has set one, it stays.
+
+    It also stays as long as the host has it, whichever route is the default one meanwhile: a change costs a restart.
+    """
+
+    def __init__(self, first: str, *, own: Callable[[], Collection[str]], find: Callable[[], str]) -> None:
+        """`own`: this host's addresses; `find`: the one that others may reach. A `first` that is none of its own was set."""
+        self._address = first
+        self._own = own
+        self._find = find
+        self._is_set = first not in own()
+        self._missing = False
+
+    def look(self) -> str:
+        """The address now; asks the kernel, and looks up names of peers."""
+        missing = not self._is_set and self._address not in self._own()
+        # Not at the first look: an interface that is set up anew has no address for a moment.
+        if missing and self._missing and not _is_loopback(found := self._find()):
+            self._address = found
+        self._missing = missing
+        return self._address
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return True
+
+
+def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
+    """GPUs that a worker here would see, without asking any library; 0 if there are none."""
+    try:
+        names = os.listdir(Path(root, "dev"))  # noqa: PTH208
+    except OSError:
+        names = []
+    found = sum(bool(_NVIDIA_DEVICE.fullmatch(name)) for name in names) or _count_amd(Path(root))
+    visible = visible_gpus(environment)
+    return min(found, visible[1]) if visible is not None else found
+
+
+def _count_amd(root: Path) -> int:
+    """Source: the kernel's amdkfd, whose nodes are CPUs, too; those have no SIMD units."""
+    found = 0
+    for node in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with suppress(OSError):
+            match = re.search(r"^simd_count (\d+)$", node.read_text(), re.MULTILINE)
+            found += match is not None and int(match[1]) > 0
+    return found
+
+
+def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) -> str:
+    """Why no GPU can be used where one is needed, or the first check that failed, with its remedy; empty if all is well.
+
+    With `preflight=off` there are no checks.
+    """
+    if config.parallel.backend == "nccl":
+        reason = why_no_gpu(read_gpus(surroundings.environment, root=surroundings.root))
+        if reason:
+            return needs_gpu(reason)
+    if config.preflight.level == "off":
+        return ""
+    asked = OwnChecks(
+        # The group checks in full what has to be; this is only to keep out who would fail there at once.
+        level=Level.QUICK,
+        modes={**asdict(config.preflight.checks), "storage": "off"},
+        options=HostOptions(
+            run_dir=config.run.dir,
+            memory_dir=config.checkpoint.memory_dir,
+            cpus=float(config.run.num_threads * processes),
+            # Nothing of the run listens here yet; in a group it is the preflight itself that does.
+            ports=tuple(WantedPort(port, "checks of links", "preflight.ports") for port in config.preflight.ports),
+        ),
+        local_world_size=processes,
+    )
+    failed = failures(check_host(surroundings, asked, more=transport_checks(surroundings)))
+    return describe(failed[0]) if failed else ""
+
+
+class CloudSource:
+    """The metadata service of whatever cloud this is; which one is found out with the first question."""
+
+    name = "the cloud's metadata service"
+
+    @cached_property
+    def _source(self) -> NoticeSource | None:
+        cloud = detect()
+        return None if cloud is None else source_of(cloud)
+
+    def look(self) -> Notice | None:
+        """Nothing, outside of clouds. Raises: MetadataError."""
+        return None if self._source is None else self._source.look()
+
+
+def watch_notices(
+    config: RunConfig, place: ClusterPlace, *, listener: StopListener, recorder: Recorder, say: Callable[[str], None]
+) -> NoticePoller:
+    """Begin to ask, in a thread; what comes becomes a stop request, or is only told where it is a hint."""
+
+    def on_notice(notice: Notice) -> None:
+        recorder.record(0, NoticeGiven(reason=notice.reason, leave=notice.leave, deadline=notice.deadline))
+        if notice.leave:
+            listener.ask(notice.reason, deadline=notice.deadline)
+        else:
+            say(f"this host may be taken away soon ({notice.reason}); training goes on")
+
+    lead_s = max(config.fault.notice_s, _LEAD_S)
+    limit = LimitSource(started=time.time(), max_hours=config.launch.max_hours, job_end=place.deadline, lead_s=lead_s)
+    sources: list[NoticeSource] = [limit, CloudSource()] if config.launch.notices else [limit]
+    poller = NoticePoller(sources, on_notice=on_notice)
+    poller.start()
+    return poller
