@@ -44,7 +44,7 @@ from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
 from elastictrain.launch.cluster.place import ClusterPlace, Probes
 from elastictrain.launch.final_save import ask_to_flush, committed_step, remembered_step
-from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.locks import HostLock, acquire_task_lock, lock_run, wait_for_launcher
 from elastictrain.launch.membership.records import HostRecord, HostState

@@ -14,7 +14,7 @@ from elastictrain.fault.reasons import read_begun, read_noted_step
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.attempt import Attempt, judge_end
 from elastictrain.launch.final_save import FinalSave, SaverConnection, await_final_save, exit_message, waiting_message
-from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.messages import headline, listed

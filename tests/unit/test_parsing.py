@@ -34,7 +34,6 @@ OWN = {
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
     "launch/locks.py": "the lock that this user holds",
-    "launch/heartbeat/datagram.py": "datagrams of bounded size that are signed with the token",
     "preflight/group/attendance.py": "ranks of the same group",
     "preflight/host/alike.py": "hosts of the same group",
     "preflight/host/storage_trip.py": "a child of this process",

@@ -12,7 +12,7 @@ from elastictrain.config.composed import RunGroup
 from elastictrain.config.fault import FaultGroup
 from elastictrain.config.launch import LaunchGroup
 from elastictrain.events import Event
-from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
 from elastictrain.launch.membership.records import Generation, HostRecord
 from elastictrain.launch.membership.store import MembershipStore

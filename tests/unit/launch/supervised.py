@@ -24,7 +24,7 @@ from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
 from elastictrain.fault.stop import StopRequest
-from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry, RegistrySnapshot
 from elastictrain.launch.membership.observation import HostObservation
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.launch.heartbeat.datagram import HeartbeatDatagram, ReplayGuard, seal, shortened, unseal
+from elastictrain.launch.heartbeat import HeartbeatDatagram, ReplayGuard, seal, shortened, unseal
 from elastictrain.launch.membership.records import EndKind, HostRecord
 from tests.unit.launch.membership.made import end, record
 
 TOKEN = b"t" * 32
-WORD = HeartbeatDatagram("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
+DATAGRAM = HeartbeatDatagram("host-0a1b2c3d", "host-4e5f6a7b", 12, 7, ended=True)
 
 
 @given(st.text(max_size=30), st.text(max_size=30), st.integers(1, 10**12), st.integers(0, 10**9), st.booleans())
@@ -21,14 +21,14 @@ def test_what_is_said_is_heard(host: str, to: str, counter: int, generation: int
     assert unseal(seal(datagram, token=TOKEN), token=TOKEN) == datagram
 
 
-def a_line(*, reason: str = "it broke", name: str = "a") -> HostRecord:
+def a_record(*, reason: str = "it broke", name: str = "a") -> HostRecord:
     return replace(record(name), end=replace(end(name, EndKind.FAILED, 70), reason=reason))
 
 
-def test_a_line_is_told_without_what_takes_room() -> None:
-    short = shortened(a_line(reason="line\n" * 1000))
+def test_a_record_is_told_without_what_takes_room() -> None:
+    short = shortened(a_record(reason="line\n" * 1000))
     assert short is not None
-    datagram = replace(WORD, host="a", line=short)
+    datagram = replace(DATAGRAM, host="a", record=short)
     assert unseal(seal(datagram, token=TOKEN), token=TOKEN) == datagram
     assert short.hears == ()
     assert short.end is not None
@@ -36,24 +36,24 @@ def test_a_line_is_told_without_what_takes_room() -> None:
 
 
 @given(st.text(max_size=400), st.integers(1, 80), st.integers(0, 40))
-def test_a_line_fits_into_any_packet_or_is_not_sent(reason: str, host_chars: int, num_blamed: int) -> None:
+def test_a_record_fits_into_any_packet_or_is_not_sent(reason: str, host_chars: int, num_blamed: int) -> None:
     host = "h" * host_chars
-    line = a_line(reason=reason, name=host)
+    line = a_record(reason=reason, name=host)
     assert line.end is not None
     short = shortened(replace(line, end=replace(line.end, blames=(host,) * num_blamed)))
     assert short is not None or host_chars * num_blamed > 100
     if short is not None:
-        data = seal(HeartbeatDatagram(host, "t" * 80, 10**12, 10**9, ended=True, line=short), token=TOKEN)
+        data = seal(HeartbeatDatagram(host, "t" * 80, 10**12, 10**9, ended=True, record=short), token=TOKEN)
         assert len(data) <= 1232
         assert unseal(data, token=TOKEN) is not None
 
 
-def test_a_line_of_another_host_or_of_none_is_no_word() -> None:
+def test_a_record_of_another_host_or_of_none_is_no_word() -> None:
     def signed(*fields: object) -> bytes:
         body = json.dumps(fields).encode()
         return hmac.new(TOKEN, body, hashlib.sha256).digest()[:16] + body
 
-    line = asdict(replace(a_line(), hears=()))
+    line = asdict(replace(a_record(), hears=()))
     assert unseal(signed("a", "b", 1, 1, True, line), token=TOKEN) is not None
     for other in ({**line, "host": "c"}, {**line, "beat": "1"}, {**line, "end": {}}, {}, [], None, 3):
         assert unseal(signed("a", "b", 1, 1, True, other), token=TOKEN) is None
@@ -61,11 +61,11 @@ def test_a_line_of_another_host_or_of_none_is_no_word() -> None:
 
 
 def test_another_run_is_not_heard() -> None:
-    assert unseal(seal(WORD, token=b"u" * 32), token=TOKEN) is None
+    assert unseal(seal(DATAGRAM, token=b"u" * 32), token=TOKEN) is None
 
 
 def test_no_bit_can_be_changed() -> None:
-    data = seal(WORD, token=TOKEN)
+    data = seal(DATAGRAM, token=TOKEN)
     for place in range(len(data)):
         changed = bytearray(data)
         changed[place] ^= 1

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from elastictrain.launch.heartbeat.datagram import HeartbeatDatagram, seal, unseal
-from elastictrain.launch.heartbeat.mesh import HeartbeatMesh
+from elastictrain.launch.heartbeat import HeartbeatDatagram, HeartbeatMesh, seal, unseal
 from elastictrain.launch.membership.records import EndKind, Generation, GenerationMember, HostRecord
 from tests.unit.launch.membership.made import end, generation, record
 
@@ -164,7 +163,7 @@ def test_a_host_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError("Address family not supported by protocol")
         return real(family, *more)
 
-    monkeypatch.setattr("elastictrain.launch.heartbeat.mesh.socket.socket", without_ipv6)
+    monkeypatch.setattr("elastictrain.launch.heartbeat.socket.socket", without_ipv6)
     heartbeat = HeartbeatMesh("a", token=TOKEN, lost_s=LOST_S)
     monkeypatch.undo()
     heartbeat.start()

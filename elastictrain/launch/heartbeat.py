@@ -1,0 +1,359 @@
+"""Heartbeats between launchers: every host sends datagrams to all that it knows to live, and knows whose get through to it.
+
+Datagrams are signed with the run's token.
+"""
+
+import ipaddress
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
+from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord
+from elastictrain.net.channel import SIGNATURE_BYTES, is_signed, signature
+
+_LARGEST_BYTES = 512
+"""Fits into the smallest frame that any network has: a path that swallows large ones must not silence this."""
+
+_LARGEST_WITH_RECORD_BYTES = 1232
+"""What every path of IPv6 lets through whole. Whoever it does not reach reads the record in storage."""
+
+_REASONS = (300, 100, 0)
+"""Characters of a reason that are sent: as many as fit."""
+
+_HEADER_BYTES = 300
+_DATAGRAM_BYTES = 2048
+_SCOPED_LENGTH = 4
+_MOST_SENDERS = 4096
+_BEATS_WITHIN_LOST = 8
+_WINDOWS_WITHIN_LOST = 2
+"""A host is heard if anything came from it within this part of the time after which it counts as lost: several beats."""
+
+_Target = tuple[str, int] | tuple[str, int, int, int]
+"""A place that a socket sends to."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatDatagram:
+    """A sign of life."""
+
+    host: str
+    to: str
+    """The launcher that it is meant for. Every start of a launcher has a name of its own."""
+
+    counter: int
+    """Larger than in all that this launcher has sent before."""
+
+    generation: int
+    """The newest one that this host knows."""
+
+    ended: bool
+    """Whether it has ended in the eyes of this host: its record then tells why."""
+
+    record: HostRecord | None = None
+    """What the host says of itself, without whom it hears."""
+
+
+def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
+    """One datagram."""
+    fields = [datagram.host, datagram.to, datagram.counter, datagram.generation, datagram.ended]
+    body = json.dumps(fields if datagram.record is None else [*fields, asdict(datagram.record)]).encode()
+    return signature(body, token) + body
+
+
+def shortened(record: HostRecord) -> HostRecord | None:
+    """A record as it is sent: without whom the host hears, and with the begin of a long reason. None if that is too long."""
+    for most in _REASONS:
+        end = record.end and replace(record.end, reason=record.end.reason[:most])
+        short = replace(record, hears=(), writers=(), reason=record.reason[:most], end=end)
+        if len(json.dumps(asdict(short))) <= _LARGEST_WITH_RECORD_BYTES - _HEADER_BYTES:
+            return short
+    return None
+
+
+def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
+    """The sign of life in a datagram; None if it is of another run, or none at all."""
+    body = data[SIGNATURE_BYTES:]
+    if len(data) > _LARGEST_WITH_RECORD_BYTES or not is_signed(body, data[:SIGNATURE_BYTES], token):
+        return None
+    try:
+        fields = as_record(parse_json(body), list[Any])
+        host, to, counter, generation, ended = as_record(fields[:5], tuple[str, str, int, int, bool])
+        record = as_record(fields[5], HostRecord) if len(fields) > 5 else None
+    except MalformedJsonError:
+        return None
+    if len(fields) > 6 or (record is None and len(data) > _LARGEST_BYTES) or (record is not None and record.host != host):
+        return None
+    return HeartbeatDatagram(host, to, counter, generation, ended, record)
+
+
+class ReplayGuard:
+    """Lets each datagram through once, and in the order in which its sender sent them.
+
+    Nothing is kept between starts: both launchers have other names then, so that no earlier datagram is meant for this one.
+    """
+
+    def __init__(self, own: str) -> None:
+        """`own`: the name of this launcher."""
+        self._own = own
+        self._last: dict[str, int] = {}
+        self.num_dropped = 0
+
+    def passes(self, datagram: HeartbeatDatagram) -> bool:
+        """Whether it is meant for this launcher, and newer than all that came from its sender."""
+        if datagram.to != self._own or datagram.counter <= self._last.get(datagram.host, 0):
+            self.num_dropped += 1
+            return False
+        # Those that are heard stay: who has the token could fill the memory of this host otherwise.
+        self._last.pop(datagram.host, None)
+        self._last[datagram.host] = datagram.counter
+        if len(self._last) > _MOST_SENDERS:
+            del self._last[next(iter(self._last))]
+        return True
+
+
+@dataclass(slots=True)
+class SilenceCheck:
+    """Which of some hosts have been silent for too long. All times on this host's monotonic clock."""
+
+    hosts: frozenset[str]
+    since_s: float
+    """From when on silence counts."""
+
+    looked_s: float
+
+    def find_silent(self, last_s: Mapping[str, float], *, now_s: float, lost_s: float) -> frozenset[str]:
+        """Those of which nothing came for longer than `lost_s`; `last_s` tells when something came last.
+
+        A process that was frozen itself has received nothing meanwhile, which says nothing about the others: after a pause of
+        its own all have their time again.
+        """
+        if now_s - self.looked_s > lost_s / 2:
+            self.since_s = now_s
+        self.looked_s = now_s
+        return frozenset(host for host in self.hosts if now_s - max(self.since_s, last_s.get(host, self.since_s)) > lost_s)
+
+
+class HeartbeatMesh:
+    """Sends and receives on a UDP port of its own, from its own thread."""
+
+    def __init__(self, host: str, *, token: bytes, lost_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.host = host
+        self._token = token
+        self._lost_s = lost_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        """For what follows."""
+
+        self._sent = (0, False)
+        """The generation, and whether it has ended here."""
+
+        self._record: HostRecord | None = None
+        """What this host says of itself while that generation has ended here, and before the next one begins."""
+
+        self._records: dict[str, HostRecord] = {}
+        """What others said of themselves, until it is taken."""
+
+        self._num_sent = 0
+        self._guard = ReplayGuard(host)
+        self._members: Mapping[str, _Target] = {}
+        """Of the generation that is followed."""
+
+        self._others: Mapping[str, _Target] = {}
+        """Other hosts that live."""
+
+        self._sources: dict[str, _Target] = {}
+        """Of hosts that are heard: they may know of this one before it knows of them."""
+
+        self._last_s: dict[str, float] = {}
+        self._check = SilenceCheck(frozenset(), clock(), clock())
+        self._silent: frozenset[str] = frozenset()
+        self._heard: frozenset[str] = frozenset()
+        self._heard_since_s = clock()
+        self._news = 0
+        self._newest = (0, False)
+        """What others have told of generations."""
+
+        self._newest_s = clock()
+        self._closed = False
+        self._socket = _bound_socket()
+        self._socket.settimeout(lost_s / _BEATS_WITHIN_LOST)
+        self.port: int = self._socket.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send and to receive."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._closed = True
+        self._thread.join(timeout=1.0)
+        self._socket.close()
+
+    def follow(self, generation: Generation | None) -> None:
+        """Watch the members of this generation from now on, or nobody."""
+        others = [member for member in generation.members if member.host != self.host] if generation is not None else []
+        with self._lock:
+            self._members = self._targets_of(others)
+            self._check = SilenceCheck(frozenset(member.host for member in others), self._clock(), self._clock())
+            self._silent = frozenset()
+            self._record = None
+            if generation is not None:
+                self._sent = (generation.number, False)
+        # They need not wait for the next beat to learn that it is there.
+        self._send(self._targets())
+
+    def send_to(self, hosts: Collection[HostRecord]) -> None:
+        """Send to these hosts, too, until this is called again: those that live, as far as is known."""
+        others = self._targets_of(hosts)
+        with self._lock:
+            before, self._others = self._others, others
+        # They need not wait for the next beat to learn who hears them.
+        known = before.values()
+        self._send({target: host for host, target in others.items() if target not in known})
+
+    def send_end(self, record: HostRecord) -> None:
+        """Tell the others that this generation has ended, and what this host says of it, before storage shows it."""
+        with self._lock:
+            self._sent, self._record = (self._sent[0], True), shortened(record)
+        self._send(self._targets())
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """Members of the generation that have not been heard for too long."""
+        with self._lock:
+            return self._silent
+
+    @property
+    def heard(self) -> tuple[frozenset[str], float]:
+        """Which hosts are heard now, members or not, and since when it is these."""
+        with self._lock:
+            return self._heard, self._heard_since_s
+
+    def pop_news(self) -> int:
+        """The generation of which others have said since the last call that it has ended, or that it is newer; 0 if none."""
+        with self._lock:
+            news, self._news = self._news, 0
+            return news
+
+    def pop_records(self) -> list[HostRecord]:
+        """What other hosts have said of themselves since the last call."""
+        with self._lock:
+            records, self._records = self._records, {}
+            return list(records.values())
+
+    @property
+    def num_dropped(self) -> int:
+        """How many datagrams of this run were dropped: they came once more, too late, or were meant for another launcher."""
+        with self._lock:
+            return self._guard.num_dropped
+
+    def _targets(self) -> dict[_Target, str]:
+        with self._lock:
+            return {target: host for known in (self._sources, self._others, self._members) for host, target in known.items()}
+
+    def _targets_of(self, hosts: Collection[GenerationMember | HostRecord]) -> dict[str, _Target]:
+        found = {host.host: self._target(host.address, host.watch_port) for host in hosts if host.host != self.host}
+        return {host: target for host, target in found.items() if target is not None}
+
+    def _target(self, name: str, port: int) -> _Target | None:
+        """Where a host receives; None if that is no place: a name would have to be looked up, which may take long."""
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return None
+        if not 0 < port < 1 << 16:
+            return None
+        mapped = self._socket.family == socket.AF_INET6 and address.version == 4
+        return (f"::ffff:{address}" if mapped else str(address), port)
+
+    def _run(self) -> None:
+        sent_s = looked_s = float("-inf")
+        interval_s = self._lost_s / _BEATS_WITHIN_LOST
+        while not self._closed:
+            if self._clock() - sent_s >= interval_s:
+                sent_s = self._clock()
+                self._send(self._targets())
+            newcomer = self._receive()
+            if newcomer or self._clock() - looked_s >= interval_s / 2:
+                looked_s = self._clock()
+                self._look()
+            self._send(newcomer)
+
+    def _receive(self) -> dict[_Target, str]:
+        """Take note of a datagram; returns its host if that was not heard before, and is to know soon that it is heard."""
+        try:
+            data, source = self._socket.recvfrom(_DATAGRAM_BYTES)
+        except OSError:
+            # Nothing came in time, or an earlier datagram of ours found no listener.
+            return {}
+        datagram = unseal(data, token=self._token)
+        # An address without a scope is the same place as the one in a record.
+        is_plain = len(source) == _SCOPED_LENGTH and not source[3]
+        target: _Target = source[:2] if is_plain else source
+        if datagram is None or not self._note(datagram, target):
+            return {}
+        return {target: datagram.host}
+
+    def _note(self, datagram: HeartbeatDatagram, source: _Target) -> bool:
+        now_s = self._clock()
+        with self._lock:
+            if datagram.host == self.host or not self._guard.passes(datagram):
+                return False
+            self._last_s[datagram.host], self._sources[datagram.host] = now_s, source
+            told = (datagram.generation, datagram.ended)
+            if told > self._newest:
+                self._newest, self._newest_s = told, now_s
+            # It may be said before storage shows it, so more than once; but hosts of a group without this one say it for ever.
+            fresh = now_s - self._newest_s <= self._lost_s
+            if fresh and told > self._sent:
+                self._news = max(self._news, datagram.generation)
+            if datagram.record is not None:
+                self._records[datagram.host] = datagram.record
+            return datagram.host not in self._heard
+
+    def _look(self) -> None:
+        with self._lock:
+            now_s, window_s = self._clock(), self._lost_s / _WINDOWS_WITHIN_LOST
+            # What is older tells no more than that nothing came since then.
+            self._last_s = {host: last_s for host, last_s in self._last_s.items() if now_s - last_s <= self._lost_s}
+            self._silent = self._check.find_silent(self._last_s, now_s=now_s, lost_s=self._lost_s)
+            heard = frozenset(host for host, last_s in self._last_s.items() if now_s - last_s <= window_s)
+            if heard != self._heard:
+                self._heard, self._heard_since_s = heard, now_s
+                self._sources = {host: source for host, source in self._sources.items() if host in heard}
+
+    def _send(self, targets: Mapping[_Target, str]) -> None:
+        with self._lock:
+            generation, ended = self._sent
+            # Each by itself: a path that swallows large datagrams must not silence this host.
+            records = (None,) if self._record is None else (None, self._record)
+            first, self._num_sent = self._num_sent + 1, self._num_sent + len(targets) * len(records)
+        datagrams = ((target, host, record) for record in records for target, host in targets.items())
+        for counter, (target, host, record) in enumerate(datagrams, start=first):
+            data = seal(HeartbeatDatagram(self.host, host, counter, generation, ended, record), token=self._token)
+            # No route, for now: what does not arrive is what the other side goes by.
+            with suppress(OSError):
+                self._socket.sendto(data, target)
+
+
+def _bound_socket() -> socket.socket:
+    """On every address of this host, where it can be both IPv6 and IPv4."""
+    with suppress(OSError):
+        found = socket.socket(socket.AF_INET6, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            found.bind(("::", 0))
+        except OSError:
+            found.close()
+            raise
+        return found
+    found = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+    found.bind(("", 0))
+    return found
