@@ -14,7 +14,9 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 import argparse
 import logging
+import secrets
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -22,12 +24,11 @@ from elastictrain.config.composed import CheckpointGroup
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 from elastictrain.identity import pods_without_workers
-from elastictrain.preflight.alone import OwnChecks, check_host, transport_checks
-from elastictrain.preflight.host.checks import HostOptions
+from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
+from elastictrain.preflight.links.speedtest import PORT, Listener, measure_speed, parse_size
 from elastictrain.preflight.policy import Level, decide
-from elastictrain.preflight.speed import add_speed, run_speed
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.table import show
+from elastictrain.preflight.verdict import show
 
 _EXIT_INTERRUPTED = 130
 MEMORY_DIR = CheckpointGroup().memory_dir
@@ -66,25 +67,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(parsed: argparse.Namespace, *, under_torchrun: bool) -> int:
     if parsed.command == "speed":
-        return run_speed(parsed)
+        return _run_speed(parsed)
     if under_torchrun:
         from elastictrain.preflight.command import check_group
 
         return check_group(parsed)
-    return _check_alone(parsed)
-
-
-def _check_alone(parsed: argparse.Namespace) -> int:
     surroundings = Surroundings()
-    asked = OwnChecks(
-        level=Level(parsed.level),
-        modes=dict(parsed.check),
-        options=HostOptions(run_dir=parsed.run_dir, memory_dir=parsed.memory_dir),
-    )
+    asked = OwnChecks(level=Level(parsed.level), modes=dict(parsed.check), run_dir=parsed.run_dir, memory_dir=parsed.memory_dir)
     verdicts = check_host(surroundings, asked, more=transport_checks(surroundings))
     show(verdicts, as_json=parsed.json)
-    outcome = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
-    return outcome.exit_code
+    return decide(verdicts, host=surroundings.host, hosts=[surroundings.host]).exit_code
+
+
+def _run_speed(parsed: argparse.Namespace) -> int:
+    """Returns the exit code. Raises: UsageError; HostUnfitError; TransportError naming the address."""
+    if parsed.listen:
+        return _listen(parsed)
+    size_bytes = parse_size(parsed.size)
+    speeds = measure_speed(parsed.to, port=parsed.port, token=parsed.token or "", size_bytes=size_bytes)
+    rows = (
+        (f"to {parsed.to}", speeds.there),
+        (f"from {parsed.to}", speeds.back),
+        (f"to {parsed.to}, both ways at once", speeds.both_there),
+        (f"from {parsed.to}, both ways at once", speeds.both_back),
+    )
+    for what, transfer in rows:
+        amount = f"({transfer.num_bytes / 2**20:.0f} MiB in {transfer.seconds:.2f} s)"
+        sys.stdout.write(f"{what:<48} {transfer.gbps:8.2f} Gbit/s  {amount}\n")
+    return EXIT_OK
+
+
+def _listen(parsed: argparse.Namespace) -> int:
+    token = parsed.token or secrets.token_hex(8)
+    listener = Listener(parsed.listen, port=parsed.port, token=token)
+    try:
+        port = listener.start()
+        command = (
+            f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
+        )
+        sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        threading.Event().wait()
+    finally:
+        listener.close()
+    return EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -113,8 +139,22 @@ def _parser() -> argparse.ArgumentParser:
         help="TCP port on which hosts must reach each other, under torchrun; may be given several times",
     )
     parser.add_argument("--json", action="store_true", help="for a script")
-    add_speed(parser.add_subparsers(dest="command", metavar="COMMAND"))
+    _add_speed(parser.add_subparsers(dest="command", metavar="COMMAND"))
     return parser
+
+
+def _add_speed(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    speed = commands.add_parser(
+        "speed",
+        help="bandwidth between two hosts",
+        description="Bandwidth between two hosts. Begin with --listen on one of them; it tells what to type on the other.",
+    )
+    side = speed.add_mutually_exclusive_group(required=True)
+    side.add_argument("--listen", metavar="ADDRESS", help="an address of this host, to which the other one connects")
+    side.add_argument("--to", metavar="HOST", help="the host that listens")
+    speed.add_argument("--size", default="64M", metavar="SIZE", help="bytes each way, such as 64M or 10G (%(default)s)")
+    speed.add_argument("--port", type=int, default=PORT, metavar="N", help="TCP port of the listener (%(default)s)")
+    speed.add_argument("--token", metavar="TEXT", help="the same on both sides; made up by --listen")
 
 
 def _mode(text: str) -> tuple[str, str]:

@@ -1,16 +1,17 @@
 """Checks, and how they are run: side by side, each under a deadline, so that none can hang a start."""
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class Once(Generic[T]):
@@ -29,15 +30,12 @@ class Once(Generic[T]):
             return self._answers[0]
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Check:
     """One check of one host. `run` returns what it found: one verdict or several, in any scope."""
 
     name: str
-    run: Callable[[], Sequence[Verdict]]
+    run: Callable[[], Verdict | Sequence[Verdict]]
     limit_s: float
     """After this long there is no answer."""
 
@@ -48,41 +46,34 @@ class Check:
 def run_checks(checks: Sequence[Check], *, subject: str, clock: Callable[[], float] = time.monotonic) -> list[Verdict]:
     """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
     longest limit: what has not answered by then, or broke, is a failure that says so."""
-    answers: queue.SimpleQueue[tuple[int, Sequence[Verdict]]] = queue.SimpleQueue()
+    found: dict[int, Sequence[Verdict]] = {}
     began = clock()
 
     def answer(index: int, check: Check) -> None:
-        answers.put((index, _run(check, subject=subject, clock=clock)))
+        found[index] = _run(check, subject=subject, clock=clock)
 
-    for index, check in enumerate(checks):
-        threading.Thread(target=answer, args=(index, check), name=f"check-{check.name}", daemon=True).start()
-    found: dict[int, Sequence[Verdict]] = {}
-    while waiting := [check.limit_s for index, check in enumerate(checks) if index not in found]:
-        try:
-            index, verdicts = answers.get(timeout=max(0.0, began + max(waiting) - clock()))
-        except queue.Empty:
-            break
-        found[index] = verdicts
+    threads = [
+        threading.Thread(target=answer, args=(index, check), name=f"check-{check.name}", daemon=True)
+        for index, check in enumerate(checks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread, check in zip(threads, checks, strict=True):
+        thread.join(max(0.0, began + check.limit_s - clock()))
     return [verdict for index, check in enumerate(checks) for verdict in found.get(index, [_no_answer(check, subject)])]
 
 
 def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[Verdict]:
     began = clock()
     try:
-        verdicts = list(check.run())
+        found = check.run()
+        verdicts = [found] if isinstance(found, Verdict) else list(found)
     except Exception as error:
         # The edge of a thread. A check that breaks knows nothing about its subject, and that must be seen.
         logger.exception("check %s broke", check.name)
-        broken = Verdict(
-            check=check.name,
-            scope=Scope.HOST,
-            subject=subject,
-            status=Status.FAIL,
-            measured=f"{type(error).__name__}: {error}",
-            expected="an answer",
-            remedy=f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off",
-        )
-        verdicts = [broken]
+        remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
+        measured = f"{type(error).__name__}: {error}"
+        verdicts = [Reporter(check.name, subject).failed(measured, expected="an answer", remedy=remedy)]
     seconds = clock() - began
     if seconds > check.limit_s:
         return [_no_answer(check, subject)]
@@ -90,14 +81,6 @@ def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[
 
 
 def _no_answer(check: Check, subject: str) -> Verdict:
-    return Verdict(
-        check=check.name,
-        scope=Scope.HOST,
-        subject=subject,
-        status=Status.FAIL,
-        measured=f"no answer in {check.limit_s:g} s",
-        expected="an answer",
-        seconds=check.limit_s,
-        may_pass=True,
-        remedy=f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off",
-    )
+    report = Reporter(check.name, subject, seconds=check.limit_s)
+    remedy = f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off"
+    return report.failed(f"no answer in {check.limit_s:g} s", expected="an answer", remedy=remedy, may_pass=True)

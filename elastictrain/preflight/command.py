@@ -12,16 +12,14 @@ from elastictrain.distributed.device import find_backend
 from elastictrain.distributed.environment import Backend
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import connect, leave, make_group
-from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
+from elastictrain.distributed.incarnation import Introduction, agree, check_alike
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity, read_identity
-from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
-from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.host_layout import HostLayout, find_layout
-from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
+from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest, find_layout
 from elastictrain.preflight.policy import Level, apply_modes, decide
-from elastictrain.preflight.table import show
+from elastictrain.preflight.verdict import show
 
 _RENDEZVOUS_S = 60.0
 _GROUP_S = 60.0
@@ -38,7 +36,9 @@ def check_group(parsed: argparse.Namespace) -> int:
     incarnation = agree(bounded, identity, introduction, number=0, timeout_s=answers.left_s, tell=_tell)
     check_alike(incarnation)
     shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
-    layout = _layout(incarnation, identity)
+    ranks = [(one.host, one.local_world_size) for one in incarnation.ranks]
+    rendezvous = os.environ.get("MASTER_ADDR")
+    layout = find_layout(ranks, rank=identity.rank, local_rank=identity.local_rank, rendezvous=rendezvous)
     exchange, asked = answers.ask(lambda: StoreExchange(shared)), _asked(parsed, layout)
     report = HostPreflight(layout=layout, asked=asked, exchange=exchange).check()
     verdicts, outcome = list(report.verdicts), report.outcome
@@ -83,24 +83,15 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
-def _layout(incarnation: Incarnation, identity: Identity) -> HostLayout:
-    return find_layout(
-        [(one.host, one.local_world_size) for one in incarnation.ranks],
-        rank=identity.rank,
-        local_rank=identity.local_rank,
-        rendezvous=os.environ.get("MASTER_ADDR"),
-    )
-
-
 def _asked(parsed: argparse.Namespace, layout: HostLayout) -> PreflightRequest:
-    defaults = PreflightGroup()
-    options = HostOptions(
+    own = OwnChecks(
+        level=Level(parsed.level),
+        modes=dict(parsed.check),
+        local_world_size=layout.local_world_size,
         run_dir=parsed.run_dir,
+        memory_dir=parsed.memory_dir,
         several_hosts=len(layout.hosts) > 1,
         towards=layout.rendezvous,
-        memory_dir=parsed.memory_dir,
     )
-    own = OwnChecks(
-        level=Level(parsed.level), modes=dict(parsed.check), options=options, local_world_size=layout.local_world_size
-    )
+    defaults = PreflightGroup()
     return PreflightRequest(own=own, wait_s=defaults.wait_s, limit_s=defaults.limit_s, ports=tuple(parsed.port))

@@ -10,30 +10,27 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.distributed.bounded import within
 from elastictrain.errors import PreflightError
-from elastictrain.preflight.alone import OwnChecks, check_host
-from elastictrain.preflight.exchange import Exchange
-from elastictrain.preflight.host.alike import describe
-from elastictrain.preflight.host_layout import HostLayout
+from elastictrain.preflight.host.alike import Likeness, compare, describe
+from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
-from elastictrain.preflight.messages import HostReport, host_report_from_bytes, judge_host_reports, relabel
 from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.table import from_json, to_json
+from elastictrain.preflight.surroundings import Exchange, Surroundings
 from elastictrain.preflight.transport.facts import Facts, read_facts
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import ask_kernel, find_route
-from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
+from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
 from elastictrain.preflight.transport.judge_interface import judge_interface
 from elastictrain.preflight.transport.plan import TransportPlan, Wishes, apply
 from elastictrain.preflight.transport.plan import decide as decide_transport
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
-from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, worst_first
+from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, from_json, to_json, worst_first
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +44,55 @@ _READ_S = 2.0
 
 _FOLLOW_S = 5.0
 """How much longer than its own limit the first host may take to bring everything together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLayout:
+    """`hosts` are in the order of their first ranks; names that several have are told apart by their node rank."""
+
+    hosts: tuple[str, ...]
+    node_rank: int
+    local_rank: int
+    local_world_size: int
+    hosts_of_ranks: tuple[str, ...] = ()
+    """The same names, for each rank of the group."""
+
+    rendezvous: str | None = None
+    """Address or name of where the group meets; None in a world of one."""
+
+    @property
+    def host(self) -> str:
+        """What this host is called in verdicts."""
+        return self.hosts[self.node_rank]
+
+    @property
+    def leads_host(self) -> bool:
+        """Whether this rank checks on behalf of its host."""
+        return self.local_rank == 0
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether this rank brings the words of all hosts together."""
+        return self.leads_host and self.node_rank == 0
+
+
+def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int, rendezvous: str | None) -> HostLayout:
+    """`ranks`: host and local world size of each rank, those of a host one after another, as torchrun numbers them."""
+    names: list[str] = []
+    nodes: list[int] = []
+    while len(nodes) < len(ranks):
+        host, local_world_size = ranks[len(nodes)]
+        nodes += [len(names)] * max(1, local_world_size)
+        names.append(host)
+    labels = [name if names.count(name) == 1 else f"{name} (node rank {node})" for node, name in enumerate(names)]
+    return HostLayout(
+        hosts=tuple(labels),
+        node_rank=nodes[rank],
+        local_rank=local_rank,
+        local_world_size=ranks[rank][1],
+        hosts_of_ranks=tuple(labels[node] for node in nodes[: len(ranks)]),
+        rendezvous=rendezvous,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +129,69 @@ class Report:
     """Whether there is one host only."""
 
     plan: TransportPlan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostReport:
+    """What one host tells the first one of itself. `kinds`: what RDMA it could do; `hcas`: the ports that it plans to use."""
+
+    verdicts: tuple[Verdict, ...]
+    likeness: Likeness
+    kinds: frozenset[Rdma]
+    hcas: tuple[str, ...]
+
+    def to_bytes(self) -> bytes:
+        """As ASCII."""
+        likeness = encode_record(self.likeness).decode()
+        return encode_record(_PackedReport(to_json(self.verdicts), likeness, self.kinds, self.hcas))
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedReport:
+    verdicts: str
+    likeness: str
+    kinds: frozenset[Rdma]
+    hcas: tuple[str, ...]
+
+
+def host_report_from_bytes(data: bytes) -> HostReport | None:
+    """The inverse of `to_bytes`; None for what another release says."""
+    try:
+        row = parse_record(data, _PackedReport)
+        verdicts, likeness = tuple(from_json(row.verdicts)), parse_record(row.likeness, Likeness)
+    except ValueError:
+        return None
+    return HostReport(verdicts=verdicts, likeness=likeness, kinds=row.kinds, hcas=row.hcas)
+
+
+def judge_host_reports(words: Mapping[str, HostReport | None], *, agreed: Rdma, waited_s: float) -> list[Verdict]:
+    """What hosts found of themselves, and what they have unlike each other. A host whose word is None said nothing, or nothing
+    that is understood."""
+    known = {host: word for host, word in words.items() if word is not None}
+    verdicts = [verdict for word in known.values() for verdict in word.verdicts]
+    for host in (host for host, word in words.items() if word is None):
+        looking = "it tells which check does not end; see the log of its ranks"
+        remedy = f"python -m elastictrain.preflight  # on {host}: {looking}"
+        expected = f"its word within {waited_s:.3g} s"
+        verdicts.append(Reporter("roster", host).failed("said nothing of its own checks", expected=expected, remedy=remedy))
+    if len(words) > 1:
+        verdicts += compare({host: word.likeness for host, word in known.items()})
+        hcas = {host: word.hcas for host, word in known.items()}
+        verdicts += judge_alike(hcas, {host: word.kinds for host, word in known.items()}, agreed=agreed)
+    return verdicts
+
+
+def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdict]:
+    """A host that calls itself `name` is called `label` in the group, where several may have that name."""
+    relabelled = []
+    for verdict in verdicts:
+        subject = verdict.subject
+        if subject == name or subject.endswith(f" on {name}"):
+            subject = subject.removesuffix(name) + label
+        elif subject.startswith(f"{name} -> "):
+            subject = label + subject.removeprefix(name)
+        relabelled.append(replace(verdict, subject=subject))
+    return relabelled
 
 
 @dataclass(slots=True)
@@ -172,7 +281,9 @@ class HostPreflight:
         except Exception as error:
             # The edge of a thread; a host whose checks broke must not pass for one that is well.
             logger.exception("the checks of this host broke")
-            return [_broken(error, self.surroundings.host)]
+            host, measured = self.surroundings.host, f"its checks broke: {type(error).__name__}: {error}"
+            remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
+            return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
     def _facts(self, peers: Mapping[str, str]) -> Facts:
         """Of this host; without the rendezvous where its name takes too long to be looked up."""
@@ -185,8 +296,7 @@ class HostPreflight:
     def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
         """As the first host. What passed matters to nobody but the rank that shows it."""
         self._result = verdicts
-        findings = [one for one in verdicts if one.status in (Status.WARN, Status.FAIL)]
-        self.exchange.put("result", to_json(findings).encode())
+        self.exchange.put("result", to_json(findings(verdicts)).encode())
         if not failures(verdicts):
             return
         # This host leaves, and may take the store along: the others should have heard why before.
@@ -205,9 +315,8 @@ class HostPreflight:
         if data is None:
             message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self.asked.limit_s:g} s"
             raise PreflightError(message)
-        done: dict[str, str] = json.loads(data)
-        for name, value in done.items():
-            self.environment[name] = value
+        done = parse_record(data, dict[str, str])
+        self.environment.update(done)
         self.environment[OWN_VARIABLES] = json.dumps(done)
 
     def _check_links(self, facts: Facts) -> LinkReport:
@@ -244,7 +353,7 @@ class HostPreflight:
                 limit_s = min(_KINDS_S, self._left_s(began) / 2) if host not in gone else 0.0
                 data = self.exchange.get(f"kinds/{node}", limit_s=limit_s)
                 if data is not None:
-                    told[host] = frozenset(Rdma(kind) for kind in json.loads(data))
+                    told[host] = parse_record(data, frozenset[Rdma])
             self.exchange.put("rdma", common(told).value.encode())
         data = self.exchange.get("rdma", limit_s=self._left_s(began))
         if data is None:
@@ -267,15 +376,3 @@ class HostPreflight:
 
     def _left_s(self, began: float) -> float:
         return max(0.0, self.asked.limit_s - (self.clock() - began))
-
-
-def _broken(error: Exception, host: str) -> Verdict:
-    return Verdict(
-        check="roster",
-        scope=Scope.HOST,
-        subject=host,
-        status=Status.FAIL,
-        measured=f"its checks broke: {type(error).__name__}: {error}",
-        expected="verdicts",
-        remedy=f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug",
-    )

@@ -14,7 +14,7 @@ from elastictrain.errors import (
     HostUnfitError,
     PreflightError,
 )
-from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
+from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings
 
 
 class Level(StrEnum):
@@ -47,6 +47,25 @@ def choose_level(wanted: str, *, first_start: bool, ended: Sequence[Ended], worl
     if ended and spoke >= set(range(world_size)) and any(one.exit_code == EXIT_TRANSPORT for one in ended):
         return Level.FULL, "the last incarnation ended with a transport failure"
     return Level.QUICK, "restart"
+
+
+PastFindings = Sequence[Mapping[str, object]]
+"""The findings of one event `preflight`."""
+
+STARTS = 20
+"""How far back one looks for what was found before."""
+
+
+def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -> list[str]:
+    """What is wrong now and was in earlier starts, the most frequent first: an interface that flaps is well each time it is
+    looked at. `before`: the findings of each earlier start, the newest last."""
+    earlier = [{(str(row.get("check")), str(row.get("subject"))) for row in rows} for rows in before[-(STARTS - 1) :]]
+    times = {(one.check, one.subject): 1 for one in findings(verdicts)}
+    for key in times:
+        times[key] += sum(key in one for one in earlier)
+    counted = sorted(times.items(), key=lambda one: -one[1])
+    starts = 1 + len(earlier)
+    return [f"{check} of {subject}: {num} of the last {starts} starts" for (check, subject), num in counted if num > 1]
 
 
 def wanted_checks(names: Iterable[str], modes: Mapping[str, str]) -> set[str]:
@@ -110,23 +129,6 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> O
 def host_of(subject: str) -> str:
     """The host that a verdict's subject names: "h3", "GPU 3 on h3", "rank 5 on h3"."""
     return subject.rpartition(" on ")[2]
-
-
-def describe(verdict: Verdict) -> str:
-    """One sentence: who, what was measured, what to do."""
-    unit = f" {verdict.unit}" if verdict.unit else ""
-    measured = f" is {shown(verdict.measured)}{unit}" if verdict.measured is not None else ""
-    expected = f" (should be {shown(verdict.expected)}{unit})" if verdict.expected is not None else ""
-    return f"{verdict.subject}: {verdict.check}{measured}{expected}; {verdict.remedy}"
-
-
-def shown(figure: float | str | None) -> str:
-    """A figure as a person reads it; nothing for None."""
-    if figure is None:
-        return ""
-    if isinstance(figure, float) and not figure.is_integer():
-        return f"{figure:.4g}"
-    return str(int(figure)) if isinstance(figure, float) else str(figure)
 
 
 def _failed_everywhere(failed: Sequence[Verdict], hosts: Sequence[str]) -> Verdict | None:

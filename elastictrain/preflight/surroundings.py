@@ -1,4 +1,7 @@
-"""What checks of a host look at: files of the kernel, tools of vendors. Handed in, so that a test can make a host up."""
+"""What checks look at: files of the kernel, tools of vendors, and what other hosts leave word of.
+
+All of it is handed in, so that a test can make it up.
+"""
 
 import os
 import shutil
@@ -20,17 +23,24 @@ class ToolOutput:
     timed_out: bool = False
 
 
-class Tools(Protocol):
-    """Runs other people's programs."""
+class Exchange(Protocol):
+    """A table of small values that hosts, or ranks, share, for example the store of torchrun.
+
+    Raises, in both methods: TransportError if the table cannot be reached.
+    """
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave word under a key that is used once; visible to all."""
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        """Wait for word; None if nobody has left it in time."""
+
+
+class Tools:
+    """Other people's programs on this host."""
 
     def run(self, arguments: Sequence[str], *, limit_s: float) -> ToolOutput | None:
         """None if there is no such program. Never raises for what the program does."""
-
-
-class SystemTools:
-    """Those of this host."""
-
-    def run(self, arguments: Sequence[str], *, limit_s: float) -> ToolOutput | None:
         program = shutil.which(arguments[0])
         if program is None:
             return None
@@ -60,7 +70,12 @@ class Surroundings:
     host: str = field(default_factory=socket.gethostname)
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    tools: Tools = field(default_factory=SystemTools)
+    tools: Tools = field(default_factory=Tools)
+
+    def ask(self, *arguments: str, limit_s: float) -> str:
+        """What a tool prints, errors last; nothing if there is no such tool, or no answer in time."""
+        answer = self.tools.run(arguments, limit_s=limit_s)
+        return "" if answer is None or answer.timed_out else f"{answer.stdout}\n{answer.stderr}"
 
     def read(self, path: str) -> str | None:
         """The text of a file below `root`, stripped; None if it cannot be read, for whatever reason."""

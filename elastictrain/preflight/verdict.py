@@ -1,8 +1,16 @@
-"""What a check found, as data: about whom, what was measured, what it should be, and what to do."""
+"""What a check found: about whom, what was measured, what it should be, and what to do; as data, JSON, sentence or table."""
 
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+
+from elastictrain.bounded_json import DOCUMENT, parse_record
 
 
 class Status(StrEnum):
@@ -31,7 +39,10 @@ class Scope(StrEnum):
 Figure = float | str | None
 """A number in the verdict's unit, a word where there is no number, or nothing."""
 
-_ORDER = {Status.FAIL: 0, Status.WARN: 1, Status.SKIP: 2, Status.PASS: 3}
+_WORST_FIRST = (Status.FAIL, Status.WARN, Status.SKIP, Status.PASS)
+_COLOURS = {Status.PASS: "32", Status.SKIP: "90", Status.WARN: "33", Status.FAIL: "1;31"}
+_HEADINGS = ("", "check", "subject", "measured", "expected", "seconds")
+_WIDEST = 48
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +128,104 @@ class Reporter:
 
 def worst_first(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Failures, then warnings, then what was skipped, then what passed; otherwise in the order of their coming."""
-    return sorted(verdicts, key=lambda verdict: _ORDER[verdict.status])
+    return sorted(verdicts, key=lambda verdict: _WORST_FIRST.index(verdict.status))
 
 
 def failures(verdicts: Iterable[Verdict]) -> Sequence[Verdict]:
     """Those that failed."""
     return [verdict for verdict in verdicts if verdict.status is Status.FAIL]
+
+
+def findings(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Those that somebody should look at: warnings and failures."""
+    return [verdict for verdict in verdicts if verdict.status in (Status.WARN, Status.FAIL)]
+
+
+def to_json(verdicts: Sequence[Verdict]) -> str:
+    """An array of objects, in the order of the verdicts."""
+    return json.dumps([asdict(verdict) for verdict in verdicts])
+
+
+def from_json(text: str) -> list[Verdict]:
+    """The inverse. Raises: ValueError if it is not what `to_json` writes."""
+    return parse_record(text, list[Verdict], limits=DOCUMENT)
+
+
+def describe(verdict: Verdict) -> str:
+    """One sentence: who, what was measured, what to do."""
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    measured = f" is {shown(verdict.measured)}{unit}" if verdict.measured is not None else ""
+    expected = f" (should be {shown(verdict.expected)}{unit})" if verdict.expected is not None else ""
+    return f"{verdict.subject}: {verdict.check}{measured}{expected}; {verdict.remedy}"
+
+
+def shown(figure: Figure) -> str:
+    """A figure as a person reads it; nothing for None."""
+    if figure is None:
+        return ""
+    if isinstance(figure, float) and not figure.is_integer():
+        return f"{figure:.4g}"
+    return str(int(figure)) if isinstance(figure, float) else str(figure)
+
+
+def render(verdicts: Sequence[Verdict], *, colour: bool, width: int, everything: bool = True) -> str:
+    """A table, the worst first; below each row that did not pass, its remedy. Without `everything` what passed or was skipped
+    is only counted."""
+    listed = worst_first(verdicts if everything else findings(verdicts))
+    if not listed:
+        return summary(verdicts)
+    rows = [_HEADINGS, *(_row(verdict) for verdict in listed)]
+    widths = [min(_WIDEST, max(len(row[column]) for row in rows)) for column in range(len(_HEADINGS))]
+    lines = [_line(rows[0], widths)]
+    for verdict, row in zip(listed, rows[1:], strict=True):
+        lines += _wrapped(row, widths, colour=_COLOURS[verdict.status] if colour else "")
+        if verdict.remedy:
+            lines.append(
+                textwrap.fill(verdict.remedy, max(40, width), initial_indent="      -> ", subsequent_indent="         ")
+            )
+    return "\n".join([*lines, "", summary(verdicts)])
+
+
+def summary(verdicts: Iterable[Verdict]) -> str:
+    """How many ended how: "1 failed, 2 warnings, 20 passed, 3 skipped"."""
+    counts = count(verdicts)
+    words = {Status.FAIL: "failed", Status.WARN: "warnings", Status.PASS: "passed", Status.SKIP: "skipped"}
+    parts = [f"{counts[status]} {word}" for status, word in words.items() if counts[status]]
+    return ", ".join(parts).replace("1 warnings", "1 warning") if parts else "nothing was checked"
+
+
+def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """How many there are of each status."""
+    counts = Counter(verdict.status.value for verdict in verdicts)
+    return {status.value: counts[status.value] for status in Status}
+
+
+def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
+    """Write them to the terminal, or for a script, the worst first."""
+    if as_json:
+        sys.stdout.write(f"{to_json(worst_first(verdicts))}\n")
+        return
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    width = shutil.get_terminal_size((120, 24)).columns
+    sys.stdout.write(f"{render(verdicts, colour=colour, width=width)}\n")
+
+
+def _row(verdict: Verdict) -> tuple[str, ...]:
+    unit = f" {verdict.unit}" if verdict.unit else ""
+    measured, expected = (f"{shown(one)}{unit}" if one is not None else "" for one in (verdict.measured, verdict.expected))
+    return (verdict.status.value, verdict.check, verdict.subject, measured, expected, f"{verdict.seconds:.2f}")
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _wrapped(row: Sequence[str], widths: Sequence[int], *, colour: str) -> list[str]:
+    cells = [textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(row, widths, strict=True)]
+    lines = []
+    for number in range(max(map(len, cells))):
+        line = _line([cell[number] if number < len(cell) else "" for cell in cells], widths)
+        if colour and number == 0 and row[0]:
+            line = f"\033[{colour}m{line[: len(row[0])]}\033[0m{line[len(row[0]) :]}"
+        lines.append(line)
+    return lines

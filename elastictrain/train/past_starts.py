@@ -9,8 +9,7 @@ from elastictrain.bounded_json import parse_json
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.lease.starts import StartRecord, Starts
-from elastictrain.preflight.history import STARTS, PastFindings
-from elastictrain.preflight.policy import Ended
+from elastictrain.preflight.policy import STARTS, Ended, PastFindings
 from elastictrain.storage.appendlog import last_part, part_key
 from elastictrain.storage.bounded_read import side_by_side
 from elastictrain.storage.store import Store

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,19 +20,15 @@ from elastictrain.distributed.incarnation import Incarnation
 from elastictrain.errors import PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
-from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
-from elastictrain.preflight.history import PastFindings, Repeated, find_repeated
-from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.host_layout import HostLayout, find_layout
-from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report
-from elastictrain.preflight.policy import Level, apply_modes, choose_level, decide
-from elastictrain.preflight.policy import describe as describe_verdict
-from elastictrain.preflight.table import count, render, summary
+from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest, Report, find_layout
+from elastictrain.preflight.policy import Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
-from elastictrain.preflight.verdict import Status, Verdict, failures
+from elastictrain.preflight.verdict import Verdict, count, failures, findings, render, summary
+from elastictrain.preflight.verdict import describe as describe_verdict
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
@@ -153,20 +149,16 @@ class RunPreflight:
 
     def _asked(self, level: Level, layout: HostLayout) -> PreflightRequest:
         config = self._config
-        threads = config.run.num_threads * layout.local_world_size
-        options = HostOptions(
-            run_dir=config.run.dir,
-            several_hosts=len(layout.hosts) > 1,
-            towards=layout.rendezvous,
-            memory_dir=config.checkpoint.memory_dir,
-            cpus=float(threads),
-            trip_limit_s=config.preflight.limits.storage_s,
-        )
         own = OwnChecks(
             level=level,
             modes=asdict(config.preflight.checks),
-            options=options,
             local_world_size=layout.local_world_size,
+            run_dir=config.run.dir,
+            memory_dir=config.checkpoint.memory_dir,
+            cpus=float(config.run.num_threads * layout.local_world_size),
+            several_hosts=len(layout.hosts) > 1,
+            towards=layout.rendezvous,
+            trip_limit_s=config.preflight.limits.storage_s,
         )
         return PreflightRequest(
             own=own,
@@ -200,8 +192,7 @@ class RunPreflight:
 
     def _past_findings(self, report: Report) -> list[PastFindings]:
         """Nothing is read where there is nothing to compare."""
-        wrong = any(one.status in (Status.WARN, Status.FAIL) for one in report.verdicts)
-        return (within(_READ_S, self._past.findings) or []) if wrong else []
+        return (within(_READ_S, self._past.findings) or []) if findings(report.verdicts) else []
 
     def _forget_nccl_log(self) -> None:
         """Take back what `listen_to_nccl` has set."""
@@ -227,18 +218,17 @@ def _planned(plan: TransportPlan) -> TransportPlanned:
 
 
 def _event(stage: str, verdicts: Sequence[Verdict], *, level: Level, reason: str, seconds: float) -> Preflight:
-    findings: list[Mapping[str, object]] = [asdict(one) for one in verdicts if one.status in (Status.WARN, Status.FAIL)]
     return Preflight(
         stage=stage,
         level=level.value,
         reason=reason,
         counts=count(verdicts),
-        findings=tuple(findings),
+        findings=tuple(asdict(one) for one in findings(verdicts)),
         seconds=round(seconds, 4),
     )
 
 
-def _say(report: Report, *, level: Level, reason: str, repeated: Sequence[Repeated]) -> None:
+def _say(report: Report, *, level: Level, reason: str, repeated: Sequence[str]) -> None:
     """As the rank that speaks: one line if all is well, else what is not."""
     _say_verdicts(f"{level}, {reason}", report.verdicts, seconds=report.seconds)
     sys.stderr.write("".join(f"  again: {one}\n" for one in repeated))
@@ -249,7 +239,7 @@ def _say(report: Report, *, level: Level, reason: str, repeated: Sequence[Repeat
 
 def _say_verdicts(what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
     sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
-    if any(one.status in (Status.WARN, Status.FAIL) for one in verdicts):
+    if findings(verdicts):
         colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         table = render(verdicts, colour=colour, width=_WIDTH, everything=False)
         sys.stderr.write(f"{table}\n")

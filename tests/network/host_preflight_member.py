@@ -8,12 +8,10 @@ from pathlib import Path
 
 from word_folder import WordFolder
 
-from elastictrain.preflight.alone import OwnChecks
-from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.host_layout import HostLayout
-from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest
+from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest
 from elastictrain.preflight.policy import Level
-from elastictrain.preflight.table import show
+from elastictrain.preflight.verdict import show
 
 
 def main() -> int:
@@ -21,8 +19,7 @@ def main() -> int:
     layout = HostLayout(
         hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first
     )
-    options = HostOptions(run_dir=run_dir, several_hosts=True, towards=first)
-    own = OwnChecks(level=Level(level), options=options)
+    own = OwnChecks(level=Level(level), run_dir=run_dir, several_hosts=True, towards=first)
     asked = PreflightRequest(own=own, wait_s=20.0, limit_s=60.0, ports=(int(port),))
     report = HostPreflight(layout=layout, asked=asked, exchange=WordFolder(Path(folder))).check()
     if layout.leads_group:

@@ -35,13 +35,8 @@ OWN = {
     "launch/orders.py": "a file in the launcher's own folder",
     "launch/locks.py": "the lock that this user holds",
     "preflight/group/attendance.py": "ranks of the same group",
-    "preflight/host/alike.py": "hosts of the same group",
-    "preflight/host/storage_trip.py": "a child of this process",
     "preflight/host/trip.py": "the process that started this one",
-    "preflight/table.py": "a child of this process",
-    "preflight/host_preflight.py": "hosts of the same group",
     "preflight/transport/settings.py": "the environment of this process",
-    "preflight/messages.py": "hosts of the same group",
     "train/preflight.py": "rank 0 of the same group",
 }
 

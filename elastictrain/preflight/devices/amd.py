@@ -5,10 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor
-from elastictrain.preflight.devices.words import bus_id, decimal, integer, word
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, word
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 LIMIT_S = 15.0
 _ROCM = (
@@ -112,31 +111,18 @@ def parse_amd_smi(text: str) -> Mapping[int, Metrics]:
 
 def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdict]:
     """Pairs of GPUs that talk over PCIe while others of the host have XGMI. Reported as `nvlink`, the check of GPUs' links."""
-    kinds = {pair: kind.upper() for pair, kind in links.items()}
+    verdict, kinds = Reporter("nvlink", host), {pair: kind.upper() for pair, kind in links.items()}
+    if not kinds:
+        return [verdict.skipped("unknown", remedy="look yourself: rocm-smi --showtopotype")]
     if "XGMI" not in kinds.values():
-        measured = "no XGMI in use" if kinds else "unknown"
-        if kinds:
-            return [Verdict(check="nvlink", scope=Scope.HOST, subject=host, status=Status.PASS, measured=measured)]
-        return [Verdict(
-            check="nvlink", scope=Scope.HOST, subject=host, status=Status.SKIP, measured=measured, expected="link types",
-            remedy="look yourself: rocm-smi --showtopotype",
-        )]  # fmt: skip
+        return [verdict.passed("no XGMI in use")]
+    remedy = "look: rocm-smi --showtopo; rocm-smi --showxgmierr; dmesg | grep -i xgmi; then reboot the host"
     found = [
-        Verdict(
-            check="nvlink",
-            scope=Scope.HOST,
-            subject=f"GPU {one} -> GPU {other} on {host}",
-            status=Status.WARN,
-            measured=kind,
-            expected="XGMI",
-            remedy="look: rocm-smi --showtopo; rocm-smi --showxgmierr; dmesg | grep -i xgmi; then reboot the host",
-        )
+        verdict(f"GPU {one} -> GPU {other} on {host}", Status.WARN, kind, "XGMI", remedy)
         for (one, other), kind in kinds.items()
         if kind != "XGMI"
     ]
-    return found or [
-        Verdict(check="nvlink", scope=Scope.HOST, subject=host, status=Status.PASS, measured="XGMI between all GPUs")
-    ]
+    return found or [verdict.passed("XGMI between all GPUs")]
 
 
 def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Metrics | None) -> Gpu:

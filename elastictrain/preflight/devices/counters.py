@@ -4,58 +4,16 @@ import json
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from elastictrain.bounded_json import parse_json
-from elastictrain.preflight.devices.words import integer
+from elastictrain.bounded_json import RECORD, parse_record
+from elastictrain.preflight.devices.gpu import integer
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
-
-_MOST_BYTES = 1 << 20
-_FOR_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-
-
-def load_kept(path: Path) -> Mapping[str, object] | None:
-    """The object that was kept; None if there is none, or none that can be understood, or if it may be somebody else's."""
-    try:
-        # Neither a link nor a pipe of somebody else leads us away or holds us up.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:  # noqa: PTH123
-            if not _is_trusted(os.fstat(descriptor), path.parent):
-                return None
-            row = parse_json(file.read(_MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def keep(path: Path, row: Mapping[str, object]) -> None:
-    """Replaces the file at once, so that nobody reads half of it. Raises: OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A name that nobody can foresee: in a folder for all, another user could have put a link there.
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(descriptor, "w") as file:  # noqa: PTH123
-            file.write(json.dumps(row, indent=1))
-        os.replace(name, path)  # noqa: PTH105
-    except OSError:
-        with suppress(OSError):
-            os.unlink(name)  # noqa: PTH108
-        raise
-
-
-def _is_trusted(found: os.stat_result, folder: Path) -> bool:
-    """On a file server our own file may show as nobody's; that is no reason for doubt in a folder that only we write to."""
-    ours = found.st_uid == os.geteuid() or not folder.stat().st_mode & _FOR_OTHERS
-    return stat.S_ISREG(found.st_mode) and ours
-
-
-_verdict = Reporter("counters")
-
-FORMAT = 1
 
 PER_HOUR = {
     "link_error_recovery": 1.0,
@@ -91,12 +49,16 @@ _NET_FILES = ("carrier_changes", "statistics/rx_errors", "statistics/tx_errors",
 
 @dataclass(frozen=True, slots=True)
 class PortCounters:
-    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot."""
+    """A reading. `ports`: counters by port ("mlx5_0/1", "eth0"). `time`: unix seconds; `uptime_s`: since boot.
+
+    A file of another `format` is no reading.
+    """
 
     boot_id: str
     time: float
     uptime_s: float
     ports: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    format: Literal[1] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,68 +116,101 @@ def growth(before: PortCounters | None, after: PortCounters) -> Growth | None:
 
 def judge_counters(grown: Growth | None, *, host: str, num_ports: int) -> list[Verdict]:
     """Ports that lost their link, or made more errors than noise explains."""
+    verdict = Reporter("counters", host)
     if not num_ports and (grown is None or not grown.gone):
         return []
     if grown is None:
         remedy = "none: the next preflight on this host compares with what this one has written down"
-        return [_verdict(host, Status.SKIP, "first reading", "", remedy)]
-    remedy = (
-        "see whether the card is still there (lspci; dmesg | grep -i mlx5) and its driver loaded; reboot, or replace the host"
-    )
-    found = [_verdict(f"{port} on {host}", Status.WARN, "gone", "there, as last time", remedy) for port in grown.gone]
-    for port, counters in grown.ports.items():
-        found += _judge_port(port, counters, grown.hours, host)
-    return found or [_verdict(host, Status.PASS, f"{len(grown.ports)} ports without trouble in {grown.hours:.2g} h", "", "")]
-
-
-def _judge_port(port: str, counters: Mapping[str, int], hours: float, host: str) -> list[Verdict]:
+        return [verdict.skipped("first reading", remedy=remedy)]
     found = []
+    for port in grown.gone:
+        see = "see whether the card is still there (lspci; dmesg | grep -i mlx5) and its driver loaded"
+        remedy = f"{see}; reboot, or replace the host"
+        found.append(verdict(f"{port} on {host}", Status.WARN, "gone", "there, as last time", remedy))
+    for port, counters in grown.ports.items():
+        found += _judge_port(port, counters, grown.hours, verdict)
+    return found or [verdict.passed(f"{len(grown.ports)} ports without trouble in {grown.hours:.2g} h")]
+
+
+def _judge_port(port: str, counters: Mapping[str, int], hours: float, verdict: Reporter) -> Iterator[Verdict]:
+    # Less than an hour counts as one, or a single error right after the last preflight would look like a storm.
+    about, counted_h = f"{port} on {verdict.subject}", max(hours, 1.0)
     # A carrier is counted when it goes and when it comes back: two changes are one outage.
     outages = max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2)
     look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
     if outages:
-        flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * max(hours, 1.0)
-        remedy = (
-            f"clean or replace the cable or transceiver, try another port of the switch; look: {look}; dmesg | grep -i link"
-        )
-        status = Status.FAIL if flapping else Status.WARN
-        found.append(_verdict(f"{port} on {host}", status, f"link lost {outages} times in {hours:.2g} h", "never", remedy))
-    # Less than an hour counts as one, or a single error right after the last preflight would look like a storm.
-    many = {
-        name: grown
-        for name, grown in counters.items()
-        if name in PER_HOUR and grown > PER_HOUR[name] * max(hours, 1.0)
-    }  # fmt: skip
+        flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * counted_h
+        mending = "clean or replace the cable or transceiver, try another port of the switch"
+        remedy, status = f"{mending}; look: {look}; dmesg | grep -i link", Status.FAIL if flapping else Status.WARN
+        yield verdict(about, status, f"link lost {outages} times in {hours:.2g} h", "never", remedy)
+    many = {name: count for name, count in counters.items() if name in PER_HOUR and count > PER_HOUR[name] * counted_h}
     if many:
-        measured = ", ".join(f"{name} +{grown}" for name, grown in many.items()) + f" in {hours:.2g} h"
+        measured = ", ".join(f"{name} +{count}" for name, count in many.items()) + f" in {hours:.2g} h"
         expected = ", ".join(f"{name} at most {PER_HOUR[name]:g} an hour" for name in many)
         remedy = f"check cable and transceiver, and the switch's own counters of that port; look: {look}"
-        found.append(_verdict(f"{port} on {host}", Status.WARN, measured, expected, remedy))
-    return found
+        yield verdict(about, Status.WARN, measured, expected, remedy)
 
 
 def load(path: Path) -> PortCounters | None:
-    """What an earlier preflight wrote down; None if there is nothing, or nothing that can be understood."""
-    data = load_kept(path)
-    if data is None or data.get("format") != FORMAT:
+    """What an earlier preflight wrote down; None if it cannot be understood, or may be somebody else's."""
+    try:
+        # Neither a link nor a pipe of somebody else leads us away or holds us up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:  # noqa: PTH123
+            if not _is_trusted(os.fstat(descriptor), path.parent):
+                return None
+            return parse_record(file.read(RECORD.max_bytes), PortCounters)
+    except (OSError, ValueError):
         return None
-    boot_id, time, uptime_s, kept = (data.get(name) for name in ("boot_id", "time", "uptime_s", "ports"))
-    if not isinstance(boot_id, str) or not isinstance(time, int | float) or not isinstance(uptime_s, int | float):
-        return None
-    if not isinstance(kept, dict):
-        return None
-    ports = {
-        str(port): {str(name): value for name, value in counters.items() if isinstance(value, int)}
-        for port, counters in kept.items()
-        if isinstance(counters, dict)
-    }
-    return PortCounters(boot_id, float(time), float(uptime_s), ports)
 
 
 def store(path: Path, counters: PortCounters) -> None:
-    """Write a reading down for the next preflight. Raises: OSError."""
-    times = {"boot_id": counters.boot_id, "time": counters.time, "uptime_s": counters.uptime_s}
-    keep(path, {"format": FORMAT, **times, "ports": counters.ports})
+    """Write a reading down for the next preflight, at once, so that nobody reads half of it. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name that nobody can foresee: in a folder for all, another user could have put a link there.
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with open(descriptor, "w") as file:  # noqa: PTH123
+            file.write(json.dumps(asdict(counters), indent=1))
+        os.replace(name, path)  # noqa: PTH105
+    except OSError:
+        with suppress(OSError):
+            os.unlink(name)  # noqa: PTH108
+        raise
+
+
+def _is_trusted(found: os.stat_result, folder: Path) -> bool:
+    """On a file server our own file may show as nobody's; that is no reason for doubt in a folder that only we write to."""
+    ours = found.st_uid == os.geteuid() or not folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISREG(found.st_mode) and ours
+
+
+def check_counters(surroundings: Surroundings, path: Path, *, now: float) -> list[Verdict]:
+    """Compares with what is kept in `path`, and keeps what is found for the next time."""
+    host, after = surroundings.host, read_counters(surroundings, now=now)
+    verdicts = judge_counters(growth(load(path), after), host=host, num_ports=len(after.ports))
+    if after.ports:
+        try:
+            store(path, after)
+        except OSError as error:
+            remedy = f"make {path.parent} writable, or keep the counters elsewhere"
+            measured, expected = f"cannot be written down: {error}", f"{path} written"
+            verdicts.append(Reporter("counters", host).warned(measured, expected=expected, remedy=remedy))
+    return verdicts
+
+
+def counters_path(surroundings: Surroundings) -> Path:
+    """Where this host keeps the counters of its ports between preflights. Never raises."""
+    # Home folders may be shared by hosts and the one for temporary files by users, so the name bears both.
+    environment, name = surroundings.environment, f"counters-{surroundings.host}-{os.getuid()}.json"
+    if environment.get("XDG_STATE_HOME"):
+        return Path(environment["XDG_STATE_HOME"]) / "elastictrain" / name
+    try:
+        home = Path(environment.get("HOME") or Path.home())
+    except RuntimeError:
+        # Containers may run as a user whom nobody has entered anywhere.
+        return Path(environment.get("TMPDIR") or "/tmp") / f"elastictrain-{name}"  # noqa: S108
+    return home / ".local" / "state" / "elastictrain" / name
 
 
 def _numbers(surroundings: Surroundings, paths: Mapping[str, str]) -> dict[str, int]:

@@ -1,10 +1,58 @@
-"""GPUs as their vendor's tool describes them, and verdicts on their memory and their clocks. Pure."""
+"""GPUs as their vendor's tool describes them, verdicts on their memory and their clocks, and how texts of tools are read.
 
+What cannot be understood is unknown (None), never a guess.
+"""
+
+import re
 from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
+
+_NUMBER = re.compile(r"[+-]?\d{1,18}(?:\.\d{1,9})?(?![\d.])")
+_BUS = re.compile(
+    r"\b(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2})(?:\.(?P<function>[0-7]))?(?![0-9a-f])", re.I
+)
+_TRUE = frozenset({"yes", "active", "enabled", "true", "1"})
+_FALSE = frozenset({"no", "not active", "disabled", "false", "0", "none"})
+
+
+def decimal(text: str | None) -> float | None:
+    """The number a text begins with ("16x", "27 C", "26.562 GB/s"), or None ("N/A", "[Unknown Error]", "ERR!", nothing)."""
+    found = _NUMBER.match((text or "").strip())
+    return float(found[0]) if found else None
+
+
+def integer(text: str | None) -> int | None:
+    """The whole number a text begins with, or None."""
+    found = decimal(text)
+    return int(found) if found is not None and found == int(found) else None
+
+
+def truth(text: str | None) -> bool | None:
+    """Yes or no, or None if the text says neither."""
+    word = (text or "").strip().lower()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def word(text: str | None) -> str | None:
+    """The text in one line, or None where a tool says that it does not know."""
+    line = " ".join((text or "").split())
+    vague = line.strip("[]").lower()
+    known = (
+        line and vague not in {"n/a", "not supported", "unknown error", "err!", "unknown", "none"} and "deprecated" not in vague
+    )
+    return line if known else None
+
+
+def bus_id(text: str | None) -> str | None:
+    """A PCI address as the kernel writes it (`0000:3b:00.0`), from any of the ways tools write one, or None."""
+    found = _BUS.search(text or "")
+    if found is None:
+        return None
+    domain = (found["domain"] or "0000").lower()
+    return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain}:{found['rest'].lower()}.{found['function'] or '0'}"
 
 
 class Vendor(StrEnum):
@@ -64,6 +112,11 @@ class Gpu:
     recovery: str | None = None
     """What the driver wants done before the GPU is used again: "Reset", "Reboot", "Drain P2P", "Drain and Reset"."""
 
+    @property
+    def where(self) -> str:
+        """How a person or a command finds it: its PCI address, or else its index."""
+        return self.bus or str(self.index)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
@@ -82,95 +135,63 @@ class GpuReport:
 
     whole: bool = True
 
-    def of_bus(self, bus: str | None) -> Gpu | None:
-        """The GPU at a PCI address."""
-        return next((gpu for gpu in self.gpus if bus and gpu.bus == bus), None)
-
-
-def subject(gpu: Gpu, host: str) -> str:
-    """How a verdict names a GPU."""
-    return f"GPU {gpu.index} on {host}"
-
-
-def where(gpu: Gpu) -> str:
-    """How a person or a command finds a GPU: its PCI address, or else its index."""
-    return gpu.bus or str(gpu.index)
-
-
-def counted_names(report: GpuReport) -> str:
-    """For example "8 x NVIDIA H200"."""
-    names = Counter(gpu.name or "unknown GPU" for gpu in report.gpus)
-    return ", ".join(f"{count} x {name}" for name, count in names.items())
-
-
-_ecc, _row_remap, _throttle = Reporter("ecc"), Reporter("row_remap"), Reporter("throttle")
+    def counted_names(self) -> str:
+        """For example "8 x NVIDIA H200"."""
+        names = Counter(gpu.name or "unknown GPU" for gpu in self.gpus)
+        return ", ".join(f"{count} x {name}" for name, count in names.items())
 
 
 def judge_ecc(report: GpuReport, *, host: str) -> list[Verdict]:
     """Uncorrected memory errors since the driver was loaded. Any at all is a failure, as it is for DCGM's health watch."""
+    verdict = Reporter("ecc", host)
     found = []
     for gpu in report.gpus:
         if gpu.worn_out:
-            found.append(_ecc(subject(gpu, host), Status.FAIL, "too many uncorrected SRAM errors", "below the vendor's limit",
-                f"replace the host, or have GPU {where(gpu)} replaced: its count of uncorrected SRAM errors calls for it",
-            ))  # fmt: skip
+            measured, expected = "too many uncorrected SRAM errors", "below the vendor's limit"
+            remedy = f"replace the host, or have GPU {gpu.where} replaced: its count of uncorrected SRAM errors calls for it"
+            found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, measured, expected, remedy))
         elif gpu.uncorrected:
-            found.append(_ecc(subject(gpu, host), Status.FAIL, gpu.uncorrected, 0, _reset(gpu, report.vendor), unit="errors"))
+            remedy = _reset(gpu, report.vendor)
+            found.append(verdict(f"GPU {gpu.index} on {host}", Status.FAIL, gpu.uncorrected, 0, remedy, unit="errors"))
     switched = {gpu.ecc_on for gpu in report.gpus if gpu.ecc_on is not None}
     if len(switched) == 2:
-        off = [gpu for gpu in report.gpus if gpu.ecc_on is False]
-        found += [
-            _ecc(subject(gpu, host), Status.WARN, "off", "on, as on the other GPUs",
-                f"as root, with the GPU idle: nvidia-smi -i {where(gpu)} -e 1; then reboot the host",
-            )
-            for gpu in off
-        ]  # fmt: skip
+        for gpu in report.gpus:
+            if gpu.ecc_on is False:
+                remedy = f"as root, with the GPU idle: nvidia-smi -i {gpu.where} -e 1; then reboot the host"
+                found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, "off", "on, as on the other GPUs", remedy))
     if found or not report.gpus:
         return found
-    counting = sum(gpu.uncorrected is not None for gpu in report.gpus)
-    if counting:
-        return [_ecc(host, Status.PASS, f"no uncorrected errors on {counting} GPUs")]
-    if all(gpu.ecc_on is None for gpu in report.gpus):
-        return [
-            _ecc(
-                host,
-                Status.SKIP,
-                "no error counts",
-                remedy=f"none: these GPUs, or what {report.tool} may see here, count no memory errors",
-            )
-        ]
+    if counting := sum(gpu.uncorrected is not None for gpu in report.gpus):
+        return [verdict.passed(f"no uncorrected errors on {counting} GPUs")]
+    if not switched:
+        remedy = f"none: these GPUs, or what {report.tool} may see here, count no memory errors"
+        return [verdict.skipped("no error counts", remedy=remedy)]
     remedy = "to have memory errors found, as root: nvidia-smi -e 1, then reboot"
-    return [_ecc(host, Status.SKIP, "ECC is off" if switched == {False} else "no error counts", remedy=remedy)]
+    return [verdict.skipped("ECC is off" if switched == {False} else "no error counts", remedy=remedy)]
 
 
 def judge_row_remap(report: GpuReport, *, host: str) -> list[Verdict]:
     """Bad memory rows (before Ampere: pages) that were not replaced by spare ones, or not yet."""
+    verdict = Reporter("row_remap", host)
     found = []
     for gpu in report.gpus:
+        subject = f"GPU {gpu.index} on {host}"
         if gpu.remap_failed:
-            found.append(_row_remap(subject(gpu, host), Status.FAIL, "remapping failed", "no failure",
-                f"replace the host, or have GPU {where(gpu)} replaced: it has no spare memory left",
-            ))  # fmt: skip
+            remedy = f"replace the host, or have GPU {gpu.where} replaced: it has no spare memory left"
+            found.append(verdict(subject, Status.FAIL, "remapping failed", "no failure", remedy))
         elif gpu.remap_pending:
-            found.append(
-                _row_remap(subject(gpu, host), Status.WARN, "remapping pending", "none pending", _reset(gpu, report.vendor))
-            )
+            found.append(verdict(subject, Status.WARN, "remapping pending", "none pending", _reset(gpu, report.vendor)))
     if found or not report.gpus:
         return found
     if all(gpu.remap_pending is None and gpu.remap_failed is None for gpu in report.gpus):
-        return [
-            _row_remap(
-                host,
-                Status.SKIP,
-                "not reported",
-                remedy="none: these GPUs do not remap memory, or not under this driver or mode",
-            )
-        ]
-    return [_row_remap(host, Status.PASS, "none pending")]
+        remedy = "none: these GPUs do not remap memory, or not under this driver or mode"
+        return [verdict.skipped("not reported", remedy=remedy)]
+    return [verdict.passed("none pending")]
 
 
 def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
     """Clocks held down by heat or power supply before the run has even begun."""
+    verdict = Reporter("throttle", host)
     found = []
     for gpu in report.gpus:
         if not gpu.slowed:
@@ -180,24 +201,21 @@ def judge_throttle(report: GpuReport, *, host: str) -> list[Verdict]:
             remedy = (
                 "check the host's power supplies (ipmitool sdr type 'Power Supply') and its power limit; or replace the host"
             )
-        elif report.vendor is Vendor.AMD:
-            remedy = f"check fans, airflow and inlet temperature: amd-smi metric -g {gpu.index} --temperature --power"
         else:
-            remedy = f"check fans, airflow and inlet temperature: nvidia-smi -q -i {where(gpu)} -d TEMPERATURE,PERFORMANCE"
+            look = f"nvidia-smi -q -i {gpu.where} -d TEMPERATURE,PERFORMANCE"
+            if report.vendor is Vendor.AMD:
+                look = f"amd-smi metric -g {gpu.index} --temperature --power"
+            remedy = f"check fans, airflow and inlet temperature: {look}"
         measured = ", ".join(gpu.slowed) + heat
-        found.append(_throttle(subject(gpu, host), Status.WARN, measured, "clocks not held down", remedy))
+        found.append(verdict(f"GPU {gpu.index} on {host}", Status.WARN, measured, "clocks not held down", remedy))
     if found or not report.gpus:
         return found
     if all(gpu.slowed is None for gpu in report.gpus):
-        return [
-            _throttle(
-                host, Status.SKIP, "not reported", remedy=f"none: {report.tool} does not say here why clocks are held down"
-            )
-        ]
+        return [verdict.skipped("not reported", remedy=f"none: {report.tool} does not say here why clocks are held down")]
     hottest = max((gpu.temperature_c for gpu in report.gpus if gpu.temperature_c is not None), default=None)
-    return [_throttle(host, Status.PASS, "none" if hottest is None else f"none, at most {hottest:g} C")]
+    return [verdict.passed("none" if hottest is None else f"none, at most {hottest:g} C")]
 
 
 def _reset(gpu: Gpu, vendor: Vendor) -> str:
-    command = f"nvidia-smi --gpu-reset -i {where(gpu)}" if vendor is Vendor.NVIDIA else f"amd-smi reset -G -g {gpu.index}"
+    command = f"nvidia-smi --gpu-reset -i {gpu.where}" if vendor is Vendor.NVIDIA else f"amd-smi reset -G -g {gpu.index}"
     return f"as root, with no process on any GPU: {command} (or reboot the host); if it comes back, replace the host"

@@ -5,23 +5,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.devices.gpu import GpuReport, subject
-from elastictrain.preflight.devices.words import bus_id
+from elastictrain.preflight.devices.gpu import GpuReport, bus_id
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 LIMIT_S = 5.0
 SOURCES = (("dmesg",), ("journalctl", "-k", "-b", "--no-pager", "-q", "-o", "cat"))
 """Asked in turn until one answers. Both need a right that containers and plain users often lack."""
 
 
-def _codes(*spans: int | tuple[int, int]) -> frozenset[int]:
-    return frozenset(
-        code for span in spans for code in (range(span[0], span[1] + 1) if isinstance(span, tuple) else (span,))
-    )  # fmt: skip
-
-
-HARDWARE = _codes(48, (56, 58), (62, 65), (68, 77), (79, 86), 88, 89, 92, (94, 105), (110, 120), (122, 125), 140, (144, 150))
+_RANGES = ((56, 58), (62, 65), (68, 77), (79, 86), (94, 105), (110, 120), (122, 125), (144, 150))
+HARDWARE = frozenset((48, 88, 89, 92, 140)).union(*(range(first, last + 1) for first, last in _RANGES))
 """Xids that mean hardware or its firmware, not the program. Source: NVIDIA's Xid catalog; 140 is an unrecovered memory error,
 144-150 are those of NVLink 5. Others (13, 31, 43, 45, ...) are what a faulty program does."""
 
@@ -73,57 +67,41 @@ def parse_kernel_log(text: str) -> list[Xid]:
     """Complaints in a kernel log of any format of time stamps, in the order of their coming."""
     found = []
     for line in text.splitlines():
-        if match := _XID.search(line):
-            found.append(Xid(int(match["code"]), bus_id(match["bus"]) or match["bus"], match["words"].strip()))
-        elif match := _SXID.search(line):
-            fatal = match["level"].lower() == "fatal"
-            bus = bus_id(match["bus"]) or match["bus"]
-            found.append(Xid(int(match["code"]), bus, match["words"].strip(), switch=True, fatal=fatal))
+        if match := _XID.search(line) or _SXID.search(line):
+            fatal = match.groupdict().get("level")
+            bus, words = bus_id(match["bus"]) or match["bus"], match["words"].strip()
+            found.append(Xid(int(match["code"]), bus, words, fatal is not None, (fatal or "").lower() == "fatal"))
     return found
 
 
 def judge_xids(xids: Sequence[Xid] | None, report: GpuReport | None, *, host: str) -> list[Verdict]:
     """One verdict for each GPU or switch that had trouble with its hardware since boot."""
+    verdict = Reporter("xid", host)
     if xids is None:
         remedy = (
             "let users read the kernel's log, as root: sysctl kernel.dmesg_restrict=0 (or usermod -aG adm USER, for journalctl)"
         )
-        return [Verdict(
-            check="xid", scope=Scope.HOST, subject=host, status=Status.SKIP,
-            measured="the kernel's log cannot be read", expected="a kernel log", remedy=remedy,
-        )]  # fmt: skip
+        return [verdict.skipped("the kernel's log cannot be read", remedy=remedy)]
     found = []
     for bus in dict.fromkeys(xid.bus for xid in xids):
-        switch = [xid for xid in xids if xid.bus == bus and xid.switch and xid.fatal]
-        if switch:
-            found.append(_judge_switch(bus, switch, host))
-        hardware = [xid for xid in xids if xid.bus == bus and not xid.switch and xid.code in HARDWARE]
-        if hardware:
-            found.append(_judge_gpu(bus, hardware, report, host))
+        if fatal := {xid.code: xid for xid in xids if xid.bus == bus and xid.switch and xid.fatal}:
+            measured = f"fatal SXid {', '.join(f'{code} {xid.words}'.strip() for code, xid in fatal.items())}"
+            remedy = "as root, GPUs idle: systemctl restart nvidia-fabricmanager, or reboot; if it comes back, replace the host"
+            found.append(verdict(f"NVSwitch {bus} on {host}", Status.FAIL, measured, "none since boot", remedy))
+        if counts := Counter(xid.code for xid in xids if xid.bus == bus and not xid.switch and xid.code in HARDWARE):
+            gpu = next((gpu for gpu in report.gpus if gpu.bus == bus), None) if report else None
+            status = Status.FAIL if counts.keys() & UNFIT.keys() else Status.WARN
+            measured = f"Xid {'; '.join(_counted(code, count) for code, count in counts.items())}"
+            about = f"GPU {gpu.index if gpu else bus} on {host}"
+            found.append(verdict(about, status, measured, "none since boot", _remedy(set(counts), bus)))
     if found:
         return found
     others = sorted({xid.code for xid in xids if not xid.switch})
-    measured = f"only of programs: {', '.join(map(str, others))}" if others else "none since boot"
-    return [Verdict(check="xid", scope=Scope.HOST, subject=host, status=Status.PASS, measured=measured)]
+    return [verdict.passed(f"only of programs: {', '.join(map(str, others))}" if others else "none since boot")]
 
 
-def _judge_gpu(bus: str, xids: Sequence[Xid], report: GpuReport | None, host: str) -> Verdict:
-    counts = Counter(xid.code for xid in xids)
-    codes = set(counts)
-    gpu = report.of_bus(bus) if report else None
-    parts = [
-        f"{code}" + (f" ({UNFIT[code]})" if code in UNFIT else "") + f", {count} times" * (count > 1)
-        for code, count in counts.items()
-    ]
-    return Verdict(
-        check="xid",
-        scope=Scope.HOST,
-        subject=subject(gpu, host) if gpu else f"GPU {bus} on {host}",
-        status=Status.FAIL if codes & set(UNFIT) else Status.WARN,
-        measured=f"Xid {'; '.join(parts)}",
-        expected="none since boot",
-        remedy=_remedy(codes, bus),
-    )
+def _counted(code: int, count: int) -> str:
+    return f"{code}" + (f" ({UNFIT[code]})" if code in UNFIT else "") + f", {count} times" * (count > 1)
 
 
 def _remedy(codes: set[int], bus: str) -> str:
@@ -142,16 +120,3 @@ def _remedy(codes: set[int], bus: str) -> str:
     if 63 in codes:
         return f"{reset}, so that spare memory is used. {again}"
     return f"look: dmesg | grep 'Xid.*{bus[:-2]}'; https://docs.nvidia.com/deploy/xid-errors; reboot if it goes on. {again}"
-
-
-def _judge_switch(bus: str, xids: Sequence[Xid], host: str) -> Verdict:
-    codes = ", ".join(f"{xid.code} {xid.words}".strip() for xid in {xid.code: xid for xid in xids}.values())
-    return Verdict(
-        check="xid",
-        scope=Scope.HOST,
-        subject=f"NVSwitch {bus} on {host}",
-        status=Status.FAIL,
-        measured=f"fatal SXid {codes}",
-        expected="none since boot",
-        remedy="as root, GPUs idle: systemctl restart nvidia-fabricmanager, or reboot; if it comes back, replace the host",
-    )

@@ -2,22 +2,29 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from elastictrain.preflight.devices.gpu import GpuReport, subject
-from elastictrain.preflight.devices.words import decimal
+from elastictrain.preflight.devices.gpu import GpuReport, decimal
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
-
-_fabric = Reporter("fabric_manager")
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 SERVICE_LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"
+
+LIMIT_S = 20.0
+SLOW_LINK = 0.9
+"""A link below this share of the usual speed on its host has trained badly; links of one host are all of one kind."""
+
 _VERSION = re.compile(r"Fabric Manager version is\s*:?\s*(\d+(?:\.\d+){1,3})")
 _DRIVER = re.compile(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+){1,3})\s")
 _STATES = frozenset({"active", "inactive", "failed", "activating", "deactivating", "reloading"})
-_UNJOINED = frozenset({"not started", "in progress"})
+_GPU = re.compile(r"\s*GPU (\d{1,3}):")
+_LINK = re.compile(r"\s*Link (\d{1,3}):\s*(.*)")
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+_CONNECTION = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|PSB|NV\d{1,2}")
+_DEVICE = re.compile(r"GPU\d{1,3}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +38,14 @@ class FabricFacts:
 
 def read_fabric(surroundings: Surroundings, report: GpuReport | None) -> FabricFacts:
     """The state of the service, its version and the driver's."""
-    state = surroundings.tools.run(("systemctl", "is-active", SERVICE), limit_s=SERVICE_LIMIT_S)
-    version = surroundings.tools.run(("nv-fabricmanager", "--version"), limit_s=SERVICE_LIMIT_S)
+    state = surroundings.ask("systemctl", "is-active", SERVICE, limit_s=SERVICE_LIMIT_S).partition("\n")[0]
+    version = _VERSION.search(surroundings.ask("nv-fabricmanager", "--version", limit_s=SERVICE_LIMIT_S))
+    loaded = _DRIVER.search((surroundings.read("/proc/driver/nvidia/version") or "") + " ")
     return FabricFacts(
-        service=None if state is None or state.timed_out else parse_service(state.stdout),
-        version=None if version is None or version.timed_out else parse_version(f"{version.stdout}\n{version.stderr}"),
-        driver=(report.driver if report else None) or read_driver_version(surroundings),
+        service=state if state in _STATES else None,
+        version=version[1] if version else None,
+        driver=(report.driver if report else None) or (loaded[1] if loaded else None),
     )
-
-
-def read_driver_version(surroundings: Surroundings) -> str | None:
-    """The version of the NVIDIA driver that the kernel has loaded."""
-    found = _DRIVER.search((surroundings.read("/proc/driver/nvidia/version") or "") + " ")
-    return found[1] if found else None
-
-
-def parse_service(text: str) -> str | None:
-    """The answer of `systemctl is-active`; None if it is no state of a service."""
-    state = text.strip()
-    return state if state in _STATES else None
-
-
-def parse_version(text: str) -> str | None:
-    """The answer of `nv-fabricmanager --version`."""
-    found = _VERSION.search(text)
-    return found[1] if found else None
 
 
 def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
@@ -63,45 +53,35 @@ def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
     return num_switches > 0 or bool(report and any(gpu.fabric_state for gpu in report.gpus))
 
 
-def judge_fabric(facts: FabricFacts, report: GpuReport | None, *, switched: bool, host: str) -> list[Verdict]:
+def judge_fabric(facts: FabricFacts, report: GpuReport | None, *, host: str) -> list[Verdict]:
     """What GPUs themselves say of the fabric goes first: on rack-scale machines and in containers the service is elsewhere."""
-    if not switched:
-        return []
-    gpus = report.gpus if report else ()
+    verdict, gpus = Reporter("fabric_manager", host), report.gpus if report else ()
     found = []
     for gpu in gpus:
-        state, status = gpu.fabric_state, gpu.fabric_status
-        if state is None or (state.lower() == "completed" and (status is None or status.lower() == "success")):
+        state, status = (gpu.fabric_state or "").lower(), (gpu.fabric_status or "success").lower()
+        if not state or (state == "completed" and status == "success"):
             continue
-        waiting = state.lower() in _UNJOINED
-        found.append(Verdict(
-            check="fabric_manager", scope=Scope.HOST, subject=subject(gpu, host),
-            status=Status.FAIL if waiting or state.lower() == "completed" else Status.WARN,
-            measured=f"{state}, {status}" if status else state, expected="Completed, Success",
-            remedy=_remedy(facts) if waiting and facts.service != "active" else
-            f"as root: systemctl restart {SERVICE}; then see journalctl -u {SERVICE} and dmesg | grep -e SXid -e Xid",
-        ))  # fmt: skip
+        waiting = state in ("not started", "in progress")
+        remedy = f"as root: systemctl restart {SERVICE}; then see journalctl -u {SERVICE} and dmesg | grep -e SXid -e Xid"
+        if waiting and facts.service != "active":
+            remedy = _remedy(facts)
+        measured = ", ".join(filter(None, [gpu.fabric_state, gpu.fabric_status]))
+        worst = Status.FAIL if waiting or state == "completed" else Status.WARN
+        found.append(verdict(f"GPU {gpu.index} on {host}", worst, measured, "Completed, Success", remedy))
     if found:
         return found
     joined = bool(gpus) and all((gpu.fabric_state or "").lower() == "completed" for gpu in gpus)
-    differs = facts.version is not None and facts.driver is not None and facts.version != facts.driver
-    if not joined and facts.service not in {"active", None}:
-        return [_fabric(host, Status.FAIL, str(facts.service), "active", _remedy(facts))]
-    if differs:
-        status = Status.WARN if joined or facts.service == "active" else Status.FAIL
-        return [_fabric(host, status, f"version {facts.version}", f"version {facts.driver}, as the driver", _remedy(facts))]
-    if joined or facts.service == "active":
-        state = facts.service if facts.service == "active" else "GPUs have joined the fabric"
-        return [_fabric(host, Status.PASS, f"{state}{', ' + facts.version if facts.version else ''}", "", "")]
-    return [
-        _fabric(
-            host,
-            Status.SKIP,
-            "unknown",
-            "active",
-            f"ask the host itself, outside of any container: systemctl is-active {SERVICE}",
-        )
-    ]
+    active = facts.service == "active"
+    if not joined and not active and facts.service is not None:
+        return [verdict.failed(facts.service, expected="active", remedy=_remedy(facts))]
+    if facts.version is not None and facts.driver is not None and facts.version != facts.driver:
+        report_as = verdict.warned if joined or active else verdict.failed
+        expected = f"version {facts.driver}, as the driver"
+        return [report_as(f"version {facts.version}", expected=expected, remedy=_remedy(facts))]
+    if joined or active:
+        state = "active" if active else "GPUs have joined the fabric"
+        return [verdict.passed(f"{state}{', ' + facts.version if facts.version else ''}")]
+    return [verdict.skipped("unknown", remedy=f"ask the host itself, outside of any container: systemctl is-active {SERVICE}")]
 
 
 def _remedy(facts: FabricFacts) -> str:
@@ -112,19 +92,6 @@ def _remedy(facts: FabricFacts) -> str:
             f"as root: install {package} in exactly the driver's version {facts.driver}, then systemctl enable --now {SERVICE}"
         )
     return f"as root: systemctl enable --now {SERVICE}; if it does not stay up: journalctl -u {SERVICE}"
-
-
-_verdict = Reporter("nvlink")
-
-LIMIT_S = 20.0
-SLOW_LINK = 0.9
-"""A link below this share of the usual speed on its host has trained badly; links of one host are all of one kind."""
-
-_GPU = re.compile(r"\s*GPU (\d{1,3}):")
-_LINK = re.compile(r"\s*Link (\d{1,3}):\s*(.*)")
-_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
-_CONNECTION = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|PSB|NV\d{1,2}")
-_DEVICE = re.compile(r"GPU\d+|NIC\d+|mlx5_\w+|[a-z]\w*_\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,36 +105,14 @@ class GpuLinks:
     """The driver says that all its links are inactive: no bridge, no fabric, or all broken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
-    """How devices of a host are connected: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE", "SYS" (ever farther over PCIe)."""
-
-    devices: tuple[str, ...] = ()
-    between: Mapping[tuple[str, str], str] = field(default_factory=dict)
-
-    def gpus(self) -> list[str]:
-        """Names of the GPUs, in order."""
-        return [name for name in self.devices if name.startswith("GPU")]
-
-    def num_nvlinks(self, one: str, other: str) -> int | None:
-        """How many NVLinks join two GPUs; None if unknown."""
-        connection = self.between.get((one, other))
-        return None if connection is None else int(connection[2:]) if connection.startswith("NV") else 0
+def read_links(surroundings: Surroundings) -> list[GpuLinks]:
+    """The NVLinks of all GPUs; none if nobody could tell."""
+    return parse_links(surroundings.ask("nvidia-smi", "nvlink", "--status", limit_s=LIMIT_S))
 
 
-def read_links(surroundings: Surroundings) -> list[GpuLinks] | None:
-    """The NVLinks of all GPUs; None if nobody could tell."""
-    answer = surroundings.tools.run(("nvidia-smi", "nvlink", "--status"), limit_s=LIMIT_S)
-    return None if answer is None or answer.timed_out else parse_links(f"{answer.stdout}\n{answer.stderr}")
-
-
-def read_topology(surroundings: Surroundings) -> Topology | None:
-    """How GPUs and NICs are connected; None if nobody could tell."""
-    answer = surroundings.tools.run(("nvidia-smi", "topo", "-m"), limit_s=LIMIT_S)
-    if answer is None or answer.timed_out:
-        return None
-    topology = parse_topology(answer.stdout)
-    return topology if topology.between else None
+def read_topology(surroundings: Surroundings) -> dict[tuple[int, int], str]:
+    """How GPUs are connected; empty if nobody could tell."""
+    return parse_topology(surroundings.ask("nvidia-smi", "topo", "-m", limit_s=LIMIT_S))
 
 
 def parse_links(text: str) -> list[GpuLinks]:
@@ -190,117 +135,94 @@ def parse_links(text: str) -> list[GpuLinks]:
     return list(found.values())
 
 
-def parse_topology(text: str) -> Topology:
-    """The matrix, as far as it can be read: a row counts up to its first cell that is no connection."""
+def parse_topology(text: str) -> dict[tuple[int, int], str]:
+    """How GPUs are connected, from `nvidia-smi topo -m`: "NV18" (18 NVLinks), "PIX", "PXB", "PHB", "NODE", "SYS" (ever farther
+    over PCIe). As far as it can be read: a row counts up to its first cell that is no connection. NICs are left out."""
     columns: list[str] = []
-    between: dict[tuple[str, str], str] = {}
+    between: dict[tuple[int, int], str] = {}
     for line in _ESCAPE.sub("", text).splitlines():
         cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else line.split())]
-        if not columns:
-            names = [cell for cell in cells if cell]
-            if names and re.fullmatch(r"GPU\d+", names[0]) and "X" not in names:
-                columns = _devices(names)
+        if not columns and "X" not in cells:
+            columns = list(takewhile(_DEVICE.fullmatch, filter(None, cells)))
         elif cells and cells[0] in columns:
-            for name, cell in zip(columns, cells[1:], strict=False):
-                if not _CONNECTION.fullmatch(cell):
-                    break
-                between[cells[0], name] = cell
-    return Topology(tuple(columns), between)
+            for name, cell in takewhile(lambda one: _CONNECTION.fullmatch(one[1]), zip(columns, cells[1:], strict=False)):
+                between[int(cells[0][3:]), int(name[3:])] = cell
+    return between
 
 
 def judge_nvlink(
-    links: Sequence[GpuLinks] | None, topology: Topology | None, *, switched: bool, mig: bool, num_gpus: int, host: str
+    links: Sequence[GpuLinks],
+    topology: Mapping[tuple[int, int], str],
+    *,
+    switched: bool,
+    mig: bool,
+    num_gpus: int,
+    host: str,
 ) -> list[Verdict]:
     """Links that are down or slow, and pairs of GPUs that miss links which other pairs have.
 
     On a machine with NVSwitches every GPU must have all its links. Elsewhere bridges may join only some GPUs, so that a GPU
     without links means nothing, and one with fewer than another is worth a look.
     """
+    verdict = Reporter("nvlink", host)
     if mig:
-        return [_verdict(host, Status.SKIP, "MIG is on", "", "none: GPUs that are divided by MIG do not use NVLink")]
-    if not links and topology is None:
-        return [
-            _verdict(
-                host, Status.SKIP, "unknown", "link states", "look yourself: nvidia-smi nvlink --status; nvidia-smi topo -m"
-            )
-        ]
-    links = links or []
+        return [verdict.skipped("MIG is on", remedy="none: GPUs that are divided by MIG do not use NVLink")]
+    if not links and not topology:
+        return [verdict.skipped("unknown", remedy="look yourself: nvidia-smi nvlink --status; nvidia-smi topo -m")]
     most = max((len(one.speeds_gbs) for one in links), default=0)
-    found = [verdict for one in links for verdict in _judge_gpu(one, links, switched=switched, host=host)]
-    found += _judge_speeds(links, host)
-    if switched and topology is not None and not found:
-        found += _judge_pairs(topology, host)
+    found = [*_judge_down(links, switched=switched, most=most, verdict=verdict), *_judge_speeds(links, verdict)]
+    if switched and not found:
+        found += _judge_pairs(topology, verdict)
     total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
     whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
     if len(whole) < num_gpus and (switched or most):
-        measured, expected = f"{len(whole)} GPUs told all their links", f"{num_gpus} GPUs"
-        found.append(_verdict(host, Status.WARN, measured, expected, "look yourself: nvidia-smi nvlink --status"))
+        measured, remedy = f"{len(whole)} GPUs told all their links", "look yourself: nvidia-smi nvlink --status"
+        found.append(verdict.warned(measured, expected=f"{num_gpus} GPUs", remedy=remedy))
     if found:
         return found
-    if not most:
-        return [_verdict(host, Status.PASS, "no NVLink in use", "", "")]
-    speed = Counter(speed for one in links for speed in one.speeds_gbs.values()).most_common(1)[0][0]
-    return [_verdict(host, Status.PASS, f"{most} links at {speed:g} GB/s", "", "")]
+    return [verdict.passed(f"{most} links at {_usual_speed(links):g} GB/s" if most else "no NVLink in use")]
 
 
-def _judge_gpu(one: GpuLinks, links: Sequence[GpuLinks], *, switched: bool, host: str) -> list[Verdict]:
-    active = len(one.speeds_gbs)
-    most = max(len(other.speeds_gbs) for other in links)
-    about = f"GPU {one.index} on {host}"
-    down = f", down: {', '.join(map(str, sorted(one.down)))}" if one.down else ""
-    if switched and (one.all_down or one.down):
-        # Some models have fewer links than their chip: then the same number is down on every GPU, and that is no failure.
-        alike = not one.all_down and len({len(other.down) for other in links}) == 1
-        remedy = (
-            "see dmesg | grep -e Xid -e SXid; as root, with all GPUs idle: systemctl restart nvidia-fabricmanager, "
-            f"or reboot; if GPU {one.index} still misses links, replace the host"
-        )
-        expected = f"{max(most, active + len(one.down)) or 'all'} links up"
-        return [_verdict(about, Status.WARN if alike else Status.FAIL, f"{active} links up{down}", expected, remedy)]
-    if not switched and one.down and 0 < active < most:
-        remedy = f"check its NVLink bridge: nvidia-smi nvlink --status -i {one.index}; reseat it, or reboot"
-        return [_verdict(about, Status.WARN, f"{active} links up{down}", f"{most} links up, as on other GPUs", remedy)]
-    return []
-
-
-def _judge_speeds(links: Sequence[GpuLinks], host: str) -> list[Verdict]:
+def _usual_speed(links: Sequence[GpuLinks]) -> float:
     speeds = Counter(speed for one in links for speed in one.speeds_gbs.values())
-    if not speeds:
-        return []
-    usual = speeds.most_common(1)[0][0]
-    found = []
+    return speeds.most_common(1)[0][0] if speeds else 0.0
+
+
+def _judge_down(links: Sequence[GpuLinks], *, switched: bool, most: int, verdict: Reporter) -> Iterator[Verdict]:
+    # Some models have fewer links than their chip: then the same number is down on every GPU, and that is no failure.
+    alike = len({len(one.down) for one in links}) == 1
     for one in links:
-        slow = sorted(number for number, speed in one.speeds_gbs.items() if speed < SLOW_LINK * usual)
-        if slow:
-            worst = min(one.speeds_gbs[number] for number in slow)
+        active, about = len(one.speeds_gbs), f"GPU {one.index} on {verdict.subject}"
+        measured = f"{active} links up{', down: ' if one.down else ''}{', '.join(map(str, sorted(one.down)))}"
+        if switched and (one.all_down or one.down):
             remedy = (
-                f"look for retraining and errors: nvidia-smi nvlink -e -i {one.index}; reboot, and replace the host if it stays"
+                "see dmesg | grep -e Xid -e SXid; as root, with all GPUs idle: systemctl restart nvidia-fabricmanager, "
+                f"or reboot; if GPU {one.index} still misses links, replace the host"
             )
-            found.append(Verdict(
-                check="nvlink", scope=Scope.HOST, subject=f"GPU {one.index} on {host}", status=Status.WARN,
-                measured=f"link {', '.join(map(str, slow))}: {worst:g}", expected=usual, unit="GB/s", remedy=remedy,
-            ))  # fmt: skip
-    return found
+            expected = f"{max(most, active + len(one.down)) or 'all'} links up"
+            yield verdict(about, Status.WARN if alike and not one.all_down else Status.FAIL, measured, expected, remedy)
+        elif not switched and one.down and 0 < active < most:
+            remedy = f"check its NVLink bridge: nvidia-smi nvlink --status -i {one.index}; reseat it, or reboot"
+            yield verdict(about, Status.WARN, measured, f"{most} links up, as on other GPUs", remedy)
 
 
-def _judge_pairs(topology: Topology, host: str) -> list[Verdict]:
-    names = topology.gpus()
-    pairs = [(one, other) for at, one in enumerate(names) for other in names[at + 1 :]]
-    counts = {pair: topology.num_nvlinks(*pair) for pair in pairs}
-    most = max((count for count in counts.values() if count), default=0)
-    found = []
+def _judge_speeds(links: Sequence[GpuLinks], verdict: Reporter) -> Iterator[Verdict]:
+    usual = _usual_speed(links)
+    for one in links:
+        slow = {number: speed for number, speed in sorted(one.speeds_gbs.items()) if speed < SLOW_LINK * usual}
+        if slow:
+            measured = f"link {', '.join(map(str, slow))}: {min(slow.values()):g}"
+            look = f"nvidia-smi nvlink -e -i {one.index}"
+            remedy = f"look for retraining and errors: {look}; reboot, and replace the host if it stays"
+            yield verdict(f"GPU {one.index} on {verdict.subject}", Status.WARN, measured, usual, remedy, unit="GB/s")
+
+
+def _judge_pairs(topology: Mapping[tuple[int, int], str], verdict: Reporter) -> Iterator[Verdict]:
+    pairs = {pair: kind for pair, kind in topology.items() if pair[0] < pair[1]}
+    counts = {pair: int(kind[2:]) if kind.startswith("NV") else 0 for pair, kind in pairs.items()}
+    most = max(counts.values(), default=0)
     for (one, other), count in counts.items():
-        if count is not None and count < most:
-            subject = f"GPU {one[3:]} -> GPU {other[3:]} on {host}"
+        if count < most:
+            about = f"GPU {one} -> GPU {other} on {verdict.subject}"
             remedy = "as root, with all GPUs idle: systemctl restart nvidia-fabricmanager; then look again: nvidia-smi topo -m"
-            found.append(_verdict(subject, Status.FAIL, topology.between[one, other], f"NV{most}", remedy))
-    return found
-
-
-def _devices(names: Sequence[str]) -> list[str]:
-    devices = []
-    for name in names:
-        if not _DEVICE.fullmatch(name):
-            break
-        devices.append(name)
-    return devices
+            yield verdict(about, Status.FAIL, topology[one, other], f"NV{most}", remedy)

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.devices.gpu import GpuReport, subject
-from elastictrain.preflight.devices.words import bus_id, integer
+from elastictrain.preflight.devices.gpu import GpuReport, bus_id, integer
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 NVIDIA = "0x10de"
 AMD = "0x1002"
@@ -61,76 +60,50 @@ def read_pci(surroundings: Surroundings) -> PciFacts:
     return PciFacts(tuple(gpus), switches)
 
 
-def read_lanes(surroundings: Surroundings, device: str, *, name: str) -> Lanes | None:
+def _read_lanes(surroundings: Surroundings, device: str, *, name: str) -> Lanes | None:
     """The link of the device in a folder below /sys; None if it is no PCI device."""
     width = integer(surroundings.read(f"{device}/current_link_width"))
     max_width = integer(surroundings.read(f"{device}/max_link_width"))
     if width is None and max_width is None:
         return None
-    slot = next((line for line in (surroundings.read(f"{device}/uevent") or "").splitlines() if "PCI_SLOT_NAME=" in line), "")
-    return Lanes(
-        name,
-        bus_id(slot.partition("=")[2]) or device.removesuffix("/device").rpartition("/")[2],
-        width or None,
-        max_width or None,
-    )
+    slot = (surroundings.read(f"{device}/uevent") or "").partition("PCI_SLOT_NAME=")[2].partition("\n")[0]
+    bus = bus_id(slot) or device.removesuffix("/device").rpartition("/")[2]
+    return Lanes(f"{name} on {surroundings.host}", bus, width or None, max_width or None)
 
 
 def read_port_lanes(surroundings: Surroundings) -> list[Lanes]:
     """Links of RDMA devices, and of network interfaces of 25 Gbit/s or more."""
+    infiniband, net = "/sys/class/infiniband", "/sys/class/net"
+    devices = [(f"{infiniband}/{name}/device", name) for name in surroundings.names(infiniband)]
+    for name in surroundings.names(net):
+        if (integer(surroundings.read(f"{net}/{name}/speed")) or 0) >= FAST_PORT_MBIT:
+            devices.append((f"{net}/{name}/device", name))
     found: dict[str, Lanes] = {}
-    for folder, names in (
-        ("/sys/class/infiniband", surroundings.names("/sys/class/infiniband")),
-        ("/sys/class/net", surroundings.names("/sys/class/net")),
-    ):
-        for name in names:
-            speed = integer(surroundings.read(f"{folder}/{name}/speed")) or 0
-            if folder.endswith("net") and speed < FAST_PORT_MBIT:
-                continue
-            lanes = read_lanes(surroundings, f"{folder}/{name}/device", name=f"{name} on {surroundings.host}")
-            if lanes is not None:
-                found.setdefault(lanes.bus, lanes)
+    for device, name in devices:
+        lanes = _read_lanes(surroundings, device, name=name)
+        if lanes is not None:
+            found.setdefault(lanes.bus, lanes)
     return list(found.values())
 
 
 def gpu_lanes(report: GpuReport, host: str) -> list[Lanes]:
     """Links of GPUs, as the vendor's tool reported them."""
-    return [Lanes(subject(gpu, host), gpu.bus or "", gpu.width, gpu.max_width) for gpu in report.gpus]
+    return [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in report.gpus]
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:
     """Only the width counts: an idle link lowers its speed to save power, but never gives up lanes."""
-    known = [one for one in lanes if one.width is not None and one.max_width is not None]
+    verdict = Reporter("pcie", host)
+    known = [(one, one.width, one.max_width) for one in lanes if one.width is not None and one.max_width is not None]
     if not known:
-        if not lanes:
-            return []
-        return [
-            Verdict(
-                check="pcie",
-                scope=Scope.HOST,
-                subject=host,
-                status=Status.SKIP,
-                measured="link widths unknown",
-                expected="link widths",
-                remedy="look yourself, as root: lspci -vv | grep -e '^[0-9a-f]' -e LnkSta:",
+        remedy = "look yourself, as root: lspci -vv | grep -e '^[0-9a-f]' -e LnkSta:"
+        return [verdict.skipped("link widths unknown", remedy=remedy)] if lanes else []
+    found = []
+    for one, width, max_width in known:
+        if width < max_width:
+            remedy = (
+                f"compare with the slot (as root: lspci -vv -s {one.bus} | grep -e LnkCap: -e LnkSta:); "
+                f"if the slot has {max_width} lanes, reseat the card or its riser, or replace the host"
             )
-        ]
-    narrow = [
-        Verdict(
-            check="pcie",
-            scope=Scope.HOST,
-            subject=one.subject,
-            status=Status.WARN,
-            measured=one.width,
-            expected=one.max_width,
-            unit="lanes",
-            remedy=f"compare with the slot (as root: lspci -vv -s {one.bus} | grep -e LnkCap: -e LnkSta:); "
-            f"if the slot has {one.max_width} lanes, reseat the card or its riser, or replace the host",
-        )
-        for one in known
-        if one.width is not None and one.max_width is not None and one.width < one.max_width
-    ]
-    passed = Verdict(
-        check="pcie", scope=Scope.HOST, subject=host, status=Status.PASS, measured=f"{len(known)} links at full width"
-    )
-    return narrow or [passed]
+            found.append(verdict(one.subject, Status.WARN, width, max_width, remedy, unit="lanes"))
+    return found or [verdict.passed(f"{len(known)} links at full width")]

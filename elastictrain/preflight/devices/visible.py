@@ -1,13 +1,11 @@
 """Whether the ranks of this host see the GPUs that they need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, counted_names, subject, where
+from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor
 from elastictrain.preflight.devices.pci import AMD, NVIDIA, PciFacts
-from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
-
-_verdict = Reporter("gpus")
+from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 SELECTORS = {
     Vendor.NVIDIA: ("CUDA_VISIBLE_DEVICES",),
@@ -75,115 +73,108 @@ def judge_visible(
     host: str,
 ) -> list[Verdict]:
     """Verdicts of `gpus`. `bound`: PCI addresses that NVIDIA's driver holds; `local_world_size`: ranks here, if known."""
+    verdict = Reporter("gpus", host)
     if report is None or (report.trouble is not None and not report.lost):
-        return [_judge_absent(report, pci, environment, host)]
-    found = [*_judge_lost(report, bound, host), *_judge_recovery(report, host)]
+        return [_judge_absent(report, pci, environment, verdict)]
+    found = [*_judge_lost(report, bound, verdict), *_judge_recovery(report, verdict)]
     if not report.gpus:
         return found
     selection = select(report.gpus, environment, report.vendor)
-    found += _judge_count(report, selection, local_world_size, host)
+    found.append(_judge_count(report, selection, local_world_size, verdict))
     if len({gpu.name for gpu in report.gpus if gpu.name}) > 1:
         remedy = "let the run use GPUs of one kind: set CUDA_VISIBLE_DEVICES to their indices"
-        found.append(_verdict(host, Status.WARN, counted_names(report), "GPUs of one kind", remedy))
+        found.append(verdict.warned(report.counted_names(), expected="GPUs of one kind", remedy=remedy))
     if not report.whole and not report.lost:
-        found.append(
-            _verdict(host, Status.WARN, f"{report.tool} was cut short", "a whole answer", f"run {report.tool} and see")
-        )
-    if any(verdict.status is not Status.PASS for verdict in found):
-        return [verdict for verdict in found if verdict.status is not Status.PASS]
-    return found
+        measured, remedy = f"{report.tool} was cut short", f"run {report.tool} and see"
+        found.append(verdict.warned(measured, expected="a whole answer", remedy=remedy))
+    return [one for one in found if one.status is not Status.PASS] or found
 
 
-def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[str, str], host: str) -> Verdict:
+def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[str, str], verdict: Reporter) -> Verdict:
     """No GPU was listed. That is as it should be on a host without any."""
-    trouble = report.trouble if report else None
-    theirs = pci.gpus_of(AMD if report and report.vendor is Vendor.AMD else NVIDIA)
-    said = f"{trouble}: {report.detail}" if report and report.detail else str(trouble)
-    if trouble is Trouble.NO_ANSWER and report:
-        remedy = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot. Is the tool only slow? nvidia-smi -pm 1"
-        return _verdict(host, Status.FAIL, f"{report.tool}: {trouble}", "an answer", remedy)
-    if trouble is Trouble.MISMATCH:
-        return _verdict(
-            host, Status.FAIL, said, "the same driver in the kernel and in its libraries",
-            "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew",
-        )  # fmt: skip
-    if trouble is Trouble.NO_DRIVER and theirs:
-        module = "amdgpu" if report and report.vendor is Vendor.AMD else "nvidia"
-        remedy = f"as root: modprobe {module}; if that fails, install the driver for this kernel: dmesg | grep -i {module}"
-        return _verdict(host, Status.FAIL, said, f"{len(theirs)} GPUs", remedy)
-    if trouble is Trouble.GARBLED and report:
-        return _verdict(host, Status.WARN, said, "a list of GPUs", f"run {report.tool} and see what is wrong with it")
+    if report is not None and (trouble := _judge_trouble(report, pci, verdict)) is not None:
+        return trouble
     any_gpu = pci.gpus_of(NVIDIA) or pci.gpus_of(AMD)
     if environment.get(CONTAINER) in {"void", "none", ""} and any_gpu:
         remedy = f"none for a run on CPUs; else start the container with GPUs ({CONTAINER}=all, docker run --gpus all)"
-        return _verdict(host, Status.SKIP, "the container was given no GPU", "", remedy)
+        return verdict.skipped("the container was given no GPU", remedy=remedy)
     if any_gpu:
         remedy = (
             "install the vendor's driver and its tools; in a container: start it with --gpus all and "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility (AMD: --device /dev/kfd --device /dev/dri)"
         )
-        what = "nvidia-smi or rocm-smi" if report is None else said
-        return _verdict(host, Status.WARN, f"{len(any_gpu)} GPUs on the PCI bus, but no {what}", "GPUs with a driver", remedy)
-    return _verdict(host, Status.SKIP, "no GPU", "", "none for a run on CPUs; to train on GPUs, take a host that has some")
+        measured = f"{len(any_gpu)} GPUs on the PCI bus, but no {_said(report) if report else 'nvidia-smi or rocm-smi'}"
+        return verdict.warned(measured, expected="GPUs with a driver", remedy=remedy)
+    return verdict.skipped("no GPU", remedy="none for a run on CPUs; to train on GPUs, take a host that has some")
 
 
-def _judge_lost(report: GpuReport, bound: Sequence[str], host: str) -> list[Verdict]:
-    lost = [
-        _verdict(
-            f"GPU {which} on {host}", Status.FAIL, "lost", "in reach",
-            "power-cycle the host (a warm reboot often does not bring the GPU back), or replace it; see dmesg | grep Xid",
-        )
-        for which in report.lost
-    ]  # fmt: skip
-    listed = {gpu.bus for gpu in report.gpus} | set(report.lost)
-    silent = [address for address in bound if address not in listed] if report.whole and not report.lost else []
-    remedy = (
-        "unless they are kept from this process on purpose (container, cgroup): see dmesg | grep -e NVRM -e Xid, and reboot"
-    )
-    if silent and report.gpus:
-        lost.append(_verdict(host, Status.WARN, f"not listed: {', '.join(silent)}", "all GPUs of the driver listed", remedy))
-    return lost
+def _judge_trouble(report: GpuReport, pci: PciFacts, verdict: Reporter) -> Verdict | None:
+    """What is wrong with the driver or its tool; None if there simply is no GPU of theirs."""
+    amd = report.vendor is Vendor.AMD
+    theirs = pci.gpus_of(AMD if amd else NVIDIA)
+    match report.trouble:
+        case Trouble.NO_ANSWER:
+            looking = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot"
+            remedy = f"{looking}. Is the tool only slow? nvidia-smi -pm 1"
+            return verdict.failed(f"{report.tool}: {report.trouble}", expected="an answer", remedy=remedy)
+        case Trouble.MISMATCH:
+            remedy = "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew"
+            return verdict.failed(_said(report), expected="the same driver in the kernel and in its libraries", remedy=remedy)
+        case Trouble.NO_DRIVER if theirs:
+            module = "amdgpu" if amd else "nvidia"
+            remedy = f"as root: modprobe {module}; if that fails, install the driver for this kernel: dmesg | grep -i {module}"
+            return verdict.failed(_said(report), expected=f"{len(theirs)} GPUs", remedy=remedy)
+        case Trouble.GARBLED:
+            remedy = f"run {report.tool} and see what is wrong with it"
+            return verdict.warned(_said(report), expected="a list of GPUs", remedy=remedy)
+    return None
 
 
-def _judge_recovery(report: GpuReport, host: str) -> list[Verdict]:
-    found = []
+def _said(report: GpuReport) -> str:
+    return f"{report.trouble}: {report.detail}" if report.detail else str(report.trouble)
+
+
+def _judge_lost(report: GpuReport, bound: Sequence[str], verdict: Reporter) -> Iterator[Verdict]:
+    for which in report.lost:
+        remedy = "power-cycle the host (a warm reboot often does not bring the GPU back), or replace it; see dmesg | grep Xid"
+        yield verdict(f"GPU {which} on {verdict.subject}", Status.FAIL, "lost", "in reach", remedy)
+    silent = sorted(set(bound) - {gpu.bus for gpu in report.gpus})
+    if silent and report.gpus and report.whole and not report.lost:
+        kept = "unless they are kept from this process on purpose (container, cgroup)"
+        remedy = f"{kept}: see dmesg | grep -e NVRM -e Xid, and reboot"
+        yield verdict.warned(f"not listed: {', '.join(silent)}", expected="all GPUs of the driver listed", remedy=remedy)
+
+
+def _judge_recovery(report: GpuReport, verdict: Reporter) -> Iterator[Verdict]:
     for gpu in report.gpus:
-        wanted = (gpu.recovery or "").lower()
-        if not wanted:
-            continue
-        status = Status.WARN if wanted.startswith("drain") else Status.FAIL
-        remedy = (
-            "reboot the host"
-            if "reboot" in wanted
-            else f"as root, with no process on any GPU: nvidia-smi --gpu-reset -i {where(gpu)}, or reboot the host"
-        )
-        found.append(_verdict(subject(gpu, host), status, f"the driver asks for: {gpu.recovery}", "nothing to recover", remedy))
-    return found
+        if gpu.recovery:
+            status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
+            remedy = f"as root, with no process on any GPU: nvidia-smi --gpu-reset -i {gpu.where}, or reboot the host"
+            if "reboot" in gpu.recovery.lower():
+                remedy = "reboot the host"
+            about, measured = f"GPU {gpu.index} on {verdict.subject}", f"the driver asks for: {gpu.recovery}"
+            yield verdict(about, status, measured, "nothing to recover", remedy)
 
 
-def _judge_count(report: GpuReport, selection: Selection, needed: int | None, host: str) -> list[Verdict]:
+def _judge_count(report: GpuReport, selection: Selection, needed: int | None, verdict: Reporter) -> Verdict:
     seen = len(selection.gpus) + selection.mig_instances
     by = f" by {selection.variable}={selection.value}" if selection.variable else ""
     if selection.unknown:
-        remedy = (
-            f"correct it: {selection.variable}={','.join(str(gpu.index) for gpu in report.gpus)} would show all, unset does too"
-        )
+        indices = ",".join(str(gpu.index) for gpu in report.gpus)
+        remedy = f"correct it: {selection.variable}={indices} would show all, unset does too"
         measured = f"{selection.unknown!r} in {selection.variable} is no GPU of this host, or stands there twice"
-        status = Status.FAIL if needed is None or seen < needed else Status.WARN
-        return [_verdict(host, status, measured, f"some of {len(report.gpus)} GPUs", remedy)]
+        report_as = verdict.failed if needed is None or seen < needed else verdict.warned
+        return report_as(measured, expected=f"some of {len(report.gpus)} GPUs", remedy=remedy)
     if not seen:
         remedy = f"none for a run on CPUs; to use the {len(report.gpus)} GPUs: unset {selection.variable}"
-        return [_verdict(host, Status.SKIP, f"all GPUs hidden{by}", "", remedy)]
+        return verdict.skipped(f"all GPUs hidden{by}", remedy=remedy)
     if needed is not None and seen < needed:
         remedy = f"start fewer ranks (torchrun --nproc-per-node={seen})" + (f", or unset {selection.variable}" if by else "")
-        return [_verdict(host, Status.FAIL, f"{seen} GPUs{by}", f"{needed}, one for each rank", remedy)]
-    divided = [gpu for gpu in selection.gpus if gpu.mig]
-    if (divided or selection.mig_instances > 1) and needed is not None and needed > 1:
+        return verdict.failed(f"{seen} GPUs{by}", expected=f"{needed}, one for each rank", remedy=remedy)
+    divided = any(gpu.mig for gpu in selection.gpus) or selection.mig_instances > 1
+    if divided and needed is not None and needed > 1:
         remedy = (
             "as root, with the GPUs idle: nvidia-smi -mig 0; a process sees only one MIG instance, and NCCL does not join them"
         )
-        return [_verdict(host, Status.WARN, "MIG is on", f"{needed} whole GPUs", remedy)]
-    return [Verdict(
-        check="gpus", scope=Scope.HOST, subject=host, status=Status.PASS,
-        measured=counted_names(report) if not by else f"{seen} GPUs{by}", expected=needed,
-    )]  # fmt: skip
+        return verdict.warned("MIG is on", expected=f"{needed} whole GPUs", remedy=remedy)
+    return verdict.passed(f"{seen} GPUs{by}" if by else report.counted_names(), expected=needed)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-from elastictrain.preflight.exchange import Exchange
+from elastictrain.preflight.surroundings import Exchange
 
 
 class PartState(StrEnum):

@@ -10,7 +10,6 @@ import torch
 
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.attendance import Attendance
 from elastictrain.preflight.group.collectives import BackendCollectives, Collective, Collectives, WrongResult, make_examination
 from elastictrain.preflight.group.judge import (
@@ -27,6 +26,7 @@ from elastictrain.preflight.group.members import Known, neighbours
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
 from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.group.runner import GroupCheckRunner
+from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Verdict
 
 CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")

@@ -8,11 +8,11 @@ import torch
 
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.group.attendance import Act, Attendance, DeadlineThread, Entries
 from elastictrain.preflight.group.judge_attendance import judge_attendance
 from elastictrain.preflight.group.measurements import free_memory
 from elastictrain.preflight.group.members import GroupMember, Known, introduced, strangers
+from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Verdict
 
 

@@ -10,7 +10,8 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,7 +41,7 @@ class Likeness:
     folders: Mapping[str, str]
     versions: Mapping[str, str]
     config: str = ""
-    checkouts: tuple[str, ...] = field(default=())
+    checkouts: tuple[str, ...] = ()
     """Packages that lie in a checkout of git."""
 
 
@@ -52,18 +53,15 @@ def describe(packages: Sequence[str] = ("elastictrain",), *, config: str = "") -
     checkouts = []
     for package in dict.fromkeys(name.partition(".")[0] for name in packages):
         origin = _origin(package)
-        digests = digest_code(origin) if origin is not None else None
-        if origin is not None and digests is not None:
+        if origin is not None and (digests := digest_code(origin)) is not None:
             code |= digests
             folders[package] = str(origin)
             if (origin.parent / ".git").exists():
                 checkouts.append(package)
     versions = {"python": platform.python_version()}
     for name in (*DECISIVE, *OTHERS):
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return Likeness(code, folders, versions, config, tuple(checkouts))
 
 
@@ -116,46 +114,12 @@ def _modules(origin: Path) -> Iterator[tuple[str, str]]:
                 yield path[base:], path
 
 
-def encode(likeness: Likeness) -> bytes:
-    """For the exchange."""
-    return json.dumps(asdict(likeness), sort_keys=True).encode()
-
-
-def decode(word: bytes | None) -> Likeness | None:
-    """The inverse; None for what no host of this release says."""
-    try:
-        said = json.loads(word or b"")
-        return Likeness(
-            code=_texts(said["code"]),
-            folders=_texts(said["folders"]),
-            versions=_texts(said["versions"]),
-            config=str(said["config"]),
-            checkouts=tuple(map(str, said["checkouts"])),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _texts(table: Mapping[object, object]) -> dict[str, str]:
-    return {str(name): str(value) for name, value in table.items()}
-
-
-def compare(hosts: Mapping[str, Likeness | None]) -> list[Verdict]:
-    """For each host what it has unlike the others; or that all are alike. `hosts` is in the order of the group; None is a host
-    whose description is not understood."""
-    known = {host: likeness for host, likeness in hosts.items() if likeness is not None}
+def compare(hosts: Mapping[str, Likeness]) -> list[Verdict]:
+    """For each host what it has unlike the others; or that all are alike. `hosts` is in the order of the group."""
     found: list[Verdict] = []
     for host, likeness in hosts.items():
         report = Reporter("alike", host)
-        if likeness is None:
-            remedy = f"install the same release of elastictrain on {host} as on the others"
-            found.append(report.failed("unknown", expected="a description of its code", remedy=remedy))
-            continue
-        differences = [
-            *_code(host, likeness, known, report),
-            *_config(host, likeness, known, report),
-            *_versions(host, known, report),
-        ]
+        differences = [*_code(likeness, hosts, report), *_config(likeness, hosts, report), *_versions(hosts, report)]
         found += differences or [report.passed("alike", expected="alike")]
     return found
 
@@ -167,7 +131,7 @@ def model(values: Mapping[str, str]) -> str:
     return max(values, key=lambda host: counts[values[host]])
 
 
-def _code(host: str, own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     right_host = model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
     right = known[right_host]
     parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
@@ -179,7 +143,8 @@ def _code(host: str, own: Likeness, known: Mapping[str, Likeness], report: Repor
     for package in dict.fromkeys(part.partition("/")[0].removesuffix(".py") for part in parts):
         source, target = right.folders.get(package), own.folders.get(package)
         if source is None or target is None:
-            remedies.append(f"install {package} on {host if target is None else right_host}, or remove it from the other")
+            lacking = report.subject if target is None else right_host
+            remedies.append(f"install {package} on {lacking}, or remove it from the other")
             continue
         slash = "" if source.endswith(".py") else "/"
         copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
@@ -188,34 +153,32 @@ def _code(host: str, own: Likeness, known: Mapping[str, Likeness], report: Repor
     yield report.failed(
         f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}",
         expected=f"as on {right_host}",
-        remedy=f"on {host}: {'; '.join(remedies)}",
+        remedy=f"on {report.subject}: {'; '.join(remedies)}",
     )
 
 
-def _config(host: str, own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+def _config(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     said = {one: likeness.config for one, likeness in known.items() if likeness.config}
     if not own.config or not said:
         return
     right_host = model(said)
     if own.config != said[right_host]:
         remedy = (
-            f"start {host} with the same command line and config folder as {right_host}; "
+            f"start {report.subject} with the same command line and config folder as {right_host}; "
             "compare what `python -m elastictrain.run ... --cfg job` prints on both"
         )
         yield report.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
 
 
-def _versions(host: str, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+def _versions(known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
     for package in sorted({name for likeness in known.values() for name in likeness.versions}):
         values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
         right_host = model(values)
-        mine, right = values[host], values[right_host]
-        if mine == right:
-            continue
-        report_as = report.failed if _decisive(package, mine, right) else report.warned
-        yield report_as(
-            f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=_install(package, right, host)
-        )
+        mine, right = values[report.subject], values[right_host]
+        if mine != right:
+            report_as = report.failed if _decisive(package, mine, right) else report.warned
+            expected = f"{package} {right} as on {right_host}"
+            yield report_as(f"{package} {mine}", expected=expected, remedy=_install(package, right, report.subject))
 
 
 def _decisive(package: str, mine: str, right: str) -> bool:

@@ -1,20 +1,56 @@
-"""What control groups allow this process: CPUs, memory, processes. Reads version 1, version 2 and both side by side.
+"""What is mounted where, and what control groups allow this process: CPUs, memory, processes, in versions 1, 2 or both.
 
 A limit may be set on any level, and a child never has more than its parents: so the tightest of all levels that can be seen
 counts. Inside a container the levels above it cannot be seen, nor the path that /proc names.
 
-Source: cgroups(7); admin-guide/cgroup-v1 (memory, cpu) and admin-guide/cgroup-v2 of the kernel.
+Source: proc_pid_mountinfo(5); cgroups(7); admin-guide/cgroup-v1 (memory, cpu) and admin-guide/cgroup-v2 of the kernel.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.mounts import Mount, read_mounts
 from elastictrain.preflight.surroundings import Surroundings
 
 _DEFAULT_POINT = "/sys/fs/cgroup"
 _UNLIMITED_BYTES = 1 << 60
 """Version 1 says "no limit" as the largest multiple of a page that fits 63 bits."""
+
+_OCTAL = re.compile(r"\\([0-7]{3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One mount. `root` is the folder of its file system that is seen at `point`; `options` are those of the file system."""
+
+    root: str
+    point: str
+    kind: str
+    options: frozenset[str]
+
+
+def read_mounts(surroundings: Surroundings) -> list[Mount]:
+    """All mounts that this process sees, in order; none if the kernel does not tell. Lines that make no sense are left out."""
+    found = []
+    for line in (surroundings.read("proc/self/mountinfo") or "").splitlines():
+        fields, separator, behind = line.partition(" - ")
+        before, after = fields.split(), behind.split()
+        if separator and len(before) >= 6 and len(after) >= 2:
+            options = frozenset(after[2].split(",") if len(after) > 2 else ())
+            found.append(Mount(_plain(before[3]), _plain(before[4]), after[0], options))
+    return found
+
+
+def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount on which an absolute path lies; of several at one point the last one hides the others."""
+    points = [(mount.point.rstrip("/"), mount) for mount in reversed(mounts)]
+    fitting = [(len(point), mount) for point, mount in points if path == point or path.startswith(f"{point}/")]
+    return max(fitting, key=lambda one: one[0], default=(0, None))[1]
+
+
+def _plain(text: str) -> str:
+    """The kernel writes space, tab, newline and backslash as octal numbers."""
+    return _OCTAL.sub(lambda match: chr(int(match[1], 8)), text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,31 +92,16 @@ class Allowance:
     processes: ProcessGroup | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The own group of one controller, and those above it: folders, innermost first."""
-
-    version: int
-    folders: Sequence[str]
-
-
 def read_allowance(surroundings: Surroundings) -> Allowance:
     """The tightest limits of all levels that can be seen."""
-    mounts, own = read_mounts(surroundings), parse_membership(surroundings.read("proc/self/cgroup") or "")
-    cpu = _group("cpu", own, mounts, surroundings)
+    groups = _Groups(surroundings)
+    cpu, memory, pids = (list(groups.levels(controller)) for controller in ("cpu", "memory", "pids"))
     return Allowance(
-        cpus=min(_cpus(surroundings, cpu), default=None),
-        throttling=_throttling(surroundings, cpu),
-        memory=min(
-            _memory(surroundings, _group("memory", own, mounts, surroundings)),
-            key=lambda group: group.free_bytes,
-            default=None,
-        ),
-        processes=min(
-            _processes(surroundings, _group("pids", own, mounts, surroundings)),
-            key=lambda group: group.limit - group.used,
-            default=None,
-        ),
+        cpus=min(filter(None, map(_cpus, cpu)), default=None),
+        # Of the level that was throttled most: the counters of a parent do not contain those of its children.
+        throttling=max(filter(None, map(_throttling, cpu)), key=lambda one: one.throttled_periods, default=None),
+        memory=min(filter(None, map(_memory, memory)), key=lambda group: group.free_bytes, default=None),
+        processes=min(filter(None, map(_processes, pids)), key=lambda group: group.limit - group.used, default=None),
     )
 
 
@@ -96,90 +117,87 @@ def parse_membership(text: str) -> Mapping[str, str]:
     return found
 
 
-def _group(controller: str, own: Mapping[str, str], mounts: Sequence[Mount], surroundings: Surroundings) -> _Group:
-    """Where a controller is in version 1, it is not in version 2."""
-    if controller in own:
-        version, path = 1, own[controller]
-        fitting = [mount for mount in mounts if mount.kind == "cgroup" and controller in mount.options]
-        default = f"{_DEFAULT_POINT}/{controller}"
-    else:
-        version, path = 2, own.get("", "/")
-        fitting = [mount for mount in mounts if mount.kind == "cgroup2"]
-        default = _DEFAULT_POINT
-    mount = fitting[-1] if fitting else Mount("/", default, "", frozenset())
-    return _Group(version, tuple(_levels(path, mount, surroundings)))
+@dataclass(frozen=True, slots=True)
+class _Level:
+    """One level of a controller: a folder of files."""
+
+    surroundings: Surroundings
+    version: int
+    folder: str
+
+    def text(self, name: str) -> str:
+        return self.surroundings.read(f"{self.folder}/{name}") or ""
+
+    def number(self, name: str) -> int | None:
+        return _whole(self.text(name))
+
+    def numbers(self, name: str) -> dict[str, int]:
+        """Of a file of lines `name number`; other lines are left out."""
+        rows = (line.partition(" ") for line in self.text(name).splitlines())
+        return {name: number for name, _, value in rows if (number := _whole(value)) is not None}
 
 
-def _levels(path: str, mount: Mount, surroundings: Surroundings) -> Iterator[str]:
-    """Folders from the own group up to the uppermost that is mounted."""
-    point = mount.point.rstrip("/")
-    if "\0" in point:
-        return
-    root = mount.root.rstrip("/")
-    inner = path[len(root) :] if path == root or path.startswith(f"{root}/") else path
-    parts = [part for part in inner.split("/") if part]
-    # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one that
-    # leads out of what is mounted.
-    if ".." in parts or not surroundings.names("/".join([point, *parts])):
-        parts = []
-    for depth in range(len(parts), -1, -1):
-        yield "/".join([point, *parts[:depth]])
+class _Groups:
+    """The own groups of this process."""
 
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._surroundings = surroundings
+        self._mounts = read_mounts(surroundings)
+        self._own = parse_membership(surroundings.read("proc/self/cgroup") or "")
 
-def _cpus(surroundings: Surroundings, group: _Group) -> Iterator[float]:
-    for folder in group.folders:
-        if group.version == 2:
-            quota, _, period = (surroundings.read(f"{folder}/cpu.max") or "").partition(" ")
+    def levels(self, controller: str) -> Iterator[_Level]:
+        """From the own group of a controller up to the uppermost that is mounted."""
+        # Where a controller is in version 1, it is not in version 2.
+        version = 1 if controller in self._own else 2
+        if version == 1:
+            path, default = self._own[controller], f"{_DEFAULT_POINT}/{controller}"
+            fitting = [mount for mount in self._mounts if mount.kind == "cgroup" and controller in mount.options]
         else:
-            quota = surroundings.read(f"{folder}/cpu.cfs_quota_us") or ""
-            period = surroundings.read(f"{folder}/cpu.cfs_period_us") or ""
-        quota_us, period_us = _whole(quota), _whole(period)
-        # No limit is "max" or -1, which are no whole numbers.
-        if quota_us and period_us:
-            yield quota_us / period_us
+            path, default = self._own.get("", "/"), _DEFAULT_POINT
+            fitting = [mount for mount in self._mounts if mount.kind == "cgroup2"]
+        mount = fitting[-1] if fitting else Mount("/", default, "", frozenset())
+        point, root = mount.point.rstrip("/"), mount.root.rstrip("/")
+        if "\0" in point:
+            return
+        inner = path[len(root) :] if path == root or path.startswith(f"{root}/") else path
+        parts = [part for part in inner.split("/") if part]
+        # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one
+        # that leads out of what is mounted.
+        if ".." in parts or not self._surroundings.names("/".join([point, *parts])):
+            parts = []
+        for depth in range(len(parts), -1, -1):
+            yield _Level(self._surroundings, version, "/".join([point, *parts[:depth]]))
 
 
-def _throttling(surroundings: Surroundings, group: _Group) -> Throttling | None:
-    """Of the level that was throttled most: the counters of a parent do not contain those of its children."""
-    found = []
-    for folder in group.folders:
-        numbers = _numbers(surroundings.read(f"{folder}/cpu.stat") or "")
-        if {"nr_periods", "nr_throttled"} <= numbers.keys():
-            found.append(Throttling(numbers["nr_periods"], numbers["nr_throttled"]))
-    return max(found, key=lambda one: one.throttled_periods, default=None)
+def _cpus(level: _Level) -> float | None:
+    quota, _, period = level.text("cpu.max").partition(" ")
+    if level.version == 1:
+        quota, period = level.text("cpu.cfs_quota_us"), level.text("cpu.cfs_period_us")
+    quota_us, period_us = _whole(quota), _whole(period)
+    # No limit is "max" or -1, which are no whole numbers.
+    return quota_us / period_us if quota_us and period_us else None
 
 
-def _memory(surroundings: Surroundings, group: _Group) -> Iterator[MemoryGroup]:
-    limit_name, used_name, droppable = (
-        ("memory.max", "memory.current", "inactive_file")
-        if group.version == 2
-        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    )
-    for folder in group.folders:
-        limit = _whole(surroundings.read(f"{folder}/{limit_name}") or "")
-        used = _whole(surroundings.read(f"{folder}/{used_name}") or "")
-        if limit is not None and limit < _UNLIMITED_BYTES and used is not None:
-            dropped = _numbers(surroundings.read(f"{folder}/memory.stat") or "").get(droppable, 0)
-            yield MemoryGroup(limit, max(0, used - dropped))
+def _throttling(level: _Level) -> Throttling | None:
+    numbers = level.numbers("cpu.stat")
+    if {"nr_periods", "nr_throttled"} <= numbers.keys():
+        return Throttling(numbers["nr_periods"], numbers["nr_throttled"])
+    return None
 
 
-def _processes(surroundings: Surroundings, group: _Group) -> Iterator[ProcessGroup]:
-    for folder in group.folders:
-        limit = _whole(surroundings.read(f"{folder}/pids.max") or "")
-        used = _whole(surroundings.read(f"{folder}/pids.current") or "")
-        if limit is not None and used is not None:
-            yield ProcessGroup(limit, used)
+def _memory(level: _Level) -> MemoryGroup | None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    if level.version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    limit, used = level.number(names[0]), level.number(names[1])
+    if limit is None or limit >= _UNLIMITED_BYTES or used is None:
+        return None
+    return MemoryGroup(limit, max(0, used - level.numbers("memory.stat").get(names[2], 0)))
 
 
-def _numbers(text: str) -> dict[str, int]:
-    """A text of lines `name number`; other lines are left out."""
-    found = {}
-    for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        number = _whole(value)
-        if number is not None:
-            found[name] = number
-    return found
+def _processes(level: _Level) -> ProcessGroup | None:
+    limit, used = level.number("pids.max"), level.number("pids.current")
+    return None if limit is None or used is None else ProcessGroup(limit, used)
 
 
 def _whole(text: str) -> int | None:

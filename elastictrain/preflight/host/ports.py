@@ -3,14 +3,12 @@
 import errno
 import os
 import socket
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.verdict import Reporter, Verdict
+import psutil
 
-_LISTENING = "0A"
+from elastictrain.preflight.verdict import Reporter, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +29,10 @@ class Holder:
     ours: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PortFacts:
-    """Whether one port can be listened on: `problem` is None, or the number of the error."""
-
-    wanted: WantedPort
-    problem: int | None
-    holder: Holder | None = None
-
-
-def read_ports(surroundings: Surroundings, wanted: Sequence[WantedPort]) -> list[PortFacts]:
-    """Tries each port for a moment, on all addresses; nobody can connect meanwhile."""
-    found = []
-    for one in wanted:
-        problem = try_port(one.port)
-        holder = find_holder(surroundings, one.port) if problem == errno.EADDRINUSE else None
-        found.append(PortFacts(one, problem, holder))
-    return found
+def check_port(wanted: WantedPort, *, host: str) -> Verdict:
+    """Tries the port for a moment, on all addresses; nobody can connect meanwhile."""
+    problem = try_port(wanted.port)
+    return judge_port(wanted, problem, find_holder(wanted.port) if problem == errno.EADDRINUSE else None, host=host)
 
 
 def try_port(port: int) -> int | None:
@@ -67,76 +52,36 @@ def try_port(port: int) -> int | None:
     return None
 
 
-def find_holder(surroundings: Surroundings, port: int) -> Holder | None:
+def find_holder(port: int) -> Holder | None:
     """Who listens on a port; None if /proc does not tell, as with processes of other users."""
-    inodes = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in listeners(surroundings, table, port)}
-    if not inodes:
-        return None
-    pids = sorted((int(name) for name in surroundings.names("proc") if name.isascii() and name.isdecimal()), reverse=True)
-    for pid in pids:
-        if any(link in inodes for link in _open_files(surroundings, pid)):
-            return Holder(pid, _command(surroundings, pid), ours=pid in _lineage(surroundings))
+    with suppress(psutil.Error, OSError):
+        sockets = psutil.net_connections("tcp")
+        pids = [one.pid for one in sockets if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid]
+        if pids:
+            process, own = psutil.Process(max(pids)), psutil.Process()
+            # What follows in a command line may be secret.
+            command = " ".join(process.cmdline()[:3]) or process.name()
+            command = command if len(command) <= 80 else f"{command[:77]}..."
+            return Holder(process.pid, command, ours=process.pid > 1 and process in (own, *own.parents()))
     return None
 
 
-def listeners(surroundings: Surroundings, table: str, port: int) -> Iterator[int]:
-    """Inodes of the sockets that listen on a port. Source: proc_net_tcp(5)."""
-    for line in (surroundings.read(f"proc/net/{table}") or "").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) >= 10 and fields[3] == _LISTENING and fields[9].isdecimal():
-            with suppress(ValueError):
-                if int(fields[1].rpartition(":")[2], 16) == port:
-                    yield int(fields[9])
-
-
-def judge_ports(facts: Sequence[PortFacts], *, host: str) -> list[Verdict]:
-    """One verdict for each port."""
-    return [_judge(one, Reporter("ports", host)) for one in facts]
-
-
-def _judge(facts: PortFacts, report: Reporter) -> Verdict:
-    wanted, expected = facts.wanted, f"port {facts.wanted.port} free"
-    if facts.problem is None:
+def judge_port(wanted: WantedPort, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:
+    """`problem` is None for a port that can be had, or the number of an error."""
+    report, port, expected = Reporter("ports", host), f"port {wanted.port} ({wanted.use})", f"port {wanted.port} free"
+    another = f"choose another port: {wanted.setting}"
+    if problem is None:
         return report.passed("free", expected=expected)
-    if facts.problem == errno.EADDRINUSE:
-        if facts.holder is None:
-            remedy = (
-                f"find who listens with `ss -ltnp sport = :{wanted.port}` as root, or choose another port: {wanted.setting}"
-            )
-            return report.failed(f"port {wanted.port} ({wanted.use}) taken", expected=expected, remedy=remedy)
-        holder = f"pid {facts.holder.pid} ({facts.holder.command})"
-        if facts.holder.ours:
-            return report.passed(f"held by our own {holder}", expected=expected)
-        remedy = f"on {report.subject} end {holder}: `kill {facts.holder.pid}`, or choose another port: {wanted.setting}"
-        return report.failed(f"port {wanted.port} ({wanted.use}) held by {holder}", expected=expected, remedy=remedy)
-    if facts.problem in (errno.EACCES, errno.EPERM):
+    if problem == errno.EADDRINUSE and holder is None:
+        remedy = f"find who listens with `ss -ltnp sport = :{wanted.port}` as root, or {another}"
+        return report.failed(f"{port} taken", expected=expected, remedy=remedy)
+    if problem == errno.EADDRINUSE and holder is not None:
+        who = f"pid {holder.pid} ({holder.command})"
+        if holder.ours:
+            return report.passed(f"held by our own {who}", expected=expected)
+        remedy = f"on {host} end {who}: `kill {holder.pid}`, or {another}"
+        return report.failed(f"{port} held by {who}", expected=expected, remedy=remedy)
+    if problem in (errno.EACCES, errno.EPERM):
         remedy = f"choose a port from 1024 up: {wanted.setting}"
-        return report.failed(f"port {wanted.port} ({wanted.use}) not permitted", expected=expected, remedy=remedy)
-    remedy = f"choose another port: {wanted.setting}"
-    return report.failed(f"port {wanted.port} ({wanted.use}): {os.strerror(facts.problem)}", expected=expected, remedy=remedy)
-
-
-def _open_files(surroundings: Surroundings, pid: int) -> Iterator[str]:
-    folder = surroundings.root / f"proc/{pid}/fd"
-    for name in surroundings.names(f"proc/{pid}/fd"):
-        with suppress(OSError):
-            yield str((folder / name).readlink())
-
-
-def _command(surroundings: Surroundings, pid: int) -> str:
-    """The beginning of the command line (what follows may be secret); the name of the program where there is none."""
-    words = (surroundings.read(f"proc/{pid}/cmdline") or "").split("\0")
-    text = " ".join(words[:3]).strip() or surroundings.read(f"proc/{pid}/comm") or "unknown"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _lineage(surroundings: Surroundings) -> set[int]:
-    """This process and all that it descends from."""
-    found: set[int] = set()
-    pid = os.getpid()
-    while pid > 1 and pid not in found:
-        found.add(pid)
-        # The second field is the name of the program, in parentheses, and may itself contain spaces and parentheses.
-        fields = (surroundings.read(f"proc/{pid}/stat") or "").rpartition(")")[2].split()
-        pid = int(fields[1]) if len(fields) > 1 and fields[1].isdecimal() else 0
-    return found
+        return report.failed(f"{port} not permitted", expected=expected, remedy=remedy)
+    return report.failed(f"{port}: {os.strerror(problem)}", expected=expected, remedy=another)

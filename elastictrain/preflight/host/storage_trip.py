@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.bounded_json import parse_record
+from elastictrain.preflight.host.cgroup import Mount, mount_of, read_mounts
 from elastictrain.preflight.host.disk import local_path
-from elastictrain.preflight.host.mounts import Mount, mount_of, read_mounts
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 
@@ -27,38 +28,53 @@ SLOW_MS = 2000.0
 
 _REAPING_S = 0.5
 
-_TRANSIENT = "TRANSIENT"
-"""The store cannot be reached, or has an hour in which it answers with errors of its own."""
-
 _COMMAND = (sys.executable, "-m", "elastictrain.preflight.host.trip")
 
 
-@dataclass(frozen=True, slots=True)
-class TripFailure:
-    """What the store said. `fault` is the name of a `storage.failures.Fault`, or CONFIG; `number` is an errno."""
+# Address, how to give credentials, and the command that makes a bucket, up to its name.
+_S3 = ("https://s3.amazonaws.com", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,", "aws s3 mb s3://")
+_GCS = (
+    "https://storage.googleapis.com",
+    "set GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`",
+    "gcloud storage buckets create gs://",
+)
+_AZURE = (
+    "its address",
+    "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY,",
+    "az storage container create --name ",
+)
+_SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "az": _AZURE, "abfs": _AZURE, "abfss": _AZURE}
 
-    fault: str
-    number: int | None
-    message: str
+
+@dataclass(frozen=True, slots=True)
+class TripMessage:
+    """One line of the process: a step begun or done, a failure, or the end.
+
+    `fault` is the name of a `storage.failures.Fault`, or CONFIG; and where the process ended without a word of its own STALLED
+    or CRASHED.
+    """
+
+    begun: str = ""
+    done: str = ""
+    ms: float = 0.0
+    fault: str = ""
+    errno: int | None = None
+    message: str = ""
+    end: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TripFacts:
-    """How far the trip came. `steps` are those that were completed, each with its milliseconds."""
+    """How far the trip came. `steps` are those that were completed, each with its milliseconds; `doing` is the one after them.
+
+    `mount` is what the folder lies on, if it is one on this host.
+    """
 
     url: str
     steps: tuple[tuple[str, float], ...]
-    ended: bool
     doing: str = ""
-    failure: TripFailure | None = None
-    stalled_s: float | None = None
-    """When it was killed, if it was."""
-
-    crashed: str = ""
-    """How the process ended without a word."""
-
+    failure: TripMessage | None = None
     mount: Mount | None = None
-    """What the folder lies on, if it is one on this host."""
 
 
 def read_trip(
@@ -83,10 +99,11 @@ def read_trip(
         output, complaints = process.communicate(order, timeout=limit_s)
     except subprocess.TimeoutExpired as stall:
         _end(process)
-        return parse_words(_text(stall.output), url=url, mount=mount, stalled_s=limit_s)
+        silent = TripMessage(fault="STALLED", message=f"no answer in {limit_s:g} s")
+        return parse_messages(_text(stall.output), url=url, mount=mount, silent=silent)
     last = (_text(complaints).strip().splitlines() or [""])[-1]
-    crashed = f"exit code {process.returncode}: {last}" if process.returncode else ""
-    return parse_words(_text(output), url=url, mount=mount, crashed=crashed)
+    how = f"exit code {process.returncode}: {last}" if process.returncode else "no word at its end"
+    return parse_messages(_text(output), url=url, mount=mount, silent=TripMessage(fault="CRASHED", message=how))
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -100,28 +117,24 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 pipe.close()
 
 
-def parse_words(text: str, *, url: str, mount: Mount | None, stalled_s: float | None = None, crashed: str = "") -> TripFacts:
-    """From the lines that the process wrote; the last one may be torn."""
+def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMessage) -> TripFacts:
+    """From the lines that the process wrote, the last of which may be torn. `silent`: what to say where they have no end."""
     steps: list[tuple[str, float]] = []
-    doing, failure, ended = "", None, False
+    doing, failure = "", silent
     for line in text.splitlines():
         try:
-            word = json.loads(line)
+            message = parse_record(line, TripMessage)
         except ValueError:
             continue
-        if not isinstance(word, dict):
-            continue
-        doing = str(word.get("begun", doing))
-        if isinstance(word.get("ms"), int | float):
-            steps.append((str(word.get("done")), float(word["ms"])))
+        if message.end:
+            return TripFacts(url, tuple(steps), mount=mount)
+        doing = message.begun or doing
+        if message.done:
+            steps.append((message.done, message.ms))
             doing = ""
-        if "fault" in word:
-            number = word.get("errno")
-            failure = TripFailure(str(word["fault"]), number if isinstance(number, int) else None, str(word.get("message")))
-        ended = ended or word.get("end") is True
-    if failure is None and not ended and stalled_s is None:
-        crashed = crashed or "no word at its end"
-    return TripFacts(url, tuple(steps), ended, doing, failure, stalled_s, crashed, mount)
+        if message.fault:
+            failure = message
+    return TripFacts(url, tuple(steps), doing, failure, mount)
 
 
 def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, str]) -> Verdict:
@@ -129,17 +142,13 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     report = Reporter("storage", host)
     if facts is None:
         return report.skipped("no run.dir", remedy="to try one: run.dir=PATH_OR_URL")
-    expected = f"create, read, list and delete in {facts.url}"
     if facts.failure is not None:
-        remedy = _remedy(facts, facts.failure, host, environment)
-        measured, may_pass = f"{facts.doing or 'trip'}: {facts.failure.message}", facts.failure.fault == _TRANSIENT
-        return report.failed(measured, expected=expected, remedy=remedy, may_pass=may_pass)
-    if facts.stalled_s is not None:
-        measured = f"{facts.doing or 'start'}: no answer in {facts.stalled_s:g} s"
-        return report.failed(measured, expected=expected, remedy=_stall_remedy(facts, host, environment), may_pass=True)
-    if facts.crashed or not facts.ended:
-        remedy = f"try it by hand on {host}: `python -c 'import elastictrain.storage.opening'`, then `dmesg | tail`"
-        return report.failed(f"{facts.doing or 'start'}: {facts.crashed}", expected=expected, remedy=remedy)
+        return report.failed(
+            f"{facts.doing or 'start'}: {facts.failure.message}",
+            expected=f"create, read, list and delete in {facts.url}",
+            remedy=_remedy(facts, facts.failure, host, environment),
+            may_pass=facts.failure.fault in ("TRANSIENT", "STALLED"),
+        )
     total_ms = round(sum(ms for _, ms in facts.steps), 1)
     if total_ms > SLOW_MS:
         slowest, ms = max(facts.steps, key=lambda step: step[1])
@@ -148,64 +157,52 @@ def judge_trip(facts: TripFacts | None, *, host: str, environment: Mapping[str, 
     return report.passed(total_ms, expected=SLOW_MS, unit="ms")
 
 
-def _remedy(facts: TripFacts, failure: TripFailure, host: str, environment: Mapping[str, str]) -> str:
-    path = local_path(facts.url)
-    if failure.number == errno.EROFS and path:
+def _remedy(facts: TripFacts, failure: TripMessage, host: str, environment: Mapping[str, str]) -> str:
+    url, path = facts.url, local_path(facts.url)
+    if failure.errno == errno.EROFS and path:
         point = facts.mount.point if facts.mount else path
         return (
             f"on {host}: `mount -o remount,rw {point}`, or set run.dir to a folder that can be written; a disk with errors "
             "becomes read-only by itself: `dmesg | tail`"
         )
-    if failure.fault == "FULL":
-        if path:
+    protocol, _, rest = url.partition("://")
+    service = _SERVICES.get(protocol)
+    match failure.fault:
+        # The store cannot be reached, or has an hour in which it answers with errors of its own.
+        case "STALLED" | "TRANSIENT":
+            return _stall_remedy(facts, host, environment)
+        case "CRASHED":
+            return f"try it by hand on {host}: `python -c 'import elastictrain.storage.opening'`, then `dmesg | tail`"
+        case "CONFIG":
+            return "correct run.dir, or install what its protocol needs, as the message says"
+        case "FULL" if path:
             freeing = f"`python -m elastictrain.checkpoint prune {path}`, or set run.dir to a folder with more room"
             return f"on {host}: `df -h {path}; df -i {path}`, then {freeing}"
-        return f"raise the quota of {facts.url}, or `python -m elastictrain.checkpoint prune {facts.url}`"
-    if failure.fault == "DENIED":
-        if path:
+        case "FULL":
+            return f"raise the quota of {url}, or `python -m elastictrain.checkpoint prune {url}`"
+        case "DENIED" if path:
             return f"as root on {host}: `chown -R {_user()} {path}`, or set run.dir to a folder that {_user()} can write"
-        return f"{_credentials(facts.url)} on {host}, for a role that may read, write, list and delete in {facts.url}"
-    if failure.fault == "NO_BUCKET":
-        return _bucket(facts.url)
-    if failure.fault == _TRANSIENT:
-        return _stall_remedy(facts, host, environment)
-    if failure.fault == "CONFIG":
-        return "correct run.dir, or install what its protocol needs, as the message says"
+        case "DENIED":
+            credentials = service[1] if service else f"set credentials for {protocol}://"
+            return f"{credentials} on {host}, for a role that may read, write, list and delete in {url}"
+        case "NO_BUCKET":
+            bucket = rest.partition("/")[0]
+            return f"`{service[2]}{bucket}`, or correct run.dir" if service else f"create {bucket}, or correct run.dir"
     if path:
         return f"look with `ls -ld {path}` on {host}, or set run.dir to another folder"
-    return f"set run.dir to another store than {facts.url}, or mend this one as the message says"
+    return f"set run.dir to another store than {url}, or mend this one as the message says"
 
 
 def _stall_remedy(facts: TripFacts, host: str, environment: Mapping[str, str]) -> str:
-    path = local_path(facts.url)
-    if path:
+    if path := local_path(facts.url):
         mount = f"{facts.mount.kind} at {facts.mount.point}" if facts.mount else "file system"
         return f"on {host}: `timeout 5 stat -f {path}`; its {mount} must answer: look at its server and `dmesg | tail`"
-    protocol = facts.url.partition("://")[0]
-    endpoint = next((environment[name] for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL") if environment.get(name)), None)
-    default = {"s3": "https://s3.amazonaws.com", "s3a": "https://s3.amazonaws.com", "gs": "https://storage.googleapis.com"}
-    address = (endpoint if protocol in ("s3", "s3a") else None) or default.get(protocol, "its address")
+    service = _SERVICES.get(facts.url.partition("://")[0])
+    address = service[0] if service else "its address"
+    if service is _S3:
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+        address = next((environment[name] for name in names if environment.get(name)), address)
     return f"on {host}: `curl -m 5 -sS -o /dev/null {address}` must answer; check the route, the firewall and HTTPS_PROXY there"
-
-
-def _credentials(url: str) -> str:
-    protocol = url.partition("://")[0]
-    if protocol in ("s3", "s3a"):
-        return "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE,"
-    if protocol in ("gs", "gcs"):
-        return "set GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login`"
-    if protocol in ("az", "abfs", "abfss"):
-        return "set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY,"
-    return f"set credentials for {protocol}://"
-
-
-def _bucket(url: str) -> str:
-    protocol, _, rest = url.partition("://")
-    bucket = rest.partition("/")[0]
-    making = {"s3": "aws s3 mb s3://", "s3a": "aws s3 mb s3://", "gs": "gcloud storage buckets create gs://"}.get(protocol)
-    if protocol in ("az", "abfs", "abfss"):
-        making = "az storage container create --name "
-    return f"`{making}{bucket}`, or correct run.dir" if making else f"create {bucket}, or correct run.dir"
 
 
 def _user() -> str:

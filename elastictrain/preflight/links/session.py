@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.errors import HostUnfitError, TransportError
-from elastictrain.preflight.exchange import Exchange
 from elastictrain.preflight.links.judge import Evidence, judge, suspect_rounds, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, no_port, unheard
 from elastictrain.preflight.links.messages import (
@@ -34,6 +33,7 @@ from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.probes import PeerProbe
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
+from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)

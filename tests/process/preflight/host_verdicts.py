@@ -1,4 +1,4 @@
-"""Runs the checks of a host in a process of its own, and prints their verdicts; arguments as JSON: options, limits."""
+"""Runs the checks of a host in a process of its own, and prints their verdicts; arguments as JSON: options, limits, rdma."""
 
 import json
 import resource
@@ -9,7 +9,8 @@ from dataclasses import asdict
 began = time.monotonic()
 
 from elastictrain.preflight.check import run_checks  # noqa: E402
-from elastictrain.preflight.host.checks import HostOptions, host_checks  # noqa: E402
+from elastictrain.preflight.host_checks import OwnChecks, host_checks  # noqa: E402
+from elastictrain.preflight.policy import Level  # noqa: E402
 from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
 
 order = json.loads(sys.argv[1])
@@ -17,7 +18,8 @@ for name, value in order["limits"].items():
     resource.setrlimit(getattr(resource, name), (value, value))
 surroundings = Surroundings()
 loaded = time.monotonic()
-verdicts = run_checks(host_checks(surroundings, HostOptions(**order["options"])), subject=surroundings.host)
+asked = OwnChecks(level=Level.FULL, **order["options"])
+verdicts = run_checks(host_checks(surroundings, asked, rdma=order["rdma"]), subject=surroundings.host)
 said = {
     "verdicts": [asdict(verdict) for verdict in verdicts],
     "loading_s": loaded - began,

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from torchruns import environment
 
-from elastictrain.preflight.host.ports import WantedPort, judge_ports, read_ports
+from elastictrain.preflight.host.ports import WantedPort, check_port
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
@@ -47,12 +47,13 @@ def ask(
     *,
     options: Mapping[str, object] = {},
     limits: Mapping[str, int] = {},
+    rdma: bool = False,
     before: str = "",
     extra_environment: Mapping[str, str] = {},
     without_privileges: bool = False,
 ) -> Answer:
     """`before` is a shell script that makes the fault, in namespaces that only the checks see."""
-    command = [sys.executable, str(SCRIPT), json.dumps({"options": options, "limits": limits})]
+    command = [sys.executable, str(SCRIPT), json.dumps({"options": options, "limits": limits, "rdma": rdma})]
     if without_privileges and os.geteuid() == 0:
         command = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *command]
     if before:
@@ -102,12 +103,11 @@ def test_host_of_a_newcomer_without_a_run() -> None:
 def test_own_name_is_loopback(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n127.0.1.1 h3.example.org h3\n")
-    answer = ask(options={"several_hosts": True, "address": "10.9.0.3"}, before=f"hostname h3\nmount --bind {hosts} /etc/hosts")
+    answer = ask(options={"several_hosts": True}, before=f"hostname h3\nmount --bind {hosts} /etc/hosts")
     (verdict,) = answer.of("name")
     assert (verdict["status"], verdict["subject"], verdict["measured"]) == ("fail", "h3", "127.0.1.1")
-    assert verdict["remedy"] == (
-        "in /etc/hosts on h3, change line 2 from `127.0.1.1 h3.example.org h3` to `10.9.0.3 h3.example.org h3`"
-    )
+    assert "in /etc/hosts on h3, change line 2 from `127.0.1.1 h3.example.org h3` to `" in verdict["remedy"]
+    assert " h3.example.org h3`" in verdict["remedy"]
 
 
 @NAMESPACES
@@ -172,7 +172,7 @@ def test_folder_is_a_file(tmp_path: Path) -> None:
 
 
 def test_limits() -> None:
-    answer = ask(limits={"RLIMIT_NOFILE": 100, "RLIMIT_MEMLOCK": 65536}, options={"rdma": True}, without_privileges=True)
+    answer = ask(limits={"RLIMIT_NOFILE": 100, "RLIMIT_MEMLOCK": 65536}, rdma=True, without_privileges=True)
     (files,), (locked,) = answer.of("open_files"), answer.of("memlock")
     assert (files["status"], files["measured"]) == ("fail", 100)
     assert "--ulimit nofile=65536" in files["remedy"]
@@ -186,7 +186,7 @@ def test_port_is_taken() -> None:
         holder = subprocess.Popen(["sleep", "60"], pass_fds=[listener.fileno()])
         listener.close()
         try:
-            (verdict,) = judge_ports(read_ports(Surroundings(), [WantedPort(port, "store", "--port")]), host="h1")
+            verdict = check_port(WantedPort(port, "store", "--port"), host="h1")
             assert verdict.status is Status.FAIL
             assert verdict.measured == f"port {port} (store) held by pid {holder.pid} (sleep 60)"
         finally:
@@ -217,7 +217,7 @@ def test_object_store(answers: bool) -> None:
 def test_trip_does_not_outlive_a_preflight_that_is_killed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        order = json.dumps({"options": {"run_dir": "s3://bucket/run", "trip_limit_s": 50.0}, "limits": {}})
+        order = json.dumps({"options": {"run_dir": "s3://bucket/run", "trip_limit_s": 50.0}, "limits": {}, "rdma": False})
         preflight = subprocess.Popen([sys.executable, str(SCRIPT), order], env=environment(environment_for(endpoint)))
         try:
             listener.settimeout(60)

@@ -8,8 +8,8 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.launch.own_host import why_unfit
-from elastictrain.preflight.alone import OwnChecks
 from elastictrain.preflight.check import Check
+from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict
@@ -47,7 +47,7 @@ def test_a_host_that_passes(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
     (options,) = asked.asked
     assert options.level is Level.QUICK
     assert options.local_world_size == 4
-    assert (options.options.run_dir, options.options.cpus) == ("/data/run", 12.0)
+    assert (options.run_dir, options.cpus) == ("/data/run", 12.0)
     assert asked.more == ["interface", "infiniband"]
 
 

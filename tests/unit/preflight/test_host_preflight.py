@@ -12,10 +12,8 @@ import pytest
 
 from elastictrain.errors import PreflightError
 from elastictrain.preflight import host_preflight
-from elastictrain.preflight.alone import OwnChecks
-from elastictrain.preflight.host.checks import HostOptions
-from elastictrain.preflight.host_layout import find_layout
-from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report
+from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report, find_layout
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
@@ -58,9 +56,7 @@ def check(
         layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
         asked = PreflightRequest(
             # Hosts on loopback are what this check is against.
-            own=OwnChecks(
-                level=Level.QUICK, modes={"interface": "off", **modes}, options=HostOptions(memory_dir=str(tmp_path))
-            ),
+            own=OwnChecks(level=Level.QUICK, modes={"interface": "off", **modes}, memory_dir=str(tmp_path)),
             wait_s=min(2.0, limit_s / 2),
             limit_s=limit_s,
             ports=ports,

@@ -3,18 +3,20 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.preflight.policy import (
+    STARTS,
     Ended,
     Level,
     apply_modes,
     choose_level,
     decide,
-    describe,
+    find_repeated,
     host_of,
-    shown,
     wanted_checks,
 )
 from tests.unit.preflight.made import verdict
 
+SLOW = {"check": "bandwidth", "subject": "b"}
+FLAPS = {"check": "counters", "subject": "c"}
 HANG = [Ended(rank, 71) for rank in range(3)]
 
 
@@ -91,16 +93,24 @@ def test_links_and_groups_make_nobody_unfit(scope: str, subject: str) -> None:
     assert {decide(found, host=host, hosts=HOSTS).exit_code for host in HOSTS} == {71}
 
 
-def test_a_sentence_says_who_what_and_what_to_do() -> None:
-    one = verdict("fail", check="bandwidth", subject="b", measured=0.09212, expected=0.5, unit="Gb/s")
-    assert describe(one) == "b: bandwidth is 0.09212 Gb/s (should be 0.5 Gb/s); mend bandwidth of b"
-    assert describe(verdict("fail")) == "a: mtu; mend mtu of a"
-    assert [shown(one) for one in (None, "no", 20000.0, 0.5, 1e20, 1 / 3, -2.0)] == [
-        "",
-        "no",
-        "20000",
-        "0.5",
-        "100000000000000000000",
-        "0.3333",
-        "-2",
+def test_what_comes_again_and_again_is_told() -> None:
+    now = [
+        verdict("warn", check="counters", subject="c"),
+        verdict("fail", check="bandwidth", subject="b"),
+        verdict(check="mtu"),
     ]
+    found = find_repeated(now, [[SLOW], [], [SLOW, FLAPS], [{"check": "mtu", "subject": "a"}]])
+    assert found == [
+        "bandwidth of b: 3 of the last 5 starts",
+        "counters of c: 2 of the last 5 starts",
+    ]
+
+
+def test_what_is_new_is_not() -> None:
+    assert find_repeated([verdict("fail", check="disk", subject="b")], [[SLOW]]) == []
+    assert find_repeated([verdict("fail", check="bandwidth", subject="b")], []) == []
+
+
+def test_what_is_long_ago_is_forgotten_and_garbled_rows_say_nothing() -> None:
+    before = [[SLOW], *([{}] for _ in range(STARTS - 1))]
+    assert find_repeated([verdict("fail", check="bandwidth", subject="b")], before) == []

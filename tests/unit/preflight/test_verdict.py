@@ -1,7 +1,98 @@
-import pytest
+import json
 
-from elastictrain.preflight.verdict import Scope, Status, Verdict, failures, worst_first
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastictrain.preflight.verdict import (
+    Scope,
+    Status,
+    Verdict,
+    describe,
+    failures,
+    from_json,
+    render,
+    shown,
+    summary,
+    to_json,
+    worst_first,
+)
 from tests.unit.preflight.made import verdict
+
+FOUND = [
+    verdict(check="disk", subject="a", measured=77.0, expected=1.0, unit="GiB"),
+    verdict(
+        "fail", scope="link", subject="a -> b", measured="large frames vanish above 1500 bytes", expected=9000, unit="bytes"
+    ),
+    verdict("warn", check="clock", subject="b", measured=1.25, unit="s"),
+    verdict("skip", check="gpus", subject="a"),
+]
+
+texts = st.text(max_size=20)
+figures = st.none() | texts | st.floats(allow_nan=False, allow_infinity=False)
+verdicts = st.builds(
+    Verdict,
+    check=texts,
+    scope=st.sampled_from(Scope),
+    subject=texts,
+    status=st.sampled_from(Status),
+    measured=figures,
+    expected=figures,
+    unit=texts,
+    seconds=st.floats(0, 1e6),
+    remedy=st.text(min_size=1, max_size=20),
+    may_pass=st.booleans(),
+)
+
+
+def test_the_worst_is_on_top_with_its_remedy_below() -> None:
+    lines = render(FOUND, colour=False, width=100).splitlines()
+    assert lines[0].split() == ["check", "subject", "measured", "expected", "seconds"]
+    assert lines[1].startswith("fail  mtu")
+    assert "large frames vanish above 1500 bytes" in lines[1]
+    assert lines[2] == "      -> mend mtu of a -> b"
+    assert lines[3].split() == ["warn", "clock", "b", "1.25", "s", "0.00"]
+    assert lines[-1] == "1 failed, 1 warning, 1 passed, 1 skipped"
+    assert "\033" not in "".join(lines)
+
+
+def test_what_passed_may_be_counted_only() -> None:
+    text = render(FOUND, colour=False, width=100, everything=False)
+    assert "disk" not in text
+    assert "gpus" not in text
+    assert text.endswith("1 failed, 1 warning, 1 passed, 1 skipped")
+    assert render(FOUND[:1], colour=False, width=100, everything=False) == "1 passed"
+
+
+def test_only_the_status_is_coloured() -> None:
+    text = render(FOUND, colour=True, width=100)
+    assert "\033[1;31mfail\033[0m  mtu" in text
+    assert "\033[33mwarn\033[0m  clock" in text
+
+
+def test_a_long_figure_is_wrapped_and_not_cut() -> None:
+    words = " ".join(f"word{number}" for number in range(40))
+    text = render([verdict("fail", measured=words)], colour=False, width=100)
+    assert all(f"word{number}" in text for number in range(40))
+
+
+@given(st.lists(verdicts, max_size=5))
+def test_json_comes_back_as_it_went(found: list[Verdict]) -> None:
+    assert from_json(to_json(found)) == found
+    assert render(found, colour=True, width=80)
+    json.loads(to_json(found))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "[7]", "[{}]", '[{"scope": "host", "status": "fine"}]', '[{"check": 1}]', "[" * 5000, "null"]
+)
+def test_what_is_no_list_of_verdicts_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        from_json(text)
+
+
+def test_nothing_checked_is_said() -> None:
+    assert summary([]) == "nothing was checked"
 
 
 @pytest.mark.parametrize("status", [Status.SKIP, Status.WARN, Status.FAIL])
@@ -14,3 +105,18 @@ def test_the_worst_comes_first_and_the_rest_stays_in_order() -> None:
     found = [verdict(status, subject=str(number)) for number, status in enumerate(["pass", "fail", "skip", "warn", "fail"])]
     assert [one.subject for one in worst_first(found)] == ["1", "4", "3", "2", "0"]
     assert [one.subject for one in failures(found)] == ["1", "4"]
+
+
+def test_a_sentence_says_who_what_and_what_to_do() -> None:
+    one = verdict("fail", check="bandwidth", subject="b", measured=0.09212, expected=0.5, unit="Gb/s")
+    assert describe(one) == "b: bandwidth is 0.09212 Gb/s (should be 0.5 Gb/s); mend bandwidth of b"
+    assert describe(verdict("fail")) == "a: mtu; mend mtu of a"
+    assert [shown(one) for one in (None, "no", 20000.0, 0.5, 1e20, 1 / 3, -2.0)] == [
+        "",
+        "no",
+        "20000",
+        "0.5",
+        "100000000000000000000",
+        "0.3333",
+        "-2",
+    ]

@@ -267,7 +267,7 @@ def test_every_threshold_and_limit_of_the_configuration_has_an_effect() -> None:
 def test_the_storage_round_trip_has_its_limit(make: Make) -> None:
     preflight, _, checked = make()
     preflight.check_hosts()
-    assert checked[0].asked.own.options.trip_limit_s == PreflightLimits().storage_s
+    assert checked[0].asked.own.trip_limit_s == PreflightLimits().storage_s
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def host(tmp_path: Path) -> Callable[..., Surroundings]:
             path = root / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        return Surroundings(host="h1", root=root, environment=environment or {}, tools=RecordedTools(tools or {}))
+        kept = {"XDG_STATE_HOME": str(tmp_path / "state")}
+        return Surroundings(host="h1", root=root, environment=kept | (environment or {}), tools=RecordedTools(tools or {}))
 
     return make

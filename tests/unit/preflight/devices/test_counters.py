@@ -9,77 +9,67 @@ from hypothesis import strategies as st
 from elastictrain.preflight.devices.counters import (
     Growth,
     PortCounters,
+    counters_path,
     growth,
     judge_counters,
-    keep,
     load,
-    load_kept,
     read_counters,
     store,
 )
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
 
+PORT = "/sys/class/infiniband/mlx5_0/ports/1"
 
-def test_what_is_kept_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "kept.json"
-    assert load_kept(path) is None
-    keep(path, {"a": 1})
-    keep(path, {"a": 2})
-    assert load_kept(path) == {"a": 2}
-    assert [entry.name for entry in path.parent.iterdir()] == ["kept.json"]
+
+def reading(hours: float = 0.0, *, boot: str = "a", uptime_h: float = 100.0, **ports: dict[str, int]) -> PortCounters:
+    return PortCounters(boot, 3600 * hours, 3600 * uptime_h, ports)
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"a": "' + b"x" * (1 << 20) + b'"}'])
 def test_what_cannot_be_understood_is_unknown(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     path.write_bytes(data)
-    assert load_kept(path) is None
+    assert load(path) is None
 
 
 def test_links_are_not_followed(tmp_path: Path) -> None:
     path, target = tmp_path / "kept.json", tmp_path / "target"
-    target.write_text('{"a": 1}')
+    store(target, reading(1.0))
+    kept = target.read_text()
     path.symlink_to(target)
-    assert load_kept(path) is None
-    keep(path, {"a": 2})
-    assert target.read_text() == '{"a": 1}'
+    assert load(path) is None
+    store(path, reading(2.0))
+    assert target.read_text() == kept
     assert not path.is_symlink()
-    assert load_kept(path) == {"a": 2}
+    assert load(path) == reading(2.0)
 
 
 def test_a_pipe_holds_nobody_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "kept.json")
-    assert load_kept(tmp_path / "kept.json") is None
+    assert load(tmp_path / "kept.json") is None
 
 
 def test_a_file_of_somebody_else_is_believed_only_where_nobody_else_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "shared" / "kept.json"
-    keep(path, {"a": 1})
+    store(path, reading(1.0))
     path.parent.chmod(0o1777)
-    assert load_kept(path) == {"a": 1}
+    assert load(path) == reading(1.0)
     somebody = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: somebody)
-    assert load_kept(path) is None
+    assert load(path) is None
     path.parent.chmod(0o755)
-    assert load_kept(path) == {"a": 1}
+    assert load(path) == reading(1.0)
 
 
 def test_nothing_remains_of_what_cannot_be_kept(tmp_path: Path) -> None:
     path = tmp_path / "kept.json"
     path.mkdir()
     with pytest.raises(OSError, match="directory"):
-        keep(path, {"a": 1})
+        store(path, reading(1.0))
     assert list(tmp_path.iterdir()) == [path]
-
-
-PORT = "/sys/class/infiniband/mlx5_0/ports/1"
-
-
-def reading(hours: float = 0.0, *, boot: str = "a", uptime_h: float = 100.0, **ports: dict[str, int]) -> PortCounters:
-    return PortCounters(boot, 3600 * hours, 3600 * uptime_h, ports)
 
 
 def test_what_is_read(host: Callable[..., Surroundings]) -> None:
@@ -169,6 +159,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "new" / "counters.json"
     assert load(path) is None
     wanted = reading(1.0, eth0={"rx_errors": 3})
+    store(path, reading())
     store(path, wanted)
     assert load(path) == wanted
     assert [entry.name for entry in path.parent.iterdir()] == ["counters.json"]
@@ -195,3 +186,21 @@ def test_growth_is_never_negative(before: dict[str, int], after: dict[str, int],
     assert grown.hours >= 0
     assert all(value >= 0 for value in grown.ports["eth0"].values())
     assert judge_counters(grown, host="h1", num_ports=1)
+
+
+def test_where_counters_are_kept() -> None:
+    ending = f"h1-{os.getuid()}.json"
+    host = Surroundings(host="h1", environment={"HOME": "/home/x"})
+    assert counters_path(host) == Path("/home/x/.local/state/elastictrain") / f"counters-{ending}"
+    host = Surroundings(host="h1", environment={"HOME": "/home/x", "XDG_STATE_HOME": "/state"})
+    assert counters_path(host) == Path("/state/elastictrain") / f"counters-{ending}"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    ending = f"elastictrain-counters-h1-{os.getuid()}.json"
+    assert counters_path(Surroundings(host="h1", environment={})) == Path("/tmp") / ending
+    assert counters_path(Surroundings(host="h1", environment={"TMPDIR": "/scratch"})) == Path("/scratch") / ending

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.devices.checks import LocalDevices, device_checks
+from elastictrain.preflight.check import run_checks
 from elastictrain.preflight.devices.kernel_log import judge_xids, parse_kernel_log
 from elastictrain.preflight.devices.nvidia import parse_nvidia
+from elastictrain.preflight.host_checks import OwnChecks, device_checks
+from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from tests.unit.examples import examples
 
@@ -45,12 +47,12 @@ def damaged(name: str, cut: float, bytes_: list[tuple[int, bytes]]) -> str:
 def test_no_damage_breaks_a_check(name: str, cut: float, wrong: list[tuple[int, bytes]], code: int) -> None:
     text = damaged(name, cut, wrong)
     answer = ToolOutput(code, text, text[:200])
-    devices = LocalDevices(
-        Surroundings(host="h1", root=NOWHERE, environment={"CUDA_VISIBLE_DEVICES": "0,x"}, tools=OneAnswer(answer))
-    )
-    for check in device_checks(devices, local_world_size=2, last_counters=NOWHERE / "counters.json"):
-        for verdict in check.run():
+    environment = {"CUDA_VISIBLE_DEVICES": "0,x", "XDG_STATE_HOME": str(NOWHERE)}
+    surroundings = Surroundings(host="h1", root=NOWHERE, environment=environment, tools=OneAnswer(answer))
+    for check in device_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=2)):
+        for verdict in run_checks([check], subject="h1"):
             assert verdict.check == check.name
+            assert "report it as a bug" not in verdict.remedy
     judge_xids(parse_kernel_log(text), None, host="h1")
 
 

@@ -1,4 +1,13 @@
-from elastictrain.preflight.host.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling, read_allowance
+from elastictrain.preflight.host.cgroup import (
+    Allowance,
+    MemoryGroup,
+    Mount,
+    ProcessGroup,
+    Throttling,
+    mount_of,
+    read_allowance,
+    read_mounts,
+)
 from tests.unit.preflight.host.conftest import HostMaker
 
 GIB = 1 << 30
@@ -124,3 +133,44 @@ def test_garbled(make_host: HostMaker) -> None:
         }
     )
     assert read_allowance(host) == Allowance()
+
+
+MOUNTS = """\
+22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda1 rw,discard
+40 27 0:40 /exports/run /mnt/my\\040runs rw master:7 propagate_from:2 - nfs4 server:/exports rw,hard,vers=4.2
+41 40 0:41 / /mnt/my\\040runs/fast rw - tmpfs tmpfs ro,size=4k
+43 27 0:43 / /mnt/my rw - ext4 /dev/vdb
+"""
+
+
+def mounts_in(make_host: HostMaker, text: str) -> list[Mount]:
+    return read_mounts(make_host({"proc/self/mountinfo": text}))
+
+
+def test_parsing_mounts(make_host: HostMaker) -> None:
+    mounts = mounts_in(make_host, MOUNTS)
+    assert [mount.point for mount in mounts] == ["/proc", "/", "/mnt/my runs", "/mnt/my runs/fast", "/mnt/my"]
+    assert mounts[2].root == "/exports/run"
+    assert mounts[2].kind == "nfs4"
+    assert "hard" in mounts[2].options
+
+
+def test_innermost_mount_counts(make_host: HostMaker) -> None:
+    mounts = mounts_in(make_host, MOUNTS)
+    found = {
+        path: mount_of(path, mounts) for path in ("/mnt/my runs/fast/x", "/mnt/my runs/fastest", "/mnt/mystery", "/mnt/my")
+    }
+    assert [mount and mount.point for mount in found.values()] == ["/mnt/my runs/fast", "/mnt/my runs", "/", "/mnt/my"]
+
+
+def test_later_mount_hides_the_earlier_one(make_host: HostMaker) -> None:
+    mounts = mounts_in(make_host, "1 0 0:1 / /x rw - ext4 a rw\n2 0 0:2 / /x rw - tmpfs b rw\n")
+    mount = mount_of("/x/y", mounts)
+    assert mount is not None
+    assert mount.kind == "tmpfs"
+
+
+def test_no_mount_is_known(make_host: HostMaker) -> None:
+    assert mounts_in(make_host, "no mounts here\n1 2 3 - \n - ext4 x\n") == []
+    assert mount_of("/x", []) is None

@@ -3,21 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.preflight.host.cgroup import read_mounts
 from elastictrain.preflight.host.disk import (
     CheckedFolder,
-    DiskFacts,
-    SharedMemoryFacts,
     Space,
     folders_of,
-    judge_disks,
+    judge_disk,
     judge_shared_memory,
     local_path,
-    read_disks,
-    read_shared_memory,
     read_space,
 )
-from elastictrain.preflight.host.mounts import parse_mounts
-from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.host.conftest import HostMaker
 
@@ -26,8 +21,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 def disk(free_bytes: int, *, inodes: int | None = 1_000_000) -> Verdict:
     folder = CheckedFolder("/runs/a", "run.dir", "set run.dir elsewhere")
-    (verdict,) = judge_disks([DiskFacts(folder, Space("/runs", 100 * GIB, free_bytes, inodes))], host="h1")
-    return verdict
+    return judge_disk(folder, Space("/runs", 100 * GIB, free_bytes, inodes), host="h1")
 
 
 def test_disk() -> None:
@@ -46,8 +40,14 @@ def test_inodes() -> None:
     assert "du --inodes -xd1 /runs" in none.remedy
 
 
+def test_the_worse_shortage_counts() -> None:
+    assert disk(500 * MIB, inodes=3).unit == "inodes free for run.dir in /runs"
+    assert disk(500 * MIB, inodes=5000).unit == "GiB free for run.dir in /runs"
+    assert disk(MIB, inodes=3).unit == "GiB free for run.dir in /runs"
+
+
 def test_unknown_disk() -> None:
-    (verdict,) = judge_disks([DiskFacts(CheckedFolder("/runs/a", "run.dir", "x"), None)], host="h1")
+    verdict = judge_disk(CheckedFolder("/runs/a", "run.dir", "x"), None, host="h1")
     assert (verdict.status, verdict.remedy) == (Status.WARN, "look at it on h1: `stat -f /runs/a`")
 
 
@@ -65,23 +65,22 @@ def test_local_path(url: str, path: str | None) -> None:
 
 
 def test_reading_a_real_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    (facts,) = read_disks(Surroundings(), [CheckedFolder(f"{tmp_path}/not/yet", "run.dir", "x")])
-    assert facts.space is not None
-    assert facts.space.path == str(tmp_path)
-    assert facts.space.total_bytes >= facts.space.free_bytes > 0
+    space = read_space(f"{tmp_path}/not/yet", mounts=[])
+    assert space is not None
+    assert space.path == str(tmp_path)
+    assert space.total_bytes >= space.free_bytes > 0
     assert read_space("\0", mounts=[]) is None
 
 
-def test_reading_shared_memory(make_host: HostMaker, tmp_path: Path) -> None:
+def test_the_kind_of_a_file_system(make_host: HostMaker, tmp_path: Path) -> None:
     host = make_host({"proc/self/mountinfo": f"1 0 0:1 / {tmp_path} rw - tmpfs tmpfs rw\n"})
-    facts = read_shared_memory(host, memory_dir=str(tmp_path))
-    assert facts.space is not None
-    assert facts.space.kind == "tmpfs"
-    assert parse_mounts("") == []
+    space = read_space(str(tmp_path), mounts=read_mounts(host))
+    assert space is not None
+    assert space.kind == "tmpfs"
 
 
 def shared(total: int, free: int, *, kind: str | None = "tmpfs") -> Verdict:
-    return judge_shared_memory(SharedMemoryFacts("/dev/shm", Space("/dev/shm", total, free, 10, kind)), host="h1")
+    return judge_shared_memory("/dev/shm", Space("/dev/shm", total, free, 10, kind), host="h1")
 
 
 def test_shared_memory() -> None:
@@ -108,4 +107,4 @@ def test_shared_memory_on_a_disk() -> None:
 
 
 def test_unknown_shared_memory() -> None:
-    assert judge_shared_memory(SharedMemoryFacts("/x", None), host="h1").status is Status.WARN
+    assert judge_shared_memory("/x", None, host="h1").status is Status.WARN

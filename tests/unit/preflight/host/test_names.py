@@ -1,23 +1,22 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
 from elastictrain.preflight.host.names import (
     MAPPED_LOOPBACK,
     LookUp,
-    LookupFacts,
     NameFacts,
-    SystemResolver,
+    Resolver,
     address_towards,
     is_loopback,
     judge_lookups,
     judge_name,
     look_up,
     parse_hosts,
-    read_lookups,
-    read_name,
+    read_names,
 )
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.host.conftest import HostMaker
@@ -26,7 +25,7 @@ HOSTS = "127.0.0.1 localhost\n# 127.0.1.1 h1 in a comment\n\n127.0.1.1\th1.examp
 
 
 @dataclass
-class FakeResolver:
+class FakeResolver(Resolver):
     """Answers from tables; some questions take their time."""
 
     forward: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -39,13 +38,13 @@ class FakeResolver:
             raise OSError(-2, "Name or service not known")
         return self.forward[name]
 
-    def name(self, address: str) -> str:
+    def names(self, address: str) -> Sequence[str]:
         time.sleep(self.delays.get(address, 0))
-        return self.reverse.get(address, address)
+        return [self.reverse.get(address, address)]
 
 
 def facts(*answers: str, hosts: str = HOSTS, address: str | None = "10.0.0.3") -> NameFacts:
-    return NameFacts("h1", LookUp("h1", answers, 0.001), tuple(parse_hosts(hosts)), address)
+    return NameFacts("h1", LookUp("h1", answers, 0.001), address=address, lines=tuple(parse_hosts(hosts)))
 
 
 def test_loopback_is_wrong_among_several_hosts() -> None:
@@ -87,25 +86,26 @@ def test_a_host_alone_may_be_loopback() -> None:
 
 @pytest.mark.parametrize(("several", "status"), [(True, Status.WARN), (False, Status.SKIP)])
 def test_name_that_nobody_knows(several: bool, status: Status) -> None:
-    unknown = NameFacts("h1", LookUp("h1", None, 0.01, "Name or service not known"), (), "10.0.0.3")
+    unknown = NameFacts("h1", LookUp("h1", None, 0.01, "Name or service not known"), address="10.0.0.3")
     verdict = judge_name(unknown, several_hosts=several)
     assert (verdict.status, verdict.measured) == (status, "Name or service not known")
     assert "add the line `10.0.0.3 h1` to /etc/hosts on h1" in verdict.remedy
 
 
 def test_name_that_is_not_answered() -> None:
-    verdict = judge_name(NameFacts("h1", LookUp("h1", None, 2.0), (), None), several_hosts=True)
+    verdict = judge_name(NameFacts("h1", LookUp("h1", None, 2.0)), several_hosts=True)
     assert (verdict.status, verdict.measured) == (Status.WARN, "no answer in 2.0 s")
 
 
-def test_reading(make_host: HostMaker) -> None:
+def test_reading(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host({"etc/hosts": HOSTS})
-    found = read_name(host, resolver=FakeResolver({"h1": ["127.0.1.1"]}), address="10.0.0.3", towards=None)
+    loopback = read_names(host, resolver=FakeResolver(), towards="127.0.0.1")
+    assert loopback.address is None
+    assert loopback.own.error == "Name or service not known"
+    monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
+    found = read_names(host, resolver=FakeResolver({"h1": ["127.0.1.1"]}), towards=None)
     assert judge_name(found, several_hosts=True).status is Status.FAIL
-    assert found.lines[1].number == 4
-    towards = read_name(host, resolver=FakeResolver(), address=None, towards="127.0.0.1")
-    assert towards.address is None
-    assert towards.own.error == "Name or service not known"
+    assert (found.lines[1].number, found.address) == (4, "10.0.0.3")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.8.9.1", "::1", "::ffff:127.0.0.1"])
@@ -119,13 +119,14 @@ def test_not_loopback(address: str) -> None:
 
 
 def test_quick_lookups() -> None:
-    quick = LookupFacts((LookUp("h1", None, 0.002, "unknown"),), (LookUp(MAPPED_LOOPBACK, ("localhost",), 0.1),), ())
+    quick = NameFacts("h1", LookUp("h1", None, 0.002, "unknown"), (LookUp(MAPPED_LOOPBACK, ("localhost",), 0.1),))
     verdict = judge_lookups(quick, host="h1")
     assert (verdict.status, verdict.measured, verdict.unit) == (Status.PASS, 0.1, "s")
 
 
 def test_slow_reverse_lookup() -> None:
-    slow = LookupFacts((LookUp("h1", ("10.0.0.3",), 0.01),), (LookUp(MAPPED_LOOPBACK, ("localhost",), 5.01),), ("10.0.0.53",))
+    reverse = (LookUp(MAPPED_LOOPBACK, ("localhost",), 5.01),)
+    slow = NameFacts("h1", LookUp("h1", ("10.0.0.3",), 0.01), reverse, servers=("10.0.0.53",))
     verdict = judge_lookups(slow, host="h1")
     assert verdict.status is Status.WARN
     assert verdict.measured == "::ffff:127.0.0.1: 5.0 s"
@@ -135,17 +136,14 @@ def test_slow_reverse_lookup() -> None:
     assert "10.0.0.53 in /etc/resolv.conf" in verdict.remedy
 
 
-def test_nothing_was_looked_up() -> None:
-    assert judge_lookups(LookupFacts((), (), ()), host="h1").status is Status.SKIP
-
-
 def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastictrain.preflight.host.names.LIMIT_S", 0.1)
     monkeypatch.setattr("elastictrain.preflight.host.names.SLOW_S", 0.05)
     host = make_host({"etc/resolv.conf": "nameserver 10.0.0.53\nsearch x\n"})
     resolver = FakeResolver({"h1": ["10.0.0.3"]}, delays={MAPPED_LOOPBACK: 0.5})
     began = time.monotonic()
-    found = read_lookups(host, resolver=resolver, address="10.0.0.3")
+    monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
+    found = read_names(host, resolver=resolver, towards=None)
     assert time.monotonic() - began < 0.4
     assert [one.stalled for one in found.reverse] == [True, False]
     assert found.servers == ("10.0.0.53",)
@@ -153,7 +151,9 @@ def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_system_resolver() -> None:
-    ((local, wrong), (back,)) = look_up(["localhost", "a" * 70], ["127.0.0.1"], resolver=SystemResolver(), limit_s=20)
+    resolver = Resolver()
+    questions = {name: partial(resolver.addresses, name) for name in ("localhost", "a" * 70)}
+    local, wrong, back = look_up({**questions, "127.0.0.1": partial(resolver.names, "127.0.0.1")}, limit_s=20)
     assert local.answers is not None
     assert all(map(is_loopback, local.answers))
     assert wrong.answers is None

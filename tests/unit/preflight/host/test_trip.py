@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import ObjectExistsError, PermanentStorageError, StorageFullError
-from elastictrain.preflight.host.mounts import Mount
-from elastictrain.preflight.host.storage_trip import TripFacts, TripFailure, judge_trip, parse_words
+from elastictrain.preflight.host.cgroup import Mount
+from elastictrain.preflight.host.storage_trip import TripFacts, TripMessage, judge_trip, parse_messages
 from elastictrain.preflight.host.trip import FOLDER, travel
 from elastictrain.preflight.verdict import Status, Verdict
 from elastictrain.storage.local import LocalStore
@@ -17,6 +17,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.retry import RetryOptions
 from elastictrain.storage.store import Bytes
 
+SILENT = TripMessage(fault="CRASHED", message="no word at its end")
 STEPS = ["create", "create again", "replace", "read", "list", "delete"]
 
 
@@ -106,14 +107,15 @@ def test_failed_create_says_what_failed(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_words_of_a_whole_trip() -> None:
     text = '{"begun": "open"}\n{"begun": "create"}\n{"done": "create", "ms": 1.5}\n{"end": true}\n'
-    facts = parse_words(text, url="/x", mount=None)
-    assert facts == TripFacts("/x", (("create", 1.5),), ended=True)
+    facts = parse_messages(text, url="/x", mount=None, silent=SILENT)
+    assert facts == TripFacts("/x", (("create", 1.5),))
     verdict = judge_trip(facts, host="h1", environment={})
     assert (verdict.status, verdict.measured, verdict.unit) == (Status.PASS, 1.5, "ms")
 
 
 def test_words_of_a_trip_that_was_killed() -> None:
-    facts = parse_words('{"begun": "open"}\n{"begun": "create"}\n{"do', url="/x", mount=None, stalled_s=8.0)
+    stalled = TripMessage(fault="STALLED", message="no answer in 8 s")
+    facts = parse_messages('{"begun": "open"}\n{"begun": "create"}\n{"do', url="/x", mount=None, silent=stalled)
     verdict = judge_trip(facts, host="h1", environment={})
     assert (verdict.status, verdict.measured) == (Status.FAIL, "create: no answer in 8 s")
     assert verdict.may_pass
@@ -122,7 +124,7 @@ def test_words_of_a_trip_that_was_killed() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]\n", "Traceback\n", '"end"\n', '{"ms": "x"}\n'])
 def test_words_that_say_nothing(text: str) -> None:
-    verdict = judge_trip(parse_words(text, url="/x", mount=None), host="h1", environment={})
+    verdict = judge_trip(parse_messages(text, url="/x", mount=None, silent=SILENT), host="h1", environment={})
     assert verdict.status is Status.FAIL
     assert "no word at its end" in str(verdict.measured)
     assert not verdict.may_pass
@@ -133,7 +135,7 @@ def test_no_folder() -> None:
 
 
 def test_slow_store() -> None:
-    facts = TripFacts("/x", (("create", 1800.0), ("read", 300.0)), ended=True)
+    facts = TripFacts("/x", (("create", 1800.0), ("read", 300.0)))
     verdict = judge_trip(facts, host="h1", environment={})
     assert (verdict.status, verdict.measured) == (Status.WARN, 2100.0)
     assert "`create` alone took 1800 ms" in verdict.remedy
@@ -141,7 +143,7 @@ def test_slow_store() -> None:
 
 def failed(url: str, fault: str, number: int | None = None, environment: Mapping[str, str] | None = None) -> Verdict:
     mount = Mount("/", "/mnt/runs", "nfs4", frozenset()) if url.startswith("/") else None
-    facts = TripFacts(url, (), False, "create", TripFailure(fault, number, "the message"), mount=mount)
+    facts = TripFacts(url, (), "create", TripMessage(fault=fault, errno=number, message="the message"), mount)
     return judge_trip(facts, host="h1", environment=environment or {})
 
 

@@ -1,0 +1,179 @@
+"""Checks `memory`, `cpu`, `load`, `memlock`, `open_files` and `processes`: what this host leaves to ranks."""
+
+import re
+import resource
+from dataclasses import dataclass
+
+from elastictrain.preflight.host.cgroup import Allowance, MemoryGroup, ProcessGroup, Throttling
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.verdict import Reporter, Verdict
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+LEAST_MEMORY_BYTES = 512 * MIB
+"""`import torch` alone takes about 224 MiB per process, and a rank has company."""
+
+LOW_MEMORY_BYTES = 2 * GIB
+"""Below it somebody should look, whatever the run needs."""
+
+SWAPPED_SHARE, SCARCE_SHARE = 0.05, 0.2
+"""So much of the memory's size out in swap, while no more than this is free, means that what is needed comes from disk. Swap
+alone means nothing: the kernel leaves there what nobody has asked for since."""
+
+THROTTLED_SHARE = 0.1
+"""A group that had to wait in more than this share of its periods is short of CPUs; a burst now and then is harmless."""
+
+LEAST_PERIODS = 100
+"""Fewer (10 s of work at 100 ms each) say nothing."""
+
+BUSY_LOAD = 1.5
+"""Processes that want to run, per CPU. A host whose ranks have just ended shows 1 for another minute."""
+
+FEW_OPEN_FILES = 4096
+"""A rank has sockets to all others, a file per shard and worker, and pipes; NCCL opens several sockets per peer."""
+
+LEAST_OPEN_FILES = 128
+"""torch, its store and one small process group hold about as many."""
+
+FEW_PROCESSES = 1024
+"""Threads count: a rank with its data workers has 30 to 100."""
+
+LEAST_PROCESSES = 64
+
+IPC_LOCK, SYS_ADMIN, SYS_RESOURCE = 1 << 14, 1 << 21, 1 << 24
+"""Capabilities. Source: capabilities(7)."""
+
+_LIMITS_FILE = "in /etc/security/limits.d/elastictrain.conf and a new login"
+
+
+def in_gib(num_bytes: float) -> float:
+    """Bytes as GiB with three significant digits."""
+    return float(f"{num_bytes / GIB:.3g}")
+
+
+def judge_memory(*, total: int, available: int, swapped: int, group: MemoryGroup | None, host: str) -> Verdict:
+    """In bytes. The less of what the host has and what its container (`group`) may take counts."""
+    report, free, unit = Reporter("memory", host), available, "GiB available"
+    remedy = f"end what uses it on {host}: `ps -eo rss,pid,user,comm --sort=-rss | head`, `df -h /dev/shm`"
+    if group is not None and group.free_bytes < available:
+        free, limit = group.free_bytes, f"{in_gib(group.limit_bytes):g} GiB"
+        unit = f"GiB available of the container's {limit}"
+        remedy = (
+            f"raise the container's limit of {limit} on {host} (`docker run --memory=...`, `resources.limits.memory`, "
+            "`srun --mem=...`), or end what uses it: `ps -eo rss,pid,user,comm --sort=-rss | head`"
+        )
+    if free < LOW_MEMORY_BYTES:
+        report_as = report.failed if free < LEAST_MEMORY_BYTES else report.warned
+        return report_as(in_gib(free), expected=in_gib(LOW_MEMORY_BYTES), unit=unit, remedy=remedy)
+    if swapped > SWAPPED_SHARE * total and available < SCARCE_SHARE * total:
+        measured = f"{in_gib(swapped):g} GiB in swap"
+        return report.warned(measured, expected="none", remedy=f"{remedy}; then `swapoff -a && swapon -a`")
+    return report.passed(in_gib(free), expected=in_gib(LOW_MEMORY_BYTES), unit=unit)
+
+
+def judge_cpu(allowance: Allowance, *, visible: int, needed: float | None, host: str) -> Verdict:
+    """A quota that throttles, or leaves less than is needed. `visible`: CPUs that this process may run on."""
+    report = Reporter("cpu", host)
+    raising = f"raise the container's CPUs on {host}: `docker run --cpus=N`, `resources.limits.cpu`, `srun --cpus-per-task=N`"
+    share = throttled_share(allowance.throttling)
+    if share is not None and share > THROTTLED_SHARE:
+        remedy = f"{raising}; or use fewer: OMP_NUM_THREADS=1, fewer data.workers"
+        measured, most = f"throttled in {share:.0%} of its periods", f"at most {THROTTLED_SHARE:.0%}"
+        return report.warned(measured, expected=most, remedy=remedy)
+    usable, wanted = min(allowance.cpus or visible, visible), needed or visible
+    if usable < wanted:
+        why = f"a quota of {usable:g}" if usable < visible else f"{visible} visible"
+        remedy = f"{raising}; or use fewer: OMP_NUM_THREADS={max(1, int(usable))}, fewer ranks, fewer data.workers"
+        return report.warned(round(usable, 2), expected=wanted, unit=f"CPUs ({why})", remedy=remedy)
+    return report.passed(round(usable, 2), expected=wanted, unit="CPUs")
+
+
+def throttled_share(throttling: Throttling | None) -> float | None:
+    """Share of its periods in which the group was throttled; None where too few say anything."""
+    if throttling is None or throttling.periods < LEAST_PERIODS:
+        return None
+    return throttling.throttled_periods / throttling.periods
+
+
+def judge_load(load: float, *, cpus: int, host: str) -> Verdict:
+    """What others do on this host. `load` and `cpus` are those of the whole host, also as seen from a container."""
+    report, most, unit = Reporter("load", host), BUSY_LOAD * cpus, "processes that want to run"
+    if load <= most:
+        return report.passed(load, expected=most, unit=unit)
+    remedy = (
+        f"on {host} end what competes: `ps -eo pcpu,pid,user,comm --sort=-pcpu | head`; what waits for a disk or a network "
+        "folder counts, too: `ps -eo state,pid,comm | grep ^D`"
+    )
+    return report.warned(load, expected=most, unit=unit, remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceLimit:
+    """A limit of this process; None means unlimited. It may raise `soft` up to `hard` by itself."""
+
+    soft: int | None
+    hard: int | None
+
+
+def read_limit(which: int) -> ResourceLimit:
+    """`which`: such as `resource.RLIMIT_NOFILE`."""
+    soft, hard = resource.getrlimit(which)
+    return ResourceLimit(*(None if value == resource.RLIM_INFINITY else value for value in (soft, hard)))
+
+
+def read_capabilities(surroundings: Surroundings) -> int:
+    """The effective ones of this process, as bits; none where the kernel does not tell."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", surroundings.read("proc/self/status") or "", re.M)
+    return int(found[1], 16) if found else 0
+
+
+def judge_memlock(limit: ResourceLimit, *, capabilities: int, host: str, rdma: bool) -> Verdict:
+    """Only InfiniBand, RoCE and EFA count memory against this limit; drivers of GPUs lock pages on their own account."""
+    report = Reporter("memlock", host)
+    if limit.soft is None:
+        return report.passed("unlimited", expected="unlimited" if rdma else None)
+    measured = in_gib(limit.soft)
+    if not rdma or capabilities & IPC_LOCK:
+        return report.passed(measured, expected="unlimited, or CAP_IPC_LOCK, as here" if rdma else None, unit="GiB")
+    own = "`ulimit -l unlimited` before the start"
+    if limit.hard is not None:
+        own = (
+            f"on {host}: `* - memlock unlimited` {_LIMITS_FILE}, `docker run --ulimit memlock=-1`, or `LimitMEMLOCK=infinity` "
+            "in the systemd unit"
+        )
+    return report.warned(measured, expected="unlimited", unit="GiB", remedy=own)
+
+
+def judge_open_files(limit: ResourceLimit, *, host: str) -> Verdict:
+    """Of files and sockets that one process may have open."""
+    elsewhere = f"`* - nofile 65536` {_LIMITS_FILE}, `docker run --ulimit nofile=65536`, or `LimitNOFILE=65536`"
+    report = Reporter("open_files", host)
+    return _judge_limit(report, limit, few=FEW_OPEN_FILES, least=LEAST_OPEN_FILES, option="-n", elsewhere=elsewhere)
+
+
+def judge_processes(limit: ResourceLimit, group: ProcessGroup | None, *, capabilities: int, host: str) -> Verdict:
+    """Of processes and threads: the user's limit, which root does not have, and what is left in the control group."""
+    report = Reporter("processes", host)
+    if group is not None and (left := group.limit - group.used) < FEW_PROCESSES:
+        remedy = (
+            f"raise the limit of the container on {host} ({group.limit}, {group.used} in use): "
+            "`docker run --pids-limit=-1`, `podPidsLimit` of the kubelet, or `TasksMax=infinity` in the systemd unit"
+        )
+        report_as = report.failed if left < LEAST_PROCESSES else report.warned
+        return report_as(max(0, left), expected=FEW_PROCESSES, unit="more in the control group", remedy=remedy)
+    if limit.soft is not None and capabilities & (SYS_ADMIN | SYS_RESOURCE):
+        return report.passed(limit.soft, expected=FEW_PROCESSES)
+    elsewhere = f"`* - nproc 65536` {_LIMITS_FILE}, or `LimitNPROC=65536`"
+    return _judge_limit(report, limit, few=FEW_PROCESSES, least=LEAST_PROCESSES, option="-u", elsewhere=elsewhere)
+
+
+def _judge_limit(report: Reporter, limit: ResourceLimit, *, few: int, least: int, option: str, elsewhere: str) -> Verdict:
+    """`option`: of `ulimit`, for who may raise the limit himself; `elsewhere`: where it is raised for others."""
+    if limit.soft is None or limit.soft >= few:
+        return report.passed(limit.soft or "unlimited", expected=few)
+    remedy = f"on {report.subject}: {elsewhere} in the systemd unit"
+    if limit.hard is None or limit.hard >= few:
+        remedy = f"`ulimit {option} {min(limit.hard or 65536, 65536)}` before the start on {report.subject}"
+    report_as = report.failed if limit.soft < least else report.warned
+    return report_as(limit.soft, expected=few, remedy=remedy)
