@@ -36,6 +36,7 @@ def test_without_records_everything_counts() -> None:
         (FIRST, 10, True),
         (FIRST, 20, True),  # what the second one went on from
         (FIRST, 25, False),  # committed when nobody followed it any more
+        (SECOND, 20, False),  # it began there, and has not trained that step
         (SECOND, 25, True),
         (SECOND, 30, True),
         (SECOND, 31, False),

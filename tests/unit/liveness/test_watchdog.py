@@ -63,6 +63,12 @@ def test_nobody_is_ended_within_the_bound(phase: Phase, since_s: float, first: b
     assert judge(mark, now_s=since_s + share * bound_s(mark, OPTIONS), stop=None, options=OPTIONS) is None
 
 
+def test_exactly_at_a_bound_nobody_is_ended() -> None:
+    mark, stop = mark_of(Phase.FORWARD), StopRequest("SIGTERM", 0.0)
+    assert judge(mark, now_s=40.0, stop=None, options=OPTIONS) is None
+    assert judge(mark, now_s=10.0, stop=stop, options=OPTIONS) is None
+
+
 @pytest.mark.parametrize("phase", STEP_PHASES)
 def test_after_a_stop_a_collective_that_nobody_joins_is_not_waited_for(phase: Phase) -> None:
     mark, stop = mark_of(phase, since_s=50.0), StopRequest("SIGTERM", 60.0)
