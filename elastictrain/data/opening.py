@@ -15,8 +15,8 @@ from elastictrain.data.index import TokenIndex, read_index
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError, Problem
 from elastictrain.storage.local import LocalStore
-from elastictrain.storage.nofollow import describe
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.posix import describe
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from elastictrain.data.dataset import Batch
 from elastictrain.data.index import TokenIndex, stored_type
-from elastictrain.storage.nofollow import open_regular, opened_folder
+from elastictrain.storage.posix import Place, opened_folder
 
 
 class TokenDataset:
@@ -75,7 +75,7 @@ class TokenDataset:
             return np.empty(0, dtype=self._dtype)
         folder, _, name = path.rpartition("/")
         with opened_folder(folder or ".", "") as handle:
-            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=True)
+            descriptor = Place(handle, name, path).open(os.O_RDONLY, follow=True)
         with open(descriptor, "rb") as file:  # noqa: PTH123
             # The view is a plain array: slicing a memmap costs several times as much.
             return np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)

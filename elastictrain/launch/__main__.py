@@ -55,14 +55,14 @@ from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
-from elastictrain.lease.records import LAUNCHER, name_of
+from elastictrain.lease.records import LAUNCHER
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.settings import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.temporaries import this_writer
+from elastictrain.storage.writers import this_writer
 
 _PURPOSE = "Train on this host, with whatever other hosts there are; start again after anything that can be overcome."
 T = TypeVar("T")
@@ -195,7 +195,7 @@ def _put_together(
         reason="",
         beat=0,
         ended=0,
-        writers=tuple(name_of(process) for process in [this_writer()] if process is not None),
+        writers=tuple(process.name for process in [this_writer()] if process is not None),
     )
     membership = MembershipStore(store, volatile=without_sync(store))
     if held.lock.before:

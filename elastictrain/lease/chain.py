@@ -6,11 +6,11 @@ from functools import partial
 
 from elastictrain.bounded_json import encode_record
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
-from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_sign, is_dead, parse_claim, parse_sign
+from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_sign, parse_claim, parse_sign
 from elastictrain.storage.bounded_read import read_all, read_record
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.temporaries import this_writer
+from elastictrain.storage.writers import is_dead, this_writer
 
 HOSTS, GENERATIONS, LINEAGE = "launch/hosts", "launch/generations", "lineage"
 _NEWEST = "launch/newest.json"

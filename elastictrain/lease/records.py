@@ -1,4 +1,4 @@
-"""What storage says of the owner of a run, and when that owner counts as gone. Pure, but for /proc.
+"""What storage says of the owner of a run, and when that owner counts as gone. Pure.
 
 A generation is one object, created if it does not exist; the newest one names the owner. An owner shows that it lives by a
 number that grows in an object of its own. All observers use their own monotonic clock.
@@ -7,10 +7,8 @@ number that grows in an object of its own. All observers use their own monotonic
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum, auto
-from pathlib import Path
 
 from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
-from elastictrain.storage.temporaries import Writer
 
 LAUNCHER = "launch"
 """The owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves."""
@@ -124,24 +122,3 @@ def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: flo
     if any(before.get(name) != sign for name, sign in living.items()):
         return Hold.HELD
     return Hold.FREE if watched_s >= STALE_S else Hold.UNKNOWN
-
-
-def name_of(writer: Writer) -> str:
-    """A process in one word, told apart from every other one."""
-    return f"{writer.boot}.{writer.namespace}.{writer.pid}.{writer.started}"
-
-
-def is_dead(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bool:
-    """Whether a process is certainly gone, or has ended and was not asked for; false for one that cannot be seen from here."""
-    boot, _, rest = name.partition(".")
-    namespace, _, rest = rest.partition(".")
-    pid, _, started = rest.partition(".")
-    if here is None or (boot, namespace) != (here.boot, here.namespace) or not pid.isdecimal():
-        return False
-    try:
-        fields = (proc / pid / "stat").read_text(errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    return len(fields) > 19 and (fields[19] != started or (fields[0] in "ZX" and int(fields[17]) <= 1))

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar, cast
 
-from elastictrain.storage.s3 import CONNECT_TIMEOUT_S, request_timeout_s
+from elastictrain.storage.backend import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain_creator"
@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 class AzureBackend:
     """See `Backend`."""
+
+    parallel = 4
 
     def __init__(self, url: str, *, answer_timeout_s: float) -> None:
         import fsspec
@@ -39,10 +41,6 @@ class AzureBackend:
         # Ours are the only retries.
         self._once = {"retry_total": 0, "connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": answer_timeout_s}
 
-    @property
-    def parallel(self) -> int:
-        return 4
-
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         where = {"offset": start, "length": None if end is None else end - start} if (start, end) != (0, None) else {}
 
@@ -50,14 +48,12 @@ class AzureBackend:
             stream = await self._blob(path).download_blob(**where, **self._once)
             return cast(bytes, await stream.readall())
 
-        return self._wait(fetch, 1 << 30 if end is None else end - start)
+        return self._wait(fetch, most_bytes(start, end))
 
-    def put(self, path: str, data: bytes) -> None:
-        self.send(path, "upload_blob", data, overwrite=True)
-
-    def create(self, path: str, data: bytes, *, mark: str) -> None:
+    def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
         # Not to overwrite is `If-None-Match: *`.
-        self.send(path, "upload_blob", data, overwrite=False, metadata={_MARK: mark})
+        metadata = None if mark is None else {_MARK: mark}
+        self.call(path, "upload_blob", data=data, overwrite=mark is None, metadata=metadata)
 
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
         metadata: dict[str, str] = self.call(path, "get_blob_properties").metadata or {}
@@ -73,7 +69,7 @@ class AzureBackend:
         return ObjectInfo(path, int(found.size), found.last_modified.timestamp())
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
-        container, _, prefix = folder.partition("/")
+        container, prefix = split_path(folder)
 
         async def gather() -> list[ObjectInfo]:
             client = self._files.service_client.get_container_client(container)
@@ -89,21 +85,18 @@ class AzureBackend:
     def remove(self, path: str) -> None:
         self.call(path, "delete_blob")
 
-    def call(self, path: str, method: str, *arguments: object, num_bytes: int = 0, **options: object) -> Any:
-        """One request about one object, tried once."""
+    def call(self, path: str, method: str, *arguments: object, data: bytes | None = None, **options: object) -> Any:
+        """One request about one object, with a body or without, tried once."""
+        # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
+        body = {} if data is None else {"data": io.BytesIO(data), "length": len(data)}
 
         async def request() -> object:
-            return await getattr(self._blob(path), method)(*arguments, **options, **self._once)
+            return await getattr(self._blob(path), method)(*arguments, **body, **options, **self._once)
 
-        return self._wait(request, num_bytes)
-
-    def send(self, path: str, method: str, data: bytes, **options: object) -> None:
-        """The same with a body."""
-        # A file object, because the client warns about large plain bytes; it shares the memory of `data`.
-        self.call(path, method, data=io.BytesIO(data), length=len(data), num_bytes=len(data), **options)
+        return self._wait(request, len(data or b""))
 
     def _blob(self, path: str) -> Any:
-        container, _, key = path.partition("/")
+        container, key = split_path(path)
         return self._files.service_client.get_blob_client(container=container, blob=key)
 
     def _wait(self, request: Callable[[], Awaitable[T]], num_bytes: int) -> T:
@@ -124,7 +117,7 @@ class AzureUpload:
         self._numbers: set[int] = set()
 
     def put_part(self, number: int, data: bytes) -> None:
-        self._backend.send(self._path, "stage_block", data, block_id=self._block(number))
+        self._backend.call(self._path, "stage_block", data=data, block_id=self._block(number))
         self._numbers.add(number)
 
     def finish(self, total_bytes: int) -> None:

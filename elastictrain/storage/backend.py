@@ -5,6 +5,9 @@ from typing import Protocol
 
 from elastictrain.storage.store import ObjectInfo
 
+CONNECT_TIMEOUT_S = 5
+_SLOWEST_BYTES_PER_S = 1 << 20
+
 
 class Upload(Protocol):
     """An object that is sent in parts and not visible before `finish`."""
@@ -22,21 +25,17 @@ class Upload(Protocol):
 class Backend(Protocol):
     """Objects of one service, by path (bucket and key)."""
 
-    @property
-    def parallel(self) -> int:
-        """Requests for one object that may run at a time; 1 if parts of an upload must come in order and only once."""
+    parallel: int
+    """Requests for one object that may run at a time; 1 if parts of an upload must come in order and only once."""
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         """Bytes [start, end)."""
 
-    def put(self, path: str, data: bytes) -> None:
-        """Create or replace."""
-
-    def create(self, path: str, data: bytes, *, mark: str) -> None:
-        """Create, or fail if the object is there. `mark` is what `is_ours` later knows the object by."""
+    def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
+        """Create or replace; with a `mark`, by which `is_ours` knows the object later, fail if it is there."""
 
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
-        """Whether an object that is there already comes from a `create` with this mark, whose answer was lost."""
+        """Whether an object that is there already comes from a `put` with this mark, whose answer was lost."""
 
     def begin(self, path: str) -> Upload:
         """Begin an upload in parts."""
@@ -49,3 +48,24 @@ class Backend(Protocol):
 
     def remove(self, path: str) -> None:
         """Remove; an absent object may be an error."""
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Bucket and key."""
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def range_header(start: int, end: int | None) -> dict[str, str]:
+    """For bytes [start, end) of an object; nothing for all of them."""
+    return {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+
+
+def most_bytes(start: int, end: int | None) -> int:
+    """What an answer with bytes [start, end) may hold."""
+    return 1 << 30 if end is None else end - start
+
+
+def request_timeout_s(num_bytes: int, *, answer_timeout_s: float) -> float:
+    """Bound on one request with all its bytes. The clients' own time-outs do not see a peer that stops reading."""
+    return CONNECT_TIMEOUT_S + answer_timeout_s + num_bytes / _SLOWEST_BYTES_PER_S

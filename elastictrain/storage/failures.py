@@ -42,132 +42,56 @@ class FailureFacts:
     errno: int | None = None
 
 
-_FAULT_OF_CODE = {
-    "NoSuchBucket": Fault.NO_BUCKET,
-    "ContainerNotFound": Fault.NO_BUCKET,
-    "NoSuchKey": Fault.NOT_FOUND,
-    "NoSuchUpload": Fault.NOT_FOUND,
-    "BlobNotFound": Fault.NOT_FOUND,
-    "PreconditionFailed": Fault.EXISTS,
-    "BlobAlreadyExists": Fault.EXISTS,
-    "InvalidRange": Fault.RANGE,
-    "QuotaExceeded": Fault.FULL,
-    "XMinioStorageFull": Fault.FULL,
-    **dict.fromkeys(
-        (
-            "AccessDenied",
-            "AllAccessDisabled",
-            "ExpiredToken",
-            "InvalidAccessKeyId",
-            "InvalidSecurity",
-            "InvalidToken",
-            "NotSignedUp",
-            "RequestTimeTooSkewed",
-            "SignatureDoesNotMatch",
-        ),
-        Fault.DENIED,
+_CODES = {
+    Fault.NO_BUCKET: "NoSuchBucket ContainerNotFound",
+    Fault.NOT_FOUND: "NoSuchKey NoSuchUpload BlobNotFound",
+    Fault.EXISTS: "PreconditionFailed BlobAlreadyExists",
+    Fault.RANGE: "InvalidRange",
+    Fault.FULL: "QuotaExceeded XMinioStorageFull",
+    Fault.DENIED: (
+        "AccessDenied AllAccessDisabled ExpiredToken InvalidAccessKeyId InvalidSecurity InvalidToken NotSignedUp "
+        "RequestTimeTooSkewed SignatureDoesNotMatch"
     ),
-    **dict.fromkeys(
-        (
-            "BadDigest",
-            "ContainerBeingDeleted",
-            "ConditionalRequestConflict",
-            "IncompleteBody",
-            "InternalError",
-            "OperationAborted",
-            "RequestLimitExceeded",
-            "RequestTimeout",
-            "ServerBusy",
-            "ServiceUnavailable",
-            "SlowDown",
-            "Throttling",
-            "ThrottlingException",
-            "TooManyRequests",
-            "XAmzContentSHA256Mismatch",
-            "backendError",
-            "rateLimitExceeded",
-            "userRateLimitExceeded",
-        ),
-        Fault.TRANSIENT,
+    Fault.TRANSIENT: (
+        "BadDigest ContainerBeingDeleted ConditionalRequestConflict IncompleteBody InternalError OperationAborted "
+        "RequestLimitExceeded RequestTimeout ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException "
+        "TooManyRequests XAmzContentSHA256Mismatch backendError rateLimitExceeded userRateLimitExceeded"
     ),
 }
+_FAULT_OF_CODE = {code: fault for fault, codes in _CODES.items() for code in codes.split()}
 
-_FAULT_OF_STATUS = {
-    401: Fault.DENIED,
-    403: Fault.DENIED,
-    404: Fault.NOT_FOUND,
-    408: Fault.TRANSIENT,
-    409: Fault.TRANSIENT,
-    412: Fault.EXISTS,
-    416: Fault.RANGE,
-    425: Fault.TRANSIENT,
-    429: Fault.TRANSIENT,
-    501: Fault.PERMANENT,
-    505: Fault.PERMANENT,
-    507: Fault.FULL,
+_STATUSES = {
+    Fault.DENIED: (401, 403),
+    Fault.NOT_FOUND: (404,),
+    Fault.TRANSIENT: (408, 409, 425, 429),
+    Fault.EXISTS: (412,),
+    Fault.RANGE: (416,),
+    Fault.PERMANENT: (501, 505),
+    Fault.FULL: (507,),
 }
+_FAULT_OF_STATUS = {status: fault for fault, statuses in _STATUSES.items() for status in statuses}
 
 # In order: a failed certificate check is also a connection error, and stays one for ever.
-_FAULT_OF_NAME = (
-    (frozenset({"SSLCertVerificationError", "ClientConnectorCertificateError", "SSLError"}), Fault.PERMANENT),
-    (
-        frozenset(
-            {
-                "NoCredentialsError",
-                "PartialCredentialsError",
-                "CredentialRetrievalError",
-                "TokenRetrievalError",
-                "SSOError",
-                "ProfileNotFound",
-                "RefreshError",
-                "DefaultCredentialsError",
-                "ClientAuthenticationError",
-                "PermissionError",
-            }
-        ),
-        Fault.DENIED,
+_CLASSES = {
+    Fault.PERMANENT: "SSLCertVerificationError ClientConnectorCertificateError SSLError",
+    Fault.DENIED: (
+        "NoCredentialsError PartialCredentialsError CredentialRetrievalError TokenRetrievalError SSOError ProfileNotFound "
+        "RefreshError DefaultCredentialsError ClientAuthenticationError PermissionError"
     ),
-    (frozenset({"FileExistsError", "ResourceExistsError"}), Fault.EXISTS),
-    (frozenset({"FileNotFoundError", "ResourceNotFoundError"}), Fault.NOT_FOUND),
-    (
-        frozenset(
-            {
-                "TimeoutError",
-                "ConnectionError",
-                "ClientConnectionError",
-                "ClientPayloadError",
-                "HTTPClientError",
-                "IncompleteRead",
-                "IncompleteReadError",
-                "ResponseParserError",
-                "ResponseStreamingError",
-                "ServiceRequestError",
-                "ServiceResponseError",
-            }
-        ),
-        Fault.TRANSIENT,
-    ),
-)
-
-_FAULT_OF_ERRNO = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), Fault.FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), Fault.DENIED),
-    **dict.fromkeys(
-        (
-            errno.ESTALE,
-            errno.EIO,
-            errno.ETIMEDOUT,
-            errno.EAGAIN,
-            errno.EPIPE,
-            errno.ECONNRESET,
-            errno.ECONNREFUSED,
-            errno.EHOSTUNREACH,
-            errno.ENETUNREACH,
-            errno.EREMOTEIO,
-        ),
-        Fault.TRANSIENT,
+    Fault.EXISTS: "FileExistsError ResourceExistsError",
+    Fault.NOT_FOUND: "FileNotFoundError ResourceNotFoundError",
+    Fault.TRANSIENT: (
+        "TimeoutError ConnectionError ClientConnectionError ClientPayloadError HTTPClientError IncompleteRead "
+        "IncompleteReadError ResponseParserError ResponseStreamingError ServiceRequestError ServiceResponseError"
     ),
 }
+
+_ERRNOS = {
+    Fault.FULL: "ENOSPC EDQUOT",
+    Fault.DENIED: "EACCES EPERM EROFS",
+    Fault.TRANSIENT: "ESTALE EIO ETIMEDOUT EAGAIN EPIPE ECONNRESET ECONNREFUSED EHOSTUNREACH ENETUNREACH EREMOTEIO",
+}
+_FAULT_OF_ERRNO = {getattr(errno, name): fault for fault, names in _ERRNOS.items() for name in names.split()}
 
 
 def facts_of(error: BaseException) -> FailureFacts:
@@ -213,8 +137,8 @@ def classify(facts: FailureFacts) -> Fault:
     """
     if facts.code in _FAULT_OF_CODE:
         return _FAULT_OF_CODE[facts.code]
-    for names, fault in _FAULT_OF_NAME:
-        if not names.isdisjoint(facts.names):
+    for fault, names in _CLASSES.items():
+        if not set(names.split()).isdisjoint(facts.names):
             return fault
     if facts.status is not None:
         if facts.status in _FAULT_OF_STATUS:

@@ -7,30 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from threading import Lock
-from typing import IO, Protocol
+from typing import Any
 
-from elastictrain.storage.s3 import request_timeout_s
+from elastictrain.storage.backend import Upload, most_bytes, request_timeout_s
 from elastictrain.storage.store import ObjectInfo
 
-BLOCK_BYTES = 16 << 20
-
-
-class _FileSystem(Protocol):
-    """The part of fsspec.AbstractFileSystem that is used here."""
-
-    async_impl: bool
-
-    def cat_file(self, path: str, **kwargs: object) -> bytes: ...
-    def pipe_file(self, path: str, value: bytes, **kwargs: object) -> object: ...
-    def info(self, path: str, **kwargs: object) -> Mapping[str, object]: ...
-    def find(self, path: str, **kwargs: object) -> Mapping[str, Mapping[str, object]]: ...
-    def rm_file(self, path: str, **kwargs: object) -> None: ...
-    def open(self, path: str, mode: str, **kwargs: object) -> IO[bytes]: ...
-    def invalidate_cache(self) -> None: ...
+_BLOCK_BYTES = 16 << 20
 
 
 class FilesystemBackend:
     """See `Backend`."""
+
+    parallel = 1
 
     def __init__(self, protocol: str, url: str, *, answer_timeout_s: float) -> None:
         import fsspec
@@ -39,33 +27,26 @@ class FilesystemBackend:
         self._memory = protocol == "memory"
         # Objects in memory belong to the one cached instance; all others are ours alone, without a cache of listings.
         options = {} if self._memory else {"skip_instance_cache": True, "use_listings_cache": False}
-        self._files: _FileSystem = fsspec.core.url_to_fs(url, **options)[0]
+        self._files: Any = fsspec.core.url_to_fs(url, **options)[0]
         # Python's dict is all that memory:// has: check and creation are one step only under a lock, which lives with the dict.
         self._lock: Lock | None = self._files.__dict__.setdefault("_elastictrain_lock", Lock()) if self._memory else None
 
-    @property
-    def parallel(self) -> int:
-        return 1
-
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
         where = {"start": start, "end": end} if (start, end) != (0, None) else {}
-        with self._request(1 << 30 if end is None else end - start) as bound:
-            return self._files.cat_file(path, **where, **bound)
+        with self._request(most_bytes(start, end)) as bound:
+            return bytes(self._files.cat_file(path, **where, **bound))
 
-    def put(self, path: str, data: bytes) -> None:
+    def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
+        condition = {} if mark is None else {"mode": "create"}
         with self._request(len(data)) as bound:
-            self._files.pipe_file(path, data, **bound)
-
-    def create(self, path: str, data: bytes, *, mark: str) -> None:
-        with self._request(len(data)) as bound:
-            self._files.pipe_file(path, data, mode="create", **bound)
+            self._files.pipe_file(path, data, **condition, **bound)
 
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
         # There is no mark that all services keep. Memory loses no answers; elsewhere creators differ in what they write.
         return not self._memory and self.get(path, start=0, end=None) == data
 
-    def begin(self, path: str) -> "_Upload":
-        return _MemoryUpload(self, path) if self._memory else FileUpload(self._files.open(path, "wb", block_size=BLOCK_BYTES))
+    def begin(self, path: str) -> Upload:
+        return _MemoryUpload(self, path) if self._memory else FileUpload(self._files, path)
 
     def info(self, path: str) -> ObjectInfo:
         with self._request(0) as bound:
@@ -106,13 +87,13 @@ class _MemoryUpload:
     def __init__(self, backend: FilesystemBackend, path: str) -> None:
         self._backend = backend
         self._path = path
-        self._parts: dict[int, bytes] = {}
+        self._parts: list[bytes] = []
 
     def put_part(self, number: int, data: bytes) -> None:
-        self._parts[number] = data
+        self._parts.append(data)
 
     def finish(self, total_bytes: int) -> None:
-        self._backend.put(self._path, b"".join(data for _, data in sorted(self._parts.items())))
+        self._backend.put(self._path, b"".join(self._parts))
 
     def abort(self) -> None:
         self._parts.clear()
@@ -121,8 +102,8 @@ class _MemoryUpload:
 class FileUpload:
     """fsspec's file for writing: in gcsfs a resumable upload, completed by `close`."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, files: Any, path: str) -> None:
+        self._file = files.open(path, "wb", block_size=_BLOCK_BYTES)
 
     def put_part(self, number: int, data: bytes) -> None:
         self._file.write(data)
@@ -131,12 +112,9 @@ class FileUpload:
         self._file.close()
 
     def abort(self) -> None:
-        self._file.discard()  # type: ignore[attr-defined]
+        self._file.discard()
         # Without this the garbage collector would close the file, which completes the upload.
-        self._file.closed = True  # type: ignore[misc]
-
-
-_Upload = _MemoryUpload | FileUpload
+        self._file.closed = True
 
 
 def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:

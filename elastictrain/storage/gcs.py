@@ -13,8 +13,8 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.storage.filesystem import BLOCK_BYTES, FileUpload
-from elastictrain.storage.s3 import request_timeout_s
+from elastictrain.storage.backend import most_bytes, range_header, request_timeout_s, split_path
+from elastictrain.storage.filesystem import FileUpload
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain-creator"
@@ -33,6 +33,8 @@ class GcsAnswerError(Exception):
 class GcsBackend:
     """See `Backend`."""
 
+    parallel = 1
+
     def __init__(self, *, answer_timeout_s: float) -> None:
         # Not the class that fsspec would choose: that one asks for the kind of the bucket by gRPC before each request, which an
         # emulator does not answer and a person's rights may not allow.
@@ -41,22 +43,18 @@ class GcsBackend:
         self._answer_timeout_s = answer_timeout_s
         self._files: Any = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
-    @property
-    def parallel(self) -> int:
-        return 1
-
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
-        headers = {"Range": f"bytes={start}-{'' if end is None else end - 1}"} if (start, end) != (0, None) else {}
-        expected = 1 << 30 if end is None else end - start
-        return self._ask("GET", f"download/storage/v1/{_object(path)}", {"alt": "media"}, headers=headers, num_bytes=expected)
+        headers = range_header(start, end)
+        where, num_bytes = f"download/storage/v1/{_object(path)}", most_bytes(start, end)
+        return self._ask("GET", where, {"alt": "media"}, headers=headers, num_bytes=num_bytes)
 
-    def put(self, path: str, data: bytes) -> None:
-        bucket, key = _split(path)
-        headers = {"Content-Type": "application/octet-stream"}
-        self._ask("POST", _uploads(bucket), {"uploadType": "media", "name": key}, headers=headers, data=data, in_bucket=True)
-
-    def create(self, path: str, data: bytes, *, mark: str) -> None:
-        bucket, key = _split(path)
+    def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
+        bucket, key = split_path(path)
+        where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
+        if mark is None:
+            headers, asked = {"Content-Type": "application/octet-stream"}, {"uploadType": "media", "name": key}
+            self._ask("POST", where, asked, headers=headers, data=data, in_bucket=True)
+            return
         boundary = secrets.token_hex(16)
         about = json.dumps({"name": key, "metadata": {_MARK: mark}})
         head = f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n"
@@ -65,25 +63,23 @@ class GcsBackend:
         headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
         # Generation 0 is that of an object which is not there.
         asked = {"uploadType": "multipart", "ifGenerationMatch": "0"}
-        self._ask("POST", _uploads(bucket), asked, headers=headers, data=body, in_bucket=True)
+        self._ask("POST", where, asked, headers=headers, data=body, in_bucket=True)
 
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
         metadata = self._describe(path).get("metadata")
         return isinstance(metadata, dict) and metadata.get(_MARK) == mark
 
     def begin(self, path: str) -> FileUpload:
-        return FileUpload(self._files.open(path, "wb", block_size=BLOCK_BYTES))
+        return FileUpload(self._files, path)
 
     def info(self, path: str) -> ObjectInfo:
         return _info(path, self._describe(path))
 
     def find(self, folder: str) -> Iterable[ObjectInfo]:
-        bucket, prefix = _split(folder)
-        asked = {"prefix": prefix, "fields": _FIELDS}
+        bucket, prefix = split_path(folder)
+        where, asked = f"storage/v1/b/{quote(bucket, safe='')}/o", {"prefix": prefix, "fields": _FIELDS}
         while True:
-            page = parse_json(
-                self._ask("GET", f"storage/v1/b/{quote(bucket, safe='')}/o", asked, in_bucket=True), limits=DOCUMENT
-            )
+            page = parse_json(self._ask("GET", where, asked, in_bucket=True), limits=DOCUMENT)
             for item in page.get("items", []):
                 if not item["name"].endswith("/"):
                     yield _info(f"{bucket}/{item['name']}", item)
@@ -146,18 +142,9 @@ def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:
     return GcsAnswerError(status, code, message)
 
 
-def _split(path: str) -> tuple[str, str]:
-    bucket, _, key = path.partition("/")
-    return bucket, key
-
-
 def _object(path: str) -> str:
-    bucket, key = _split(path)
+    bucket, key = split_path(path)
     return f"b/{quote(bucket, safe='')}/o/{quote(key, safe='')}"
-
-
-def _uploads(bucket: str) -> str:
-    return f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
 
 
 def _info(path: str, item: Mapping[str, object]) -> ObjectInfo:

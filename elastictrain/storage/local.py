@@ -3,25 +3,23 @@
 A write is a temporary file in the folder of its target, fsync, rename, fsync of the folder. `create` links the finished
 temporary file instead of renaming it, so that the name appears once only and never without its content.
 
-Only the root itself may be a link, unless links are followed. Every folder and file is opened by `nofollow`.
+Only the root itself may be a link, unless links are followed.
 """
 
 import os
 import stat as stat_modes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import TypeVar
 
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError
-from elastictrain.storage.keys import TEMPORARY_PREFIX, check_key, folder_of
-from elastictrain.storage.nofollow import PassedOver, look_at, open_regular
-from elastictrain.storage.posix import DurableFolders, publish, publish_new, sync_folder
+from elastictrain.storage.posix import DurableFolders, Place, UnfinishedFile, is_abandoned, opened_folder, sync_folder
 from elastictrain.storage.private import guard_secret, refuse_secret
 from elastictrain.storage.retry import Retrying
-from elastictrain.storage.store import Bytes, ObjectInfo
-from elastictrain.storage.temporaries import is_abandoned, start_of, this_writer
-from elastictrain.storage.unfinished import PublishFile, UnfinishedFile
-from elastictrain.storage.walk import walk_files
+from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes, ObjectInfo, check_key, folder_of
+from elastictrain.storage.walk import PassedOver, walk_files
+from elastictrain.storage.writers import this_writer
 
 T = TypeVar("T")
 
@@ -34,17 +32,8 @@ _SECRET = 0o600
 class LocalStore:
     """Objects are files below a folder, which the first write makes. See `Store` for what each method promises."""
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        url: str,
-        retrying: Retrying,
-        sync: bool = True,
-        follow_links: bool = False,
-        passed_over: PassedOver | None = None,
-    ) -> None:
-        """`root` is an absolute path; `url` is what the user wrote for it; `sync`: what is written outlasts a loss of power.
+    def __init__(self, root: str, *, url: str, retrying: Retrying, follow_links: bool = False) -> None:
+        """`root` is an absolute path; `url` is what the user wrote for it.
 
         `follow_links`: an object may be a link to a regular file, when it is read by its name. Writes and deletions refuse it.
         """
@@ -52,8 +41,8 @@ class LocalStore:
         self._url = url
         self._retrying = retrying
         self._follow_links = follow_links
-        self._folders = DurableFolders(self._root, sync=sync)
-        self._passed_over = passed_over or PassedOver()
+        self._folders = DurableFolders(self._root)
+        self._passed_over = PassedOver()
 
     @property
     def url(self) -> str:
@@ -74,19 +63,12 @@ class LocalStore:
 
         While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
         """
-        return LocalStore(
-            self._root,
-            url=self._url,
-            retrying=self._retrying,
-            sync=False,
-            follow_links=self._follow_links,
-            passed_over=self._passed_over,
-        )
+        volatile = copy(self)
+        volatile._folders = DurableFolders(self._root, sync=False)
+        return volatile
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
-        check_key(key, url=self._url)
-
-        def request(_: int) -> bytes:
+        def request() -> bytes:
             with self._opened(key) as (descriptor, size_bytes):
                 position, last = start, size_bytes if end is None else min(end, size_bytes)
                 pieces = []
@@ -98,10 +80,9 @@ class LocalStore:
         return self._try("read", key, request)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
-        check_key(key, url=self._url)
         view = buffer.cast("B")
 
-        def request(_: int) -> int:
+        def request() -> int:
             with self._opened(key) as (descriptor, _size):
                 done = 0
                 while done < len(view) and (count := os.preadv(descriptor, [view[done:]], start + done)):
@@ -111,8 +92,7 @@ class LocalStore:
         return self._try("read", key, request)
 
     def write(self, key: str, data: Bytes) -> None:
-        check_key(key, url=self._url)
-        self._try("write", key, lambda _: self._put(key, data, publish))
+        self._try("write", key, lambda: self._put(key, data, new=False))
 
     def create(self, key: str, data: Bytes) -> None:
         self._create(key, data, mode=_FOR_ALL)
@@ -132,30 +112,30 @@ class LocalStore:
             finally:
                 probe.discard()
 
-        def request(_: int) -> bytes:
+        def request() -> bytes:
             try:
                 with self._opened(key) as (descriptor, _size):
                     guard_secret(descriptor, path=path, own_uid=own_uid)
                     return os.pread(descriptor, most_bytes, 0)
             except PermissionError:
-                refuse_secret(self._look_at(key), path=path, own_uid=own_uid)
+                with self._place(key) as place:
+                    refuse_secret(place.look(follow=self._follow_links), path=path, own_uid=own_uid)
                 raise
 
         return self._try("read", key, request)
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["_Writer"]:
-        check_key(key, url=self._url)
-        file = self._try("write", key, lambda _: UnfinishedFile(key, folders=self._folders))
+        file = self._try("write", key, lambda: UnfinishedFile(key, folders=self._folders))
         # A failed write of a stream has no second chance: nobody has the earlier bytes any more.
         once = self._retrying.once()
 
         def act(request: Callable[[], None]) -> None:
-            once.call(lambda _: request(), action="write", url=f"{self._url}/{key}")
+            once.call(request, action="write", url=f"{self._url}/{key}")
 
         try:
             yield _Writer(file, act)
-            act(lambda: file.finish(publish))
+            act(lambda: file.finish(new=False))
         except BaseException:
             file.discard()
             raise
@@ -167,15 +147,14 @@ class LocalStore:
 
         Raises: OSError; IrregularFileError.
         """
-        path = self.path(key)
-        folder, _, name = key.rpartition("/")
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        path, flags = self.path(key), os.O_RDWR | os.O_CREAT | os.O_APPEND
         if not make:
-            with self._folders.opened(folder) as handle:
-                return open_regular(name, flags, parent=handle, path=path)
+            with self._place(key) as place:
+                return place.open(flags)
+        folder, _, name = key.rpartition("/")
         handle = DurableFolders(self._root, sync=False).make(folder)
         try:
-            return open_regular(name, flags, parent=handle, path=path)
+            return Place(handle, name, path).open(flags)
         finally:
             os.close(handle)
 
@@ -183,7 +162,7 @@ class LocalStore:
         """Makes the name of an object durable, unless its folder is gone. Raises: OSError; IrregularFileError."""
         folder = key.rpartition("/")[0]
         # Somebody may have deleted the run: its folder must not be made again.
-        with self._folders.opened(folder) as handle:
+        with opened_folder(self._root, folder) as handle:
             os.close(DurableFolders(self._root).make(folder))
             sync_folder(handle)
 
@@ -193,18 +172,17 @@ class LocalStore:
         Raises: StorageError, also if something else has the name of a folder further up: no other folder beside this one would
             help then.
         """
-        check_key(key, url=self._url)
-        folder, _, name = key.rpartition("/")
 
-        def request(_: int) -> bool:
+        def request() -> bool:
+            folder = key.rpartition("/")[0]
             try:
-                with self._folders.opened(folder.rpartition("/")[0]):
+                with opened_folder(self._root, folder.rpartition("/")[0]):
                     pass
             except FileNotFoundError:
                 return False
             try:
-                with self._folders.opened(folder) as handle:
-                    return stat_modes.S_ISDIR(look_at(name, parent=handle, path=self.path(key)).st_mode)
+                with self._place(key) as place:
+                    return stat_modes.S_ISDIR(place.look().st_mode)
             except FileNotFoundError:
                 return False
             except (IrregularFileError, NotADirectoryError):
@@ -213,10 +191,9 @@ class LocalStore:
         return self._try("find", key, request)
 
     def stat(self, key: str) -> ObjectInfo:
-        check_key(key, url=self._url)
-
-        def request(_: int) -> ObjectInfo:
-            found = self._look_at(key)
+        def request() -> ObjectInfo:
+            with self._place(key) as place:
+                found = place.look(follow=self._follow_links)
             if stat_modes.S_ISDIR(found.st_mode):
                 raise FileNotFoundError(key)
             return ObjectInfo(key, found.st_size, found.st_mtime)
@@ -227,51 +204,42 @@ class LocalStore:
         folder = folder_of(prefix)
         if folder:
             check_key(folder[:-1], url=self._url)
-        for key, handle in self._walk(folder):
-            if not _is_temporary(key) and (info := self._find_listed(key, handle)):
+        for key, place in self._walk(folder):
+            if not place.name.startswith(TEMPORARY_PREFIX) and (info := self._find_listed(key, place)):
                 yield info
 
     def delete(self, key: str) -> None:
-        check_key(key, url=self._url)
-
-        def request(_: int) -> None:
-            folder = self._delete(key)
-            # A folder is no object: none may be left where the last object of it was.
-            self._folders.prune(folder)
-
-        self._try("delete", key, request)
+        self._try("delete", key, lambda: self._delete(key))
 
     def sweep_temporaries(self, prefix: str = "") -> tuple[str, ...]:
         """Removes unfinished files below `prefix` whose writers certainly are dead; returns their names."""
         here = this_writer()
-        names = [
-            name
-            for name, _ in self._walk(folder_of(prefix))
-            if is_abandoned(name.rpartition("/")[2], here=here, start_of=start_of)
-        ]
+        names = [name for name, place in self._walk(folder_of(prefix)) if is_abandoned(place.name, here=here)]
         for name in names:
             with suppress(FileNotFoundError):
-                self._folders.prune(self._delete(name))
+                self._delete(name)
         return tuple(names)
 
     def _create(self, key: str, data: Bytes, *, mode: int) -> None:
-        check_key(key, url=self._url)
+        repeated = False
 
-        def request(attempt: int) -> None:
+        def request() -> None:
+            nonlocal repeated
+            first, repeated = not repeated, True
             try:
-                self._put(key, data, publish_new, mode=mode)
+                self._put(key, data, new=True, mode=mode)
             except FileExistsError:
                 # On a network file system an attempt may have succeeded although its answer was lost.
-                if attempt == 1 or self.read(key) != data:
+                if first or self.read(key) != data:
                     raise
 
         self._try("create", key, request)
 
-    def _put(self, key: str, data: Bytes, publish: PublishFile, *, mode: int = _FOR_ALL) -> None:
+    def _put(self, key: str, data: Bytes, *, new: bool, mode: int = _FOR_ALL) -> None:
         file = UnfinishedFile(key, folders=self._folders, mode=mode)
         try:
             file.write(data)
-            file.finish(publish)
+            file.finish(new=new)
         except BaseException:
             file.discard()
             raise
@@ -279,46 +247,45 @@ class LocalStore:
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int]]:
         """Descriptor and size of a file."""
-        folder, _, name = key.rpartition("/")
-        with self._folders.opened(folder) as handle:
-            path = f"{self._root}/{key}"
-            descriptor = open_regular(name, os.O_RDONLY, parent=handle, path=path, follow=self._follow_links)
+        with self._place(key) as place:
+            descriptor = place.open(os.O_RDONLY, follow=self._follow_links)
         try:
             yield descriptor, os.fstat(descriptor).st_size
         finally:
             os.close(descriptor)
 
-    def _look_at(self, key: str) -> os.stat_result:
+    @contextmanager
+    def _place(self, key: str) -> Iterator[Place]:
+        """Where the file is, or would be: in a folder that is there."""
         folder, _, name = key.rpartition("/")
-        with self._folders.opened(folder) as handle:
-            return look_at(name, parent=handle, path=f"{self._root}/{key}", follow=self._follow_links)
+        with opened_folder(self._root, folder) as handle:
+            yield Place(handle, name, f"{self._root}/{key}")
 
-    def _find_listed(self, key: str, handle: int) -> ObjectInfo | None:
-        """What a listing came upon, if it still is there; `handle` is of its folder."""
-        path = f"{self._root}/{key}"
+    def _find_listed(self, key: str, place: Place) -> ObjectInfo | None:
+        """What a listing came upon, if it still is there."""
         try:
-            found = self._try("find", key, lambda _: look_at(key.rpartition("/")[2], parent=handle, path=path))
+            found = self._try("find", key, place.look)
         except ObjectNotFoundError:
             return None
         except IrregularFileError:
-            self._passed_over.tell(path, "is a file no more")
+            self._passed_over.tell(place.path, "is a file no more")
             return None
         return None if stat_modes.S_ISDIR(found.st_mode) else ObjectInfo(key, found.st_size, found.st_mtime)
 
-    def _delete(self, key: str) -> str:
-        """Deletes the file if it is there; returns its folder."""
-        folder, _, name = key.rpartition("/")
-        with suppress(FileNotFoundError), self._folders.opened(folder) as handle:
-            look_at(name, parent=handle, path=f"{self._root}/{key}")
-            os.unlink(name, dir_fd=handle)
+    def _delete(self, key: str) -> None:
+        """Deletes the file if it is there, and folders that it leaves empty: a folder is no object."""
+        with suppress(FileNotFoundError), self._place(key) as place:
+            place.look()
+            os.unlink(place.name, dir_fd=place.folder)
             if self._folders.sync:
-                sync_folder(handle)
-        return folder
+                sync_folder(place.folder)
+        self._folders.prune(key.rpartition("/")[0])
 
-    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
-        return walk_files(self._folders, prefix, passed_over=self._passed_over, retrying=self._retrying, url=self._url)
+    def _walk(self, prefix: str) -> Iterator[tuple[str, Place]]:
+        return walk_files(self._root, prefix, passed_over=self._passed_over, retrying=self._retrying, url=self._url)
 
-    def _try(self, action: str, key: str, request: Callable[[int], T]) -> T:
+    def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
+        check_key(key, url=self._url)
         return self._retrying.call(request, action=action, url=f"{self._url}/{key}")
 
 
@@ -331,7 +298,3 @@ class _Writer:
 
     def write(self, data: Bytes) -> None:
         self._act(lambda: self._file.write(data))
-
-
-def _is_temporary(key: str) -> bool:
-    return key.rpartition("/")[2].startswith(TEMPORARY_PREFIX)

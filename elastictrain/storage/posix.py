@@ -1,15 +1,118 @@
-"""Making files and folders so that they outlast a loss of power."""
+"""Files and folders below a root: opened without following links, written whole, and made to outlast a loss of power.
+
+Below the root of a store there are folders and regular files. A link could lead to files of somebody else, and opening a FIFO
+could take for ever, so that neither is read, written or deleted, nor is a socket or a device. Handles are opened from the root
+down, one name at a time: a folder that somebody replaces with a link between two calls is not used either.
+"""
 
 import ctypes
 import errno
 import os
-from contextlib import AbstractContextManager, suppress
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
+from typing import NoReturn
 
-from elastictrain.storage.nofollow import look_at, open_subfolder, opened_folder
+from elastictrain.errors import IrregularFileError
+from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes
+from elastictrain.storage.writers import Writer, is_dead, this_writer
 
 _RENAME_NOREPLACE = 1
 _SYNC_FILE_RANGE_WRITE = 2
+_GATHER_BYTES = 1 << 20
+_WRITEBACK_BYTES = 16 << 20
+_PRUNED_AT_MOST = 20
+"""How often others may remove the new file's folder, as an empty one, between our making and using it."""
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+def describe(mode: int) -> str | None:
+    """What has the name, if it is neither a folder nor a regular file."""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return None
+    if stat.S_ISLNK(mode):
+        return "a symbolic link"
+    if stat.S_ISFIFO(mode):
+        return "a FIFO"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A name in an open folder. Its methods raise OSError, and IrregularFileError for what is neither file nor folder."""
+
+    folder: int
+    """A handle."""
+
+    name: str
+    path: str
+    """For messages."""
+
+    def look(self, *, follow: bool = False) -> os.stat_result:
+        """Facts of what has the name. `follow`: a link may stand for a file, which is only read."""
+        found = os.stat(self.name, dir_fd=self.folder, follow_symlinks=follow)
+        self._refuse_irregular(found)
+        return found
+
+    def open(self, flags: int, *, mode: int = 0o666, follow: bool = False) -> int:
+        """Descriptor of a regular file; `mode` is for one that is made, `follow` as in `look`.
+
+        Raises: FileNotFoundError also where a folder has the name.
+        """
+        safe = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+        try:
+            descriptor = os.open(self.name, flags | safe, mode, dir_fd=self.folder)
+        except OSError as error:
+            self._raise_explained(error, follow=follow)
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            self._refuse_irregular(found)
+            raise FileNotFoundError(self.path)
+        return descriptor
+
+    def open_folder(self) -> int:
+        """Handle of a folder."""
+        try:
+            return os.open(self.name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.folder)
+        except OSError as error:
+            self._raise_explained(error, follow=False)
+
+    def _refuse_irregular(self, found: os.stat_result) -> None:
+        if kind := describe(found.st_mode):
+            raise IrregularFileError(
+                f"{self.path} must be a file or a folder, but is {kind}, which is neither followed nor read, written or "
+                "deleted; remove it, or put what it stands for in its place"
+            )
+
+    def _raise_explained(self, error: OSError, *, follow: bool) -> NoReturn:
+        """The reason in words, where it is what has the name: its number is ELOOP, ENOTDIR or ENXIO."""
+        with suppress(OSError):
+            self.look(follow=follow)
+        raise error
+
+
+@contextmanager
+def opened_folder(root: str, folder: str) -> Iterator[int]:
+    """Handle of a folder below `root`; '' is `root` itself, which may be a link.
+
+    Raises: OSError; IrregularFileError.
+    """
+    handle, path = os.open(root, _FOLDER), root
+    try:
+        for name in folder.split("/") if folder else ():
+            path = f"{path}/{name}"
+            child = Place(handle, name, path).open_folder()
+            os.close(handle)
+            handle = child
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def write_all(descriptor: int, view: memoryview) -> None:
@@ -40,32 +143,27 @@ def sync_folder(handle: int) -> None:
         os.close(descriptor)
 
 
-def publish(finished: str, target: str, *, folder: int, path: str) -> None:
-    """Gives a finished file in a folder another name there, in the place of the file that has it; `path` is for messages.
+def publish(finished: str, target: Place, *, new: bool) -> None:
+    """Gives a finished file another name in its folder: a `new` one, or that of the file whose place it takes.
 
-    Raises: OSError; IrregularFileError.
+    Raises: FileExistsError if a new name is taken; OSError; IrregularFileError.
     """
+    if new:
+        try:
+            _link_new(finished, target)
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                target.look()
+            raise
+        return
     with suppress(FileNotFoundError):
-        look_at(target, parent=folder, path=path)
-    os.rename(finished, target, src_dir_fd=folder, dst_dir_fd=folder)
+        target.look()
+    os.rename(finished, target.name, src_dir_fd=target.folder, dst_dir_fd=target.folder)
 
 
-def publish_new(finished: str, target: str, *, folder: int, path: str) -> None:
-    """Gives a finished file in a folder a second or another name there, unless that is taken; `path` is for messages.
-
-    Raises: FileExistsError; OSError; IrregularFileError.
-    """
+def _link_new(finished: str, target: Place) -> None:
     try:
-        _link_new(finished, target, folder=folder)
-    except FileExistsError:
-        with suppress(FileNotFoundError):
-            look_at(target, parent=folder, path=path)
-        raise
-
-
-def _link_new(finished: str, target: str, *, folder: int) -> None:
-    try:
-        os.link(finished, target, src_dir_fd=folder, dst_dir_fd=folder, follow_symlinks=False)
+        os.link(finished, target.name, src_dir_fd=target.folder, dst_dir_fd=target.folder, follow_symlinks=False)
         return
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
@@ -73,10 +171,11 @@ def _link_new(finished: str, target: str, *, folder: int) -> None:
     # No hard links here (FAT, some FUSE file systems): a rename that refuses to replace is as good.
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
-        raise OSError(errno.ENOTSUP, "the file system has no hard links and this system no renameat2", target)
-    if renameat2(folder, os.fsencode(finished), folder, os.fsencode(target), _RENAME_NOREPLACE) != 0:
+        raise OSError(errno.ENOTSUP, "the file system has no hard links and this system no renameat2", target.name)
+    names = os.fsencode(finished), os.fsencode(target.name)
+    if renameat2(target.folder, names[0], target.folder, names[1], _RENAME_NOREPLACE) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), target)
+        raise OSError(number, os.strerror(number), target.name)
 
 
 class DurableFolders:
@@ -91,10 +190,6 @@ class DurableFolders:
         self.sync = sync
         self._durable: set[str] = set()
         self._lock = Lock()
-
-    def opened(self, folder: str) -> AbstractContextManager[int]:
-        """Handle of a folder that is there. Raises: OSError; IrregularFileError."""
-        return opened_folder(self.root, folder)
 
     def make(self, folder: str) -> int:
         """Makes `folder` and what is missing above it; returns its handle, for the caller to close.
@@ -114,14 +209,14 @@ class DurableFolders:
         return handle
 
     def _make_in(self, parent: int, name: str, *, folder: str) -> int:
-        path = f"{self.root}/{folder}"
+        place = Place(parent, name, f"{self.root}/{folder}")
         try:
-            child = open_subfolder(name, parent=parent, path=path)
+            child = place.open_folder()
         except FileNotFoundError:
             self.forget(folder)
             with suppress(FileExistsError):
                 os.mkdir(name, dir_fd=parent)
-            child = open_subfolder(name, parent=parent, path=path)
+            child = place.open_folder()
         with self._lock:
             durable = folder in self._durable or not self.sync
         if not durable:
@@ -136,9 +231,8 @@ class DurableFolders:
         return child
 
     def _make_root(self) -> int:
-        flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
         with suppress(FileNotFoundError):
-            return os.open(self.root, flags)
+            return os.open(self.root, _FOLDER)
         missing = [self.root]
         while not os.path.lexists(above := os.path.dirname(missing[-1])):  # noqa: PTH120
             missing.append(above)
@@ -148,7 +242,7 @@ class DurableFolders:
         for one in missing:
             with opened_folder(os.path.dirname(one), "") as handle:  # noqa: PTH120
                 sync_folder(handle)
-        return os.open(self.root, flags)
+        return os.open(self.root, _FOLDER)
 
     def forget(self, folder: str) -> None:
         """`folder` turned out to be gone: somebody deleted the last object in it."""
@@ -160,7 +254,7 @@ class DurableFolders:
         while folder:
             self.forget(folder)
             above, _, name = folder.rpartition("/")
-            with suppress(FileNotFoundError), self.opened(above) as handle:
+            with suppress(FileNotFoundError), opened_folder(self.root, above) as handle:
                 try:
                     os.rmdir(name, dir_fd=handle)
                 except OSError as error:
@@ -168,3 +262,105 @@ class DurableFolders:
                         return
                     raise
             folder = above
+
+
+class UnfinishedFile:
+    """A temporary file in the folder of its target; `finish` or `discard` ends it.
+
+    It keeps a handle of the folder: what somebody puts in the folder's place meanwhile is not touched.
+    """
+
+    def __init__(self, key: str, *, folders: DurableFolders, mode: int = 0o666) -> None:
+        """Raises: OSError; IrregularFileError."""
+        folder, _, self._name = key.rpartition("/")
+        self._path = f"{folders.root}/{key}"
+        self._sync = folders.sync
+        self._mode = mode
+        self._temporary = temporary_name(this_writer())
+        self._gathered = bytearray()
+        self._written = self._on_its_way = 0
+        self._folder = self._descriptor = -1
+        for chance in range(_PRUNED_AT_MOST):
+            try:
+                self._begin(folders, folder)
+                break
+            except FileNotFoundError:
+                folders.forget(folder)
+                if chance == _PRUNED_AT_MOST - 1:
+                    raise
+
+    def _begin(self, folders: DurableFolders, folder: str) -> None:
+        self._folder = folders.make(folder)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            self._descriptor = Place(self._folder, self._temporary, self._path).open(flags, mode=self._mode)
+        except BaseException:
+            self._close()
+            raise
+
+    @property
+    def owner(self) -> int:
+        """The user that the file system takes this process for."""
+        return os.fstat(self._descriptor).st_uid
+
+    def write(self, data: Bytes) -> None:
+        """Appends; small pieces are gathered."""
+        view = memoryview(data).cast("B")
+        if len(self._gathered) + len(view) <= _GATHER_BYTES:
+            self._gathered += view
+        else:
+            self._flush()
+            write_all(self._descriptor, view)
+            self._written += len(view)
+            if self._written - self._on_its_way >= _WRITEBACK_BYTES:
+                # The kernel would let gigabytes wait for the fsync, and the disk would be idle until then.
+                begin_writeback(self._descriptor, self._on_its_way, self._written - self._on_its_way)
+                self._on_its_way = self._written
+
+    def finish(self, *, new: bool) -> None:
+        """Makes the content durable, gives it its name as `publish` does, and makes the name durable."""
+        self._flush()
+        if self._sync:
+            os.fsync(self._descriptor)
+        descriptor, self._descriptor = self._descriptor, -1
+        # A network file system sends what is left when a file is closed, and tells only then that there is no room for it.
+        os.close(descriptor)
+        publish(self._temporary, Place(self._folder, self._name, self._path), new=new)
+        with suppress(FileNotFoundError):
+            os.unlink(self._temporary, dir_fd=self._folder)
+        if self._sync:
+            sync_folder(self._folder)
+        self._close()
+
+    def discard(self) -> None:
+        """Removes the file; never raises, because it runs when something else already has gone wrong."""
+        if self._folder >= 0:
+            with suppress(OSError):
+                os.unlink(self._temporary, dir_fd=self._folder)
+        self._close()
+
+    def _close(self) -> None:
+        descriptors, self._descriptor, self._folder = (self._descriptor, self._folder), -1, -1
+        for descriptor in descriptors:
+            with suppress(OSError):
+                if descriptor >= 0:
+                    os.close(descriptor)
+
+    def _flush(self) -> None:
+        gathered, self._gathered = self._gathered, bytearray()
+        write_all(self._descriptor, memoryview(gathered))
+        self._written += len(gathered)
+
+
+def temporary_name(writer: Writer | None) -> str:
+    """A name that no other write has; it says who writes, if that is known."""
+    return ".".join((f"{TEMPORARY_PREFIX}{writer.name if writer else ''}", secrets.token_hex(8)))
+
+
+def is_abandoned(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bool:
+    """Whether the writer of the temporary file `name` is certainly gone.
+
+    Age says nothing: a write may take long, and clocks of hosts differ.
+    """
+    writer = name.removeprefix(TEMPORARY_PREFIX).rpartition(".")[0]
+    return name.startswith(TEMPORARY_PREFIX) and is_dead(writer, here=here, proc=proc)

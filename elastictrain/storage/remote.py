@@ -4,22 +4,27 @@ A write is one request (or one completed upload in parts): the service makes it 
 service each time; nothing is cached.
 """
 
+import logging
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import TypeVar
 
 from elastictrain.errors import ObjectExistsError, TransientStorageError
-from elastictrain.storage.backend import Backend
+from elastictrain.storage.backend import Backend, Upload
 from elastictrain.storage.failures import Fault, fault_of
-from elastictrain.storage.keys import check_key, folder_of
-from elastictrain.storage.parts import PART_BYTES, PartWriter
 from elastictrain.storage.retry import Retrying
-from elastictrain.storage.store import Bytes, ObjectInfo
+from elastictrain.storage.store import Bytes, ObjectInfo, check_key, folder_of
 
 T = TypeVar("T")
+PART_BYTES = 16 << 20
+"""S3 takes 10,000 parts at most: objects end at 160 GiB. Some services want all parts but the last to be of one size."""
+
+logger = logging.getLogger(__name__)
 
 
 class RemoteStore:
@@ -78,12 +83,9 @@ class RemoteStore:
             self._try("write", key, lambda: self._backend().put(path, payload))
 
     def create(self, key: str, data: Bytes) -> None:
-        path, payload = self._path(key), _payload(data)
-
-        mark = secrets.token_hex(16)
-
+        path, payload, mark = self._path(key), _payload(data), secrets.token_hex(16)
         try:
-            self._try("create", key, lambda: self._backend().create(path, payload, mark=mark))
+            self._try("create", key, lambda: self._backend().put(path, payload, mark=mark))
         except ObjectExistsError:
             # A request whose answer is lost may have been carried out, and is sent again, by us or, unseen, by aiohttp (which
             # repeats a PUT when a connection breaks): then the object is there because we created it.
@@ -91,14 +93,8 @@ class RemoteStore:
                 raise
 
     @contextmanager
-    def open_writer(self, key: str) -> Iterator[PartWriter]:
-        path, once = self._path(key), self._retrying.once()
-        writer = PartWriter(
-            self._backend(),
-            path,
-            attempt=lambda request: self._try("write", key, request),
-            attempt_once=lambda request: once.call(lambda _: request(), action="write", url=f"{self._url}/{key}"),
-        )
+    def open_writer(self, key: str) -> Iterator["PartWriter"]:
+        writer = PartWriter(self._backend(), self._path(key), url=f"{self._url}/{key}", retrying=self._retrying)
         try:
             yield writer
             writer.finish()
@@ -145,7 +141,7 @@ class RemoteStore:
         return ObjectInfo(info.key[len(self._root) + 1 :], info.size_bytes, info.modified)
 
     def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
-        return self._retrying.call(lambda _: request(), action=action, url=f"{self._url}/{key}")
+        return self._retrying.call(request, action=action, url=f"{self._url}/{key}")
 
     def _backend(self) -> Backend:
         if self._connected is None or self._connected[0] != os.getpid():
@@ -156,3 +152,71 @@ class RemoteStore:
 def _payload(data: Bytes) -> bytes:
     """The bytes as a request body wants them, copied only where they could change under it."""
     return data if isinstance(data, bytes) else bytes(data)
+
+
+class PartWriter:
+    """Gathers bytes to parts and sends them in the background; `finish` or `abort` ends it.
+
+    It holds `parallel` + 1 parts at most. An object smaller than one part is sent in one request.
+    """
+
+    def __init__(self, backend: Backend, path: str, *, url: str, retrying: Retrying) -> None:
+        self._backend = backend
+        self._path = path
+        self._url = url
+        self._retrying = retrying
+        # Where parts are a stream, a failed one may have been taken in half, and cannot be sent again. A stream that failed to
+        # close counts as closed, so that closing it again would pass for success.
+        self._retrying_parts = retrying if backend.parallel > 1 else retrying.once()
+        self._gathered = bytearray()
+        self._upload: Upload | None = None
+        self._pool = ThreadPoolExecutor(backend.parallel, thread_name_prefix="upload")
+        self._sending: deque[Future[None]] = deque()
+        self._number = 0
+        self._total_bytes = 0
+
+    def write(self, data: Bytes) -> None:
+        """Append; blocks while all connections are busy. Raises what sending an earlier part raised."""
+        view = memoryview(data).cast("B")
+        self._total_bytes += len(view)
+        while len(self._gathered) + len(view) >= PART_BYTES:
+            head = view[: PART_BYTES - len(self._gathered)]
+            part = b"".join((self._gathered, head))
+            self._gathered.clear()
+            self._send(part)
+            view = view[len(head) :]
+        self._gathered += view
+
+    def finish(self) -> None:
+        """Make the object visible."""
+        if self._upload is None:
+            data = bytes(self._gathered)
+            self._retrying.call(lambda: self._backend.put(self._path, data), action="write", url=self._url)
+            return
+        upload = self._upload
+        if self._gathered:
+            self._send(bytes(self._gathered))
+        while self._sending:
+            self._sending.popleft().result()
+        self._retrying_parts.call(lambda: upload.finish(self._total_bytes), action="write", url=self._url)
+        self._pool.shutdown()
+
+    def abort(self) -> None:
+        """Leave nothing behind; never raises, because it runs when something else already has gone wrong."""
+        self._pool.shutdown(cancel_futures=True)
+        if self._upload is not None:
+            try:
+                self._upload.abort()
+            except Exception as error:  # noqa: BLE001  see above; a rule of the bucket can remove what is left
+                logger.warning("parts of an unfinished upload to %s may be left: %s", self._path, error)
+
+    def _send(self, part: bytes) -> None:
+        upload = self._upload
+        if upload is None:
+            begin = partial(self._backend.begin, self._path)
+            upload = self._upload = self._retrying.call(begin, action="write", url=self._url)
+        self._number += 1
+        while len(self._sending) >= self._backend.parallel:
+            self._sending.popleft().result()
+        put = partial(upload.put_part, self._number, part)
+        self._sending.append(self._pool.submit(self._retrying_parts.call, put, action="write", url=self._url))

@@ -64,8 +64,8 @@ class Retrying:
         """The same without second attempts: only the translation of errors."""
         return replace(self, options=replace(self.options, attempts=1))
 
-    def call(self, request: Callable[[int], T], *, action: str, url: str) -> T:
-        """Returns `request(attempt)`, attempts counted from 1.
+    def call(self, request: Callable[[], T], *, action: str, url: str) -> T:
+        """What `request` returns.
 
         Raises: StorageError for whatever the backend raised last.
         """
@@ -73,7 +73,7 @@ class Retrying:
         attempt = 1
         while True:
             try:
-                return request(attempt)
+                return request()
             except (StorageError, *_BUGS):
                 raise
             except Exception as error:

@@ -1,33 +1,57 @@
 """All regular files below a folder, and a word about what else is there."""
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from threading import Lock
 
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError, PermanentStorageError
-from elastictrain.storage.keys import TEMPORARY_PREFIX
-from elastictrain.storage.nofollow import PassedOver, describe
-from elastictrain.storage.posix import DurableFolders
+from elastictrain.storage.posix import Place, describe, opened_folder
 from elastictrain.storage.retry import Retrying
+from elastictrain.storage.store import TEMPORARY_PREFIX
 
 _DEEPEST = 32
 """Folders below the root in which files are looked for; no key of ours has so many parts."""
 
+_TOLD_AT_MOST = 100
 
-def walk_files(
-    folders: DurableFolders, prefix: str, *, passed_over: PassedOver, retrying: Retrying, url: str
-) -> Iterator[tuple[str, int]]:
+logger = logging.getLogger(__name__)
+
+
+class PassedOver:
+    """Tells of what a listing leaves out, once each."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._lock = Lock()
+
+    def tell(self, path: str, why: str) -> None:
+        """`why` completes the sentence that starts with the path."""
+        with self._lock:
+            if path in self._told or len(self._told) > _TOLD_AT_MOST:
+                return
+            self._told.add(path)
+            last = len(self._told) > _TOLD_AT_MOST
+        if last:
+            logger.warning("more is passed over than is told here")
+        else:
+            # A name may hold any bytes.
+            logger.warning("%s %s: passed over", path.encode(errors="backslashreplace").decode(), why)
+
+
+def walk_files(root: str, prefix: str, *, passed_over: PassedOver, retrying: Retrying, url: str) -> Iterator[tuple[str, Place]]:
     """All files below `prefix`, which is '' or ends with '/', in order of their names relative to the root.
 
-    With each name comes a handle of the file's folder, which is good until the next file is asked for.
+    With each name comes the file's place, which is good until the next file is asked for.
 
     Raises: StorageError; IrregularFileError if `prefix` itself, or a folder above it, is irregular.
     """
     with ExitStack() as handles:
 
-        def scan(_: int) -> tuple[int, tuple[str, ...]]:
-            handle = handles.enter_context(folders.opened(prefix.rstrip("/")))
-            return handle, _names(handle, prefix=prefix, root=folders.root, passed_over=passed_over)
+        def scan() -> tuple[int, tuple[str, ...]]:
+            handle = handles.enter_context(opened_folder(root, prefix.rstrip("/")))
+            return handle, _names(handle, prefix=prefix, root=root, passed_over=passed_over)
 
         try:
             handle, names = retrying.call(scan, action="list", url=f"{url}/{prefix}")
@@ -39,12 +63,12 @@ def walk_files(
             raise
         for name in names:
             if not name.endswith("/"):
-                yield prefix + name, handle
+                yield prefix + name, Place(handle, name, f"{root}/{prefix}{name}")
                 continue
             try:
-                yield from walk_files(folders, prefix + name, passed_over=passed_over, retrying=retrying, url=url)
+                yield from walk_files(root, prefix + name, passed_over=passed_over, retrying=retrying, url=url)
             except IrregularFileError:
-                passed_over.tell(f"{folders.root}/{prefix}{name[:-1]}", "is a folder no more")
+                passed_over.tell(f"{root}/{prefix}{name[:-1]}", "is a folder no more")
 
 
 def _names(handle: int, *, prefix: str, root: str, passed_over: PassedOver) -> tuple[str, ...]:

@@ -15,11 +15,10 @@ from elastictrain.errors import StorageError
 from elastictrain.identity import Identity
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Lease, Owner, Waiting, take
-from elastictrain.lease.records import name_of
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
-from elastictrain.storage.temporaries import Writer, start_of, this_writer
+from elastictrain.storage.writers import Writer, start_of, this_writer
 
 logger = logging.getLogger(__name__)
 
@@ -94,9 +93,9 @@ def _owner(identity: Identity, shared: SharedStore, parent: int) -> Owner:
     if here is None:
         writers: tuple[str, ...] = ()
     elif identity.launched:
-        writers = tuple(map(name_of, (Writer(here.boot, here.namespace, parent, start_of(parent) or "0"), here)))
+        writers = (Writer(here.boot, here.namespace, parent, start_of(parent) or "0").name, here.name)
     else:
-        writers = (name_of(here),)
+        writers = (here.name,)
     pid = parent if identity.launched else os.getpid()
     seed = writers[0] if writers else os.urandom(_DIGITS).hex()
     name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"

@@ -7,9 +7,9 @@ import pytest
 from elastictrain.errors import RunHeldError, StopRequestedError
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
-from elastictrain.lease.records import LAUNCHER, STALE_S, LeaseClaim, is_dead, name_of
+from elastictrain.lease.records import LAUNCHER, STALE_S, LeaseClaim
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.temporaries import this_writer
+from elastictrain.storage.writers import this_writer
 from tests.unit.lease.made import SECOND, Scene
 
 
@@ -79,7 +79,7 @@ def test_one_that_has_given_back_or_is_the_same_is_not_waited_for(owner: str) ->
 def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
     here = this_writer()
     assert here is not None
-    living, dead = name_of(here), f"{here.boot}.{here.namespace}.{os.getpid()}.1"
+    living, dead = here.name, f"{here.boot}.{here.namespace}.{os.getpid()}.1"
     chain = Chain(open_store(str(tmp_path)))
     chain.create(LeaseClaim(1, "first", "host1", 17, ("first",)))
     scene = Scene()
@@ -88,18 +88,6 @@ def test_a_dead_process_of_this_host_is_not_waited_for(tmp_path: Path) -> None:
         chain.write_sign("first", beat=1, gone=False, writers=writers)
         wait_until_free(chain, "second", scene.waiting())
         assert (scene.now_s > 0) is waited, writers
-
-
-def test_a_process_that_waits_for_its_parent_to_ask_is_dead(tmp_path: Path) -> None:
-    here = this_writer()
-    assert here is not None
-    (tmp_path / "5").mkdir()
-    rest = "0 " * 16
-    for state, threads, dead in (("R", 1, False), ("Z", 1, True), ("Z", 2, False)):
-        (tmp_path / "5" / "stat").write_text(f"5 (a) b) {state} {rest}{threads} 0 77 0 0")
-        assert is_dead(f"{here.boot}.{here.namespace}.5.77", here=here, proc=tmp_path) is dead
-        assert is_dead(f"{here.boot}.{here.namespace}.5.78", here=here, proc=tmp_path)
-    assert not is_dead("nonsense", here=here)
 
 
 @pytest.mark.parametrize(("states", "free"), [(("gone", "gone"), True), (("gone", "busy"), False)])

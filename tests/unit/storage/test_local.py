@@ -18,7 +18,9 @@ from elastictrain.errors import (
 )
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
+from elastictrain.storage.posix import temporary_name
 from elastictrain.storage.retry import Retrying, RetryOptions
+from elastictrain.storage.writers import this_writer
 
 ONCE = Retrying(RetryOptions(attempts=1))
 
@@ -196,8 +198,6 @@ def test_folder_that_another_process_pruned(store: LocalStore, tmp_path: Path) -
 
 
 def test_sweep_spares_the_living_and_the_unknown(store: LocalStore, tmp_path: Path) -> None:
-    from elastictrain.storage.temporaries import temporary_name, this_writer
-
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / temporary_name(this_writer())).write_bytes(b"")
     (tmp_path / "a" / temporary_name(None)).write_bytes(b"")

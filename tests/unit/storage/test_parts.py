@@ -3,8 +3,7 @@
 import pytest
 
 from elastictrain.errors import TransientStorageError
-from elastictrain.storage.parts import PART_BYTES
-from elastictrain.storage.remote import RemoteStore
+from elastictrain.storage.remote import PART_BYTES, RemoteStore
 from elastictrain.storage.retry import Retrying, RetryOptions
 
 
