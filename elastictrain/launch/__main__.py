@@ -57,7 +57,7 @@ from elastictrain.lease.chain import Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
 from elastictrain.lease.records import LAUNCHER
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.settings import own_address, usable_interfaces
+from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.failures import reason_of
 from elastictrain.storage.opening import open_store, without_sync

@@ -31,10 +31,9 @@ from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_share
 from elastictrain.preflight.host.ports import WantedPort, check_port
 from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.facts import read_facts
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
-from elastictrain.preflight.transport.judge_infiniband import judge_infiniband
-from elastictrain.preflight.transport.judge_interface import judge_interface
+from elastictrain.preflight.transport.judge import judge_infiniband, judge_interface
+from elastictrain.preflight.transport.plan import read_facts
 from elastictrain.preflight.transport.settings import read_settings
 from elastictrain.preflight.verdict import Verdict
 

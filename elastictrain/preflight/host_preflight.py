@@ -22,12 +22,10 @@ from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
 from elastictrain.preflight.surroundings import Exchange, Surroundings
-from elastictrain.preflight.transport.facts import Facts, read_facts
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
 from elastictrain.preflight.transport.interfaces import ask_kernel, find_route
-from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
-from elastictrain.preflight.transport.judge_interface import judge_interface
-from elastictrain.preflight.transport.plan import TransportPlan, Wishes, apply
+from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
+from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply, read_facts
 from elastictrain.preflight.transport.plan import decide as decide_transport
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
 from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, from_json, to_json, worst_first
@@ -249,7 +247,7 @@ class HostPreflight:
         kinds = kinds_here(facts.devices, settings=facts.settings)
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         agreed = self._agree_on_rdma(kinds, gone, began)
-        plan = decide_transport(facts, Wishes(after_failure=self.asked.after_failure, rdma=agreed))
+        plan = decide_transport(facts, agreed=agreed, after_failure=self.asked.after_failure)
         done = apply(plan, self.environment)
         self.exchange.put(f"environment/{self.layout.node_rank}", json.dumps(done).encode())
         thread.join(max(0.0, self._left_s(began)))

@@ -21,7 +21,7 @@ from elastictrain.checkpoint.signing import proof_of
 from elastictrain.errors import CheckpointError
 from elastictrain.identity import Identity
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.settings import own_address
+from elastictrain.preflight.transport.interfaces import own_address
 from elastictrain.storage.opening import absolute_url
 from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext

@@ -36,7 +36,6 @@ OWN = {
     "launch/locks.py": "the lock that this user holds",
     "preflight/group/attendance.py": "ranks of the same group",
     "preflight/host/trip.py": "the process that started this one",
-    "preflight/transport/settings.py": "the environment of this process",
     "train/preflight.py": "rank 0 of the same group",
 }
 

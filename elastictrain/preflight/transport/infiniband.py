@@ -4,19 +4,18 @@ import ipaddress
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.patterns import NcclPattern
-from elastictrain.preflight.transport.settings import Setting
+from elastictrain.preflight.transport.settings import NcclPattern, Setting
 
 _FOLDER = "/sys/class/infiniband"
 ACTIVE = "ACTIVE"
 NO_LINK = ("Polling", "Disabled", "Sleep")
 """Physical states of a port with nothing at the other end."""
 
-RNIC = "RNIC"
+_RNIC = "RNIC"
 """Type of a node that speaks iWARP."""
 
 
@@ -27,6 +26,15 @@ class LinkLayer(StrEnum):
     ETHERNET = "Ethernet"
     OTHER = "other"
     """The kernel says Unknown or Unspecified: AWS's EFA."""
+
+
+_LINK_LAYERS = {
+    "InfiniBand": LinkLayer.INFINIBAND,
+    "Ethernet": LinkLayer.ETHERNET,
+    "Unknown": LinkLayer.OTHER,
+    "Unspecified": LinkLayer.OTHER,
+}
+_ROCE_VERSIONS = {"IB/RoCE v1": 1, "RoCE v1": 1, "RoCE v2": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,11 @@ class Device:
     """Whether /dev/infiniband has what programs need to use it: containers see what is in /sys, and often lack the other."""
     netdevs: tuple[str, ...] = ()
 
+    @property
+    def is_unusable(self) -> bool:
+        """Whether NCCL gets nothing from it, whatever its ports do."""
+        return self.is_software or self.node_type == _RNIC
+
 
 def read_devices(surroundings: Surroundings) -> tuple[Device, ...]:
     """All of this host by name. Never raises: what cannot be read is unknown."""
@@ -101,12 +114,7 @@ def _device(surroundings: Surroundings, name: str) -> Device:
 
 
 def _port(surroundings: Surroundings, folder: str, number: int) -> Port:
-    layer = {
-        "InfiniBand": LinkLayer.INFINIBAND,
-        "Ethernet": LinkLayer.ETHERNET,
-        "Unknown": LinkLayer.OTHER,
-        "Unspecified": LinkLayer.OTHER,
-    }.get(surroundings.read(f"{folder}/link_layer") or "")
+    layer = _LINK_LAYERS.get(surroundings.read(f"{folder}/link_layer") or "")
     indices = [name for name in surroundings.names(f"{folder}/gids") if name.isascii() and name.isdecimal()]
     gids = [_gid(surroundings, folder, int(index), layer) for index in sorted(indices, key=int)]
     return Port(
@@ -130,7 +138,7 @@ def _gid(surroundings: Surroundings, folder: str, index: int, layer: LinkLayer |
         return None
     if layer is LinkLayer.INFINIBAND:
         return Gid(index, address)
-    version = {"IB/RoCE v1": 1, "RoCE v1": 1, "RoCE v2": 2}.get(surroundings.read(f"{folder}/gid_attrs/types/{index}") or "")
+    version = _ROCE_VERSIONS.get(surroundings.read(f"{folder}/gid_attrs/types/{index}") or "")
     return Gid(index, address, version, surroundings.read(f"{folder}/gid_attrs/ndevs/{index}") or None)
 
 
@@ -204,9 +212,10 @@ class RdmaPlan:
         return sum(known) if known and len(known) == len(rates) else None
 
 
-def kind_of(device: Device, port: Port) -> Rdma:
+def kind_of(endpoint: Endpoint) -> Rdma:
     """What this port is good for now."""
-    if device.is_software or device.can_be_opened is False or device.node_type == RNIC:
+    device, port = endpoint.device, endpoint.port
+    if device.is_unusable or device.can_be_opened is False:
         return Rdma.NONE
     if port.state is None:
         return Rdma.UNKNOWN
@@ -243,8 +252,9 @@ def kinds_here(devices: Sequence[Device], *, settings: Mapping[str, Setting]) ->
     """What this host can use, to be compared with the others' by `common`."""
     if switched_off(settings) is not None:
         return frozenset()
-    found = frozenset(kind_of(one.device, one.port) for one in endpoints(devices, settings)) - {Rdma.NONE}
-    if not found and _BY_HAND & settings.keys() and any(_is_active_ethernet(one) for one in endpoints(devices, settings)):
+    usable = endpoints(devices, settings)
+    found = frozenset(map(kind_of, usable)) - {Rdma.NONE}
+    if not found and _BY_HAND & settings.keys() and any(_is_active_ethernet(one) for one in usable):
         return frozenset({Rdma.UNKNOWN})
     return found - {Rdma.UNKNOWN} or found
 
@@ -270,16 +280,14 @@ def decide_rdma(devices: Sequence[Device], *, settings: Mapping[str, Setting], a
     kind = next((kind for kind in Rdma if kind in here), Rdma.NONE) if agreed is None else agreed
     if kind is Rdma.NONE:
         own = " or ".join(sorted(here - {Rdma.UNKNOWN}))
-        missing = (
-            f"this host has {own}, but not every host of the run has it" if own else "no port that is ACTIVE can be used here"
-        )
-        return RdmaPlan(Rdma.NONE, reason=missing)
-    usable = [one for one in endpoints(devices, settings) if kind_of(one.device, one.port) is kind]
+        reason = f"this host has {own}, but not every host of the run has it"
+        return RdmaPlan(kind, reason=reason if own else "no port that is ACTIVE can be used here")
+    usable = [one for one in endpoints(devices, settings) if kind_of(one) is kind]
     if kind in (Rdma.EFA, Rdma.UNKNOWN) or not usable:
         return RdmaPlan(kind)
     chosen, notes = (usable, []) if HCA in settings else _sift(usable)
     plan = RdmaPlan(kind, tuple(chosen), reason=f"all that are ACTIVE: {kind.value}", notes=tuple(notes))
-    return _with_gid_index(plan) if kind is Rdma.ROCE else plan
+    return _with_gid_index(plan) if kind is Rdma.ROCE and chosen else plan
 
 
 def _is_active_ethernet(one: Endpoint) -> bool:
@@ -315,9 +323,8 @@ def _sift(usable: list[Endpoint]) -> tuple[list[Endpoint], list[str]]:
 def _with_gid_index(plan: RdmaPlan) -> RdmaPlan:
     """One variable is for all ports: where their indices differ, NCCL finds out by itself (since 2.21), port by port."""
     indices = [{gid.index for gid in roce_v2_gids(endpoint.port)} for endpoint in plan.endpoints]
-    shared = set.intersection(*indices) if indices else set()
-    if shared:
-        return RdmaPlan(plan.kind, plan.endpoints, min(shared), plan.reason, plan.notes)
+    if shared := set.intersection(*indices):
+        return replace(plan, gid_index=min(shared))
     listed = ", ".join(f"{one.name}: {min(found)}" for one, found in zip(plan.endpoints, indices, strict=True))
-    note = (f"{GID_INDEX} is left to NCCL: RoCE v2 over IPv4 has another index on each port ({listed})",) if listed else ()
-    return RdmaPlan(plan.kind, plan.endpoints, None, plan.reason, (*plan.notes, *note))
+    note = f"{GID_INDEX} is left to NCCL: RoCE v2 over IPv4 has another index on each port ({listed})"
+    return replace(plan, notes=(*plan.notes, note))

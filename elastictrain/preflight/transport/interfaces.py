@@ -4,6 +4,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -60,12 +61,11 @@ class NetworkInterface:
 
     name: str
     kind: Kind = Kind.UNKNOWN
-    index: int | None = None
     running: bool | None = None
     """Up, and something is at the other end."""
     mtu_bytes: int | None = None
-    speed_mbps: int | None = None
-    driver: str | None = None
+    speed_gbps: float | None = None
+    """In 10^9 bits per second."""
     vendor: str | None = None
     """PCI vendor, as in "0x15b3"."""
     addresses: tuple[str, ...] = ()
@@ -76,9 +76,9 @@ class NetworkInterface:
         return self.kind in (Kind.LOOPBACK, Kind.CONTAINER)
 
     @property
-    def speed_gbps(self) -> float | None:
-        """In 10^9 bits per second."""
-        return None if self.speed_mbps is None else self.speed_mbps / 1000
+    def can_carry(self) -> bool:
+        """What NCCL requires: it is running, and has an address other than ::1."""
+        return self.running is not False and any(address != "::1" for address in self.addresses)
 
 
 def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tuple[NetworkInterface, ...]:
@@ -86,8 +86,12 @@ def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tupl
     by_name = addresses()
     names = dict.fromkeys([*surroundings.names(_FOLDER), *by_name])
     folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
-    found = [_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in folders]
-    return tuple(sorted(found, key=lambda interface: (interface.index is None, interface.index or 0, interface.name)))
+
+    def order(name: str) -> tuple[bool, int, str]:
+        index = _at_least(1, surroundings.read(f"{_FOLDER}/{name}/ifindex"))
+        return (index is None, index or 0, name)
+
+    return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in sorted(folders, key=order))
 
 
 def system_addresses() -> dict[str, tuple[str, ...]]:
@@ -111,17 +115,13 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
     folder = f"{_FOLDER}/{name}"
     kind = _kind(surroundings, name, addresses)
     flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
-    speed = _at_least(1, surroundings.read(f"{folder}/speed"))
-    believed = speed is not None and speed <= _FASTEST_MBPS and speed != 65535 and kind in _SPEED_IS_REAL
-    driver = re.search(r"^DRIVER=(\S+)$", surroundings.read(f"{folder}/device/uevent") or "", re.MULTILINE)
+    speed = _at_least(1, surroundings.read(f"{folder}/speed")) if kind in _SPEED_IS_REAL else None
     return NetworkInterface(
         name=name,
         kind=kind,
-        index=_at_least(1, surroundings.read(f"{folder}/ifindex")),
         running=_running(flags, surroundings.read(f"{folder}/operstate")),
         mtu_bytes=_at_least(1, surroundings.read(f"{folder}/mtu")),
-        speed_mbps=speed if believed else None,
-        driver=driver.group(1) if driver else None,
+        speed_gbps=None if speed is None or speed > _FASTEST_MBPS or speed == 65535 else speed / 1000,
         vendor=surroundings.read(f"{folder}/device/vendor") or None,
         addresses=addresses,
     )
@@ -246,3 +246,25 @@ def _plain(address: str) -> str:
         return address
     mapped = getattr(parsed, "ipv4_mapped", None)
     return str(mapped or parsed)
+
+
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+
+
+def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
+    """The address from which the kernel sends to the others, or by the default route; else any that others may reach."""
+    for target in (*peers, *_ELSEWHERE):
+        with suppress(OSError, UnicodeError):
+            _, local = ask_kernel(target)
+            if not local.startswith("127.") and local != "::1":
+                return local
+    for interface in usable_interfaces(surroundings):
+        if interface.addresses:
+            return interface.addresses[0]
+    return "127.0.0.1"
+
+
+def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:
+    """Those that may lead to other hosts."""
+    return [one for one in read_interfaces(surroundings, addresses=system_addresses) if not one.leads_nowhere]

@@ -1,18 +1,34 @@
-"""The transport plan: which variables of NCCL and gloo are set on this host, and why. Pure."""
+"""The transport plan: which interface the hosts speak through, which variables of NCCL and gloo are set, and why. Pure but for
+`read_facts` and `apply`."""
 
 import json
-from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
 
-from elastictrain.preflight.transport.facts import (
-    GLOO_INTERFACE,
-    NCCL_INTERFACE,
-    Choice,
-    Facts,
-    choose_interface,
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.infiniband import (
+    DISABLE,
+    GID_INDEX,
+    HCA,
+    Device,
+    Rdma,
+    RdmaPlan,
+    decide_rdma,
+    read_devices,
 )
-from elastictrain.preflight.transport.infiniband import DISABLE, GID_INDEX, HCA, Rdma, RdmaPlan, decide_rdma
-from elastictrain.preflight.transport.settings import OWN_VARIABLES, own_variables
+from elastictrain.preflight.transport.interfaces import (
+    Addresses,
+    Kind,
+    NetworkInterface,
+    Probe,
+    Route,
+    ask_kernel,
+    find_route,
+    read_interfaces,
+    system_addresses,
+)
+from elastictrain.preflight.transport.settings import OWN_VARIABLES, Setting, own_variables, read_settings
 
 FAST_GBPS = 100.0
 """From here on 4 threads with 4 sockets each. Source: NCCL's manual, "for generic 100G networks", for both variables."""
@@ -21,16 +37,85 @@ MEDIUM_GBPS = 25.0
 """From here on 4 threads with one socket each: a single one does not fill the link. Source: the numbers that NCCL takes by
 itself on Google's cards."""
 
-_TUNED_BY_NCCL = {"0x1d0f": "AWS", "0x1ae0": "Google"}
-"""PCI vendors for whose cards NCCL knows the right numbers. Source: its `ncclNetSocketGetNsockNthread`."""
+_TUNED_BY_NCCL = ("0x1d0f", "0x1ae0")
+"""PCI vendors (AWS, Google) for whose cards NCCL knows the right numbers. Source: its `ncclNetSocketGetNsockNthread`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What the plan is asked for. `rdma`: what all hosts can do (`rdma.common`), None where only this host is known."""
+class Facts:
+    """One host, and its ways to the others. `peers` is by name of host, without this one."""
 
-    after_failure: bool = False
-    rdma: Rdma | None = None
+    host: str
+    interfaces: tuple[NetworkInterface, ...] = ()
+    devices: tuple[Device, ...] = ()
+    rendezvous: Route | None = None
+    peers: Mapping[str, Route] = field(default_factory=dict)
+    settings: Mapping[str, Setting] = field(default_factory=dict)
+    alone: bool = False
+    """Whether this host is the whole world: its ranks meet nobody else."""
+
+    def interface(self, name: str | None) -> NetworkInterface | None:
+        """The one of that name."""
+        return next((one for one in self.interfaces if one.name == name), None)
+
+
+def read_facts(
+    surroundings: Surroundings,
+    *,
+    rendezvous: str | None,
+    peers: Mapping[str, str],
+    alone: bool = False,
+    addresses: Addresses = system_addresses,
+    probe: Probe = ask_kernel,
+) -> Facts:
+    """Look at this host. `rendezvous` and `peers` (by name of host) are addresses, or names, whose look-up may take time."""
+    interfaces = read_interfaces(surroundings, addresses=addresses)
+    return Facts(
+        host=surroundings.host,
+        interfaces=interfaces,
+        devices=read_devices(surroundings),
+        rendezvous=find_route(rendezvous, interfaces=interfaces, probe=probe) if rendezvous else None,
+        peers={name: find_route(address, interfaces=interfaces, probe=probe) for name, address in peers.items()},
+        settings=read_settings(surroundings),
+        alone=alone,
+    )
+
+
+NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The interface, or None where the facts show no fit one, and why. `is_ipv6`: the peers are reached over IPv6."""
+
+    interface: NetworkInterface | None
+    reason: str
+    is_ipv6: bool = False
+
+
+def choose_interface(facts: Facts) -> Choice:
+    """The one through which the kernel reaches most peers; the rendezvous decides between equals, and where no peer is known.
+
+    A host that is the whole world takes loopback: gloo would look up the host's own name, and NCCL would take the first
+    interface that is up, and either can be wrong or go away; loopback needs no resolver, no cable and no firewall's consent.
+    """
+    if facts.alone:
+        loopback = next((one for one in facts.interfaces if one.kind is Kind.LOOPBACK and one.can_carry), None)
+        return Choice(loopback, "one host: its ranks meet over loopback, whatever its name resolves to")
+    fit: dict[str | None, NetworkInterface] = {one.name: one for one in facts.interfaces if not one.leads_nowhere}
+    routes = [*facts.peers.values(), *([facts.rendezvous] if facts.rendezvous else [])]
+    peers = Counter(route.interface for route in facts.peers.values() if route.interface in fit)
+    meeting = facts.rendezvous.interface if facts.rendezvous else None
+    votes = peers or Counter(name for name in [meeting] if name in fit)
+    if not votes:
+        return Choice(None, "the kernel reaches neither a peer nor the rendezvous through an interface that is fit for it")
+    best = max(votes, key=lambda name: (votes[name], name == meeting, fit[name].speed_gbps or 0.0))
+    reached = ["the rendezvous"] if best == meeting else []
+    if peers[best]:
+        reached.append(f"{peers[best]} of {len(facts.peers)} peers")
+    route = next(route for route in routes if route.interface == best)
+    return Choice(fit[best], f"the kernel reaches {' and '.join(reached)} through {best} ({route.local})", route.is_ipv6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +144,15 @@ class TransportPlan:
     notes: tuple[str, ...] = ()
 
 
-def decide(facts: Facts, wishes: Wishes) -> TransportPlan:
-    """The plan for this host."""
+def decide(facts: Facts, *, agreed: Rdma | None = None, after_failure: bool = False) -> TransportPlan:
+    """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`), None where only this host is known."""
     choice = choose_interface(facts)
-    rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=wishes.rdma)
-    planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(choice, rdma), *_debug(wishes)]
+    rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=agreed)
+    planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(choice, rdma)]
+    if after_failure:
+        reason = "the last start failed in its transport"
+        planned.append(PlannedVariable("NCCL_DEBUG", "INFO", reason))
+        planned.append(PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason))
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     return TransportPlan(
@@ -80,9 +169,8 @@ def decide(facts: Facts, wishes: Wishes) -> TransportPlan:
 
 def describe(plan: TransportPlan) -> list[str]:
     """The plan for a person, one line for each variable."""
-    lines = [f"{one.name}={one.value}  # {one.reason}" for one in plan.variables]
     return [
-        *lines,
+        *(f"{one.name}={one.value}  # {one.reason}" for one in plan.variables),
         *(f"{one.name}={one.value}  # kept: {one.reason}" for one in plan.kept),
         *(f"# {one}" for one in plan.notes),
     ]
@@ -111,21 +199,15 @@ def _rdma_variables(rdma: RdmaPlan) -> Iterator[PlannedVariable]:
 
 
 def _socket_variables(choice: Choice, rdma: RdmaPlan) -> Iterator[PlannedVariable]:
-    speed = choice.interface.speed_gbps if choice.interface else None
-    if choice.interface is None or rdma.kind is not Rdma.NONE or speed is None or speed < MEDIUM_GBPS:
+    interface = choice.interface
+    if interface is None or rdma.kind is not Rdma.NONE or interface.vendor in _TUNED_BY_NCCL:
         return
-    if choice.interface.vendor in _TUNED_BY_NCCL:
+    speed = interface.speed_gbps or 0.0
+    if speed < MEDIUM_GBPS:
         return
-    reason = f"one socket does not fill {speed:g} Gb/s of {choice.interface.name}"
+    reason = f"one socket does not fill {speed:g} Gb/s of {interface.name}"
     yield PlannedVariable("NCCL_SOCKET_NTHREADS", "4", reason)
     yield PlannedVariable("NCCL_NSOCKS_PERTHREAD", "4" if speed >= FAST_GBPS else "1", reason)
-
-
-def _debug(wishes: Wishes) -> Iterator[PlannedVariable]:
-    if wishes.after_failure:
-        reason = "the last start failed in its transport"
-        yield PlannedVariable("NCCL_DEBUG", "INFO", reason)
-        yield PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
 
 
 def _kept(facts: Facts, planned: list[PlannedVariable]) -> Iterator[PlannedVariable]:

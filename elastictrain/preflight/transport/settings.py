@@ -1,13 +1,11 @@
-"""What a person has set for NCCL (RCCL reads the same) and gloo, and where; what we set ourselves is told apart."""
+"""What a person has set for NCCL (RCCL reads the same) and gloo, where, and what names in it mean; our own is told apart."""
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, ask_kernel, read_interfaces, system_addresses
 
 OWN_VARIABLES = "ELASTICTRAIN_TRANSPORT"
 """Names and values that a plan has set, as JSON. Processes inherit them: the next plan must not take them for a person's."""
@@ -61,12 +59,9 @@ def read_settings(surroundings: Surroundings) -> dict[str, Setting]:
 def own_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """What an earlier plan has set, in this process or one of its ancestors."""
     try:
-        record = json.loads(environment.get(OWN_VARIABLES, "{}"))
-    except ValueError:
+        return parse_record(environment.get(OWN_VARIABLES, "{}"), dict[str, str])
+    except MalformedJsonError:
         return {}
-    if not isinstance(record, dict):
-        return {}
-    return {name: value for name, value in record.items() if isinstance(value, str)}
 
 
 def _lines(text: str | None) -> list[tuple[str, str]]:
@@ -74,26 +69,58 @@ def _lines(text: str | None) -> list[tuple[str, str]]:
     return [(name, value) for name, _, value in (line.partition("=") for line in lines)]
 
 
-_LOOPBACK = "127.0.0.1"
-_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
+@dataclass(frozen=True, slots=True)
+class NcclPattern:
+    """NCCL_SOCKET_IFNAME and NCCL_IB_HCA: `^` first excludes, then `=` matches whole names, else prefixes, in a comma list;
+    a device can be followed by `:PORT`.
 
-_NOT_FOR_PEERS = (Kind.LOOPBACK, Kind.CONTAINER)
+    Source: NCCL's `ncclOsFindInterfaces`, `parseStringList` and `matchIfList`.
+    """
+
+    entries: tuple[tuple[str, int | None], ...]
+    """Names, and the port of a device or None for any."""
+
+    exclude: bool
+    exact: bool
+
+    @classmethod
+    def parse(cls, text: str) -> "NcclPattern":
+        """The value of the variable; any text is one."""
+        exclude = text.startswith("^")
+        text = text.removeprefix("^")
+        exact = text.startswith("=")
+        entries = [_entry(one) for one in text.removeprefix("=").split(",")]
+        return cls(tuple(entry for entry in entries if entry[0]), exclude, exact)
+
+    def matches(self, name: str, port: int | None = None) -> bool:
+        """Whether NCCL may use it. Without entries everything matches, and `^` alone matches nothing."""
+        hit = not self.entries or any(self._hits(entry, name, port) for entry in self.entries)
+        return hit != self.exclude
+
+    def without_match(self, names: list[str]) -> list[str]:
+        """What is asked for by name, but fits none of `names`."""
+        if self.exclude:
+            return []
+        return [entry[0] for entry in self.entries if not any(self._hits(entry, name, None) for name in names)]
+
+    def _hits(self, entry: tuple[str, int | None], name: str, port: int | None) -> bool:
+        named = name == entry[0] if self.exact else name.startswith(entry[0])
+        return named and (port is None or entry[1] is None or port == entry[1])
 
 
-def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
-    """The address from which the kernel sends to the others, or by the default route; else any that others may reach."""
-    for target in (*peers, *_ELSEWHERE):
-        with suppress(OSError, UnicodeError):
-            _, local = ask_kernel(target)
-            if not local.startswith("127.") and local != "::1":
-                return local
-    for interface in usable_interfaces(surroundings):
-        if interface.addresses:
-            return interface.addresses[0]
-    return _LOOPBACK
+def gloo_names(text: str) -> list[str]:
+    """GLOO_SOCKET_IFNAME: whole names in a comma list; what is between two commas counts, a last empty part does not."""
+    return text.removesuffix(",").split(",")
 
 
-def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:
-    """Those that may lead to other hosts."""
-    return [one for one in read_interfaces(surroundings, addresses=system_addresses) if one.kind not in _NOT_FOR_PEERS]
+def counts(text: str) -> bool:
+    """Whether NCCL and gloo look at this value of their *_SOCKET_IFNAME at all: one letter they take for nothing."""
+    return len(text) > 1
+
+
+def _entry(text: str) -> tuple[str, int | None]:
+    name, _, rest = text.partition(":")
+    port = rest.partition(":")[0]
+    # As atoi: what is no number is 0, and no port has that number; nothing at all stands for any port.
+    digits = port if port.isascii() and port.isdecimal() and len(port) < 10 else "0"
+    return name, int(digits) if port and port != "-1" else None

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.facts import Facts, read_facts
 from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Probe
+from elastictrain.preflight.transport.plan import Facts, read_facts
 from elastictrain.preflight.transport.settings import Setting
 
 MELLANOX, AWS, GOOGLE = "0x15b3", "0x1d0f", "0x1ae0"
@@ -126,8 +126,8 @@ def mapped(address: str) -> str:
     return "0000:0000:0000:0000:0000:ffff:" + ipaddress.IPv6Address(f"::ffff:{address}").exploded[-9:]
 
 
-def ethernet(name: str, *addresses: str, kind: Kind = Kind.PHYSICAL, index: int = 2) -> NetworkInterface:
-    return NetworkInterface(name=name, kind=kind, index=index, running=True, addresses=addresses)
+def ethernet(name: str, *addresses: str, kind: Kind = Kind.PHYSICAL) -> NetworkInterface:
+    return NetworkInterface(name=name, kind=kind, running=True, addresses=addresses)
 
 
 def set_by_hand(**values: str) -> dict[str, Setting]:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.preflight.transport.infiniband import Rdma
-from elastictrain.preflight.transport.judge_infiniband import judge_alike, judge_infiniband
+from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband
 from elastictrain.preflight.verdict import Status, Verdict
 from tests.unit.preflight.transport.made import MadeHost, mapped
 

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.preflight.transport.facts import Facts
-from elastictrain.preflight.transport.judge_interface import judge_interface
+from elastictrain.preflight.transport.judge import judge_interface
+from elastictrain.preflight.transport.plan import Facts
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.transport.made import MadeHost, set_by_hand
 

@@ -1,66 +1,45 @@
-from pathlib import Path
-
 import pytest
 
-from elastictrain.preflight.transport.settings import own_address, usable_interfaces
-from tests.unit.preflight.transport.made import MadeHost
+from elastictrain.preflight.transport.settings import NcclPattern, counts, gloo_names
+
+NAMES = ["lo", "eth0", "eth1", "eth10", "docker0"]
 
 
-@pytest.fixture
-def made(tmp_path: Path) -> MadeHost:
-    return MadeHost(tmp_path / "root")
+@pytest.mark.parametrize(
+    ("text", "matched"),
+    [
+        ("eth", ["eth0", "eth1", "eth10"]),
+        ("eth1", ["eth1", "eth10"]),
+        ("=eth1", ["eth1"]),
+        ("=eth0,eth1", ["eth0", "eth1"]),
+        ("eth0,,docker", ["eth0", "docker0"]),
+        ("^docker,lo", ["eth0", "eth1", "eth10"]),
+        ("^=eth1", ["lo", "eth0", "eth10", "docker0"]),
+        ("^", []),
+        ("=", NAMES),
+        ("=eth", []),
+        ("eth0 ", []),
+    ],
+)
+def test_nccl(text: str, matched: list[str]) -> None:
+    pattern = NcclPattern.parse(text)
+    assert [name for name in NAMES if pattern.matches(name)] == matched
 
 
-@pytest.fixture(autouse=True)
-def kernel(made: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastictrain.preflight.transport.settings.ask_kernel", made.probe())
-    monkeypatch.setattr("elastictrain.preflight.transport.settings.system_addresses", lambda: made.addresses)
+def test_ports() -> None:
+    pattern = NcclPattern.parse("=mlx5_0:1,mlx5_1:2:0:1,mlx5_2,mlx5_3:,mlx5_4:x")
+    hits = [(name, port) for name in range(5) for port in (1, 2) if pattern.matches(f"mlx5_{name}", port)]
+    assert hits == [(0, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
 
 
-def address(made: MadeHost, *peers: str) -> str:
-    return own_address(peers, surroundings=made.surroundings())
+def test_what_is_missing() -> None:
+    assert NcclPattern.parse("=eth0,eth7").without_match(NAMES) == ["eth7"]
+    assert NcclPattern.parse("eth,ib").without_match(NAMES) == ["ib"]
+    assert NcclPattern.parse("^ib").without_match(NAMES) == []
 
 
-def test_the_address_is_the_one_from_which_the_kernel_sends_to_the_others(made: MadeHost) -> None:
-    made.routes = {"b": ("10.0.0.2", "10.0.0.1"), "192.0.2.1": ("192.0.2.1", "192.168.1.5")}
-    assert address(made, "a", "b") == "10.0.0.1"
-    assert address(made) == "192.168.1.5"
-
-
-def test_the_own_name_among_the_peers_does_not_lead_to_loopback(made: MadeHost) -> None:
-    """Debian resolves it to 127.0.1.1, where nobody else finds this host."""
-    made.routes = {
-        "a": ("127.0.1.1", "127.0.0.1"),
-        "c": ("::1", "::1"),
-        "b": ("10.0.0.2", "10.0.0.1"),
-    }
-    assert address(made, "a", "c", "b") == "10.0.0.1"
-
-
-def test_a_network_of_ipv6_alone(made: MadeHost) -> None:
-    made.routes = {"2001:db8::1": ("2001:db8::1", "fd00::5")}
-    assert address(made) == "fd00::5"
-
-
-def test_names_that_nobody_knows_or_can_know(made: MadeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(target: str) -> tuple[str, str]:
-        if target == "a..b":
-            raise UnicodeError("label empty or too long")
-        raise OSError("no way")
-
-    monkeypatch.setattr("elastictrain.preflight.transport.settings.ask_kernel", ask)
-    made.interface("docker0", ("172.17.0.1",), devtype="bridge")
-    made.interface("eth0")
-    made.interface("eth1", ("10.0.0.7", "fd00::7"))
-    assert address(made, "a..b", "nobody") == "10.0.0.7"
-
-
-def test_a_host_without_a_network_is_alone(made: MadeHost) -> None:
-    assert address(made, "b") == "127.0.0.1"
-
-
-def test_interfaces_that_may_lead_to_other_hosts(made: MadeHost) -> None:
-    made.docker()
-    made.interface("eth0", ("10.0.0.1",))
-    made.interface("tailscale0", ("100.64.0.1",), type="65534", tun_flags="0x1001")
-    assert [one.name for one in usable_interfaces(made.surroundings())] == ["eth0", "tailscale0"]
+def test_gloo() -> None:
+    assert gloo_names("eth0") == ["eth0"]
+    assert gloo_names("eth0,eth1,") == ["eth0", "eth1"]
+    assert gloo_names("eth0,,eth1") == ["eth0", "", "eth1"]
+    assert [counts(text) for text in ("", "e", "lo")] == [False, False, True]

@@ -1,0 +1,289 @@
+"""Whether this host uses the right interface, and whether InfiniBand and RoCE are as they should be. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+from elastictrain.preflight.transport.infiniband import (
+    ACTIVE,
+    GID_INDEX,
+    HCA,
+    NET,
+    NO_LINK,
+    Device,
+    LinkLayer,
+    Port,
+    Rdma,
+    endpoints,
+    kind_of,
+    kinds_here,
+    roce_v2_gids,
+    switched_off,
+)
+from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
+from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, Facts, choose_interface
+from elastictrain.preflight.transport.settings import NcclPattern, counts, gloo_names
+from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
+
+RENDEZVOUS = "the rendezvous"
+
+_ROCE_AND_INFINIBAND = (Rdma.INFINIBAND, Rdma.ROCE)
+
+_interface = Reporter("interface")
+_infiniband = Reporter("infiniband")
+
+
+def judge_interface(facts: Facts) -> list[Verdict]:
+    """The ways to the peers, then what a person has set; one pass where nothing is wrong."""
+    found = list(_pins(facts)) if facts.alone else [*_routes(facts), *_addresses(facts), *_pins(facts)]
+    if found:
+        return found
+    chosen = choose_interface(facts).interface
+    if chosen is None:
+        remedy = f"ip -brief address  # set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the interface that reaches the other hosts"
+        return [_interface(facts.host, Status.SKIP, "no interface is known to reach another host", remedy=remedy)]
+    return [_interface(facts.host, Status.PASS, f"{chosen.name} ({', '.join(chosen.addresses[:1])})", chosen.name)]
+
+
+def _ways(facts: Facts) -> list[tuple[str, Route]]:
+    return [*([(RENDEZVOUS, facts.rendezvous)] if facts.rendezvous else []), *facts.peers.items()]
+
+
+def _routes(facts: Facts) -> Iterator[Verdict]:
+    for name, route in _ways(facts):
+        on_link = partial(_interface, f"{facts.host} -> {name}", scope=Scope.LINK)
+        interface = facts.interface(route.interface)
+        if route.local is None:
+            yield on_link(Status.FAIL, f"no way to {route.target}: {route.error}", remedy=_lost_remedy(route))
+        elif interface is None and not is_loopback(route.local):
+            remedy = f"ip route get {route.remote}  # and set {NCCL_INTERFACE} and {GLOO_INTERFACE} to the device that it names"
+            yield on_link(Status.WARN, f"{route.local} belongs to no interface that is seen here", remedy=remedy)
+        elif interface is None or interface.leads_nowhere:
+            measured, remedy = _nowhere(name, interface, route)
+            yield on_link(Status.FAIL, measured, remedy=remedy)
+    passable = {one.name for one in facts.interfaces if not one.leads_nowhere}
+    used = sorted({route.interface for route in facts.peers.values() if route.interface in passable and route.interface})
+    if len(used) > 1:
+        chosen = choose_interface(facts).interface
+        remedy = f"give all hosts an address in one network; or set {NCCL_INTERFACE}==NAME to the one that reaches every host"
+        expected = f"one, {chosen.name if chosen else used[0]}"
+        yield _interface(facts.host, Status.WARN, f"peers are reached through {' and '.join(used)}", expected, remedy)
+
+
+def _nowhere(name: str, interface: NetworkInterface | None, route: Route) -> tuple[str, str]:
+    """A route that leads back to this host: what is measured, and the remedy."""
+    if interface is not None and not is_loopback(route.local or ""):
+        own = ": it is this host's own address" if route.remote == route.local else ""
+        return (
+            f"the kernel reaches {route.remote} through {interface.name}, a {interface.kind}{own}",
+            f"ip route get {route.remote}  # then give {name} an address outside the network of {interface.name}",
+        )
+    target = "" if route.target == route.remote else f"{route.target} is "
+    remedy = f"on {name}: torchrun --local-addr ADDRESS, or its address, not {route.remote}, beside its name in /etc/hosts"
+    if name == RENDEZVOUS:
+        remedy = "--rdzv-endpoint=ADDRESS:PORT (or --master-addr) with the address by which other hosts reach the store's host"
+    return f"{target}{route.remote}, which is loopback: every host reaches itself there", remedy
+
+
+def _lost_remedy(route: Route) -> str:
+    if ":" in route.target or route.target.replace(".", "").isdecimal():
+        return f"ip route get {route.target}  # and: ip -brief address, for an interface that is down or has no address"
+    return f"getent hosts {route.target}  # if it prints nothing: ADDRESS {route.target} in /etc/hosts"
+
+
+def _addresses(facts: Facts) -> Iterator[Verdict]:
+    """NCCL and gloo listen at the first address of an interface, which need not be the one that the kernel sends from."""
+    chosen = choose_interface(facts).interface
+    for name, route in _ways(facts):
+        if chosen is None or route.interface != chosen.name or route.local is None:
+            continue
+        first = next((one for one in chosen.addresses if (":" in one) == route.is_ipv6), None)
+        if first is not None and first != route.local:
+            measured = f"{chosen.name} listens at {first}, its first address, but {name} knows it by {route.local}"
+            remedy = f"ip address delete {first}/PREFIX dev {chosen.name}  # and add it again: it is then behind {route.local}"
+            yield _interface(facts.host, Status.WARN, measured, route.local, remedy)
+            return
+
+
+def _pins(facts: Facts) -> Iterator[Verdict]:
+    """The interfaces that a person has set for NCCL and gloo."""
+    chosen = choose_interface(facts).interface
+    for variable, sign in ((NCCL_INTERFACE, "="), (GLOO_INTERFACE, "")):
+        setting = facts.settings.get(variable)
+        if setting is None or not counts(setting.value) or not facts.interfaces:
+            continue
+        undo = setting.undo(variable)
+        remedy = f"{undo}  # or set {variable}={sign}{chosen.name}" if chosen else undo
+        pinned, problems = _nccl_pin(facts, setting.value) if variable == NCCL_INTERFACE else _gloo_pin(facts, setting.value)
+        said = f"{variable}={setting.value} (set in {setting.origin})"
+        expected = chosen.name if chosen else None
+        for problem in problems:
+            yield _interface(facts.host, Status.FAIL, f"{said}: {problem}", expected, remedy)
+        # On a host that is the whole world any interface will do.
+        if not pinned or facts.alone:
+            continue
+        useless = [f"{one.name} is a {one.kind}, behind which no other host is" for one in pinned if one.leads_nowhere]
+        useless += [f"{one.name} is down" for one in pinned if one.running is False and not one.leads_nowhere]
+        if useless:
+            yield _interface(facts.host, Status.FAIL, f"{said}: {'; '.join(useless)}", expected, remedy)
+        elif chosen is not None and pinned[0].name != chosen.name:
+            # Another one than the kernel's can be right: a second network for the training alone.
+            measured = f"{said}: {pinned[0].name} comes first, but the kernel reaches the others through {chosen.name}"
+            yield _interface(facts.host, Status.WARN, measured, chosen.name, remedy)
+
+
+def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
+    """What NCCL takes for the setting, in its order, the first one for its bootstrap; and what is wrong with the names."""
+    pattern = NcclPattern.parse(value)
+    pinned = [one for one in facts.interfaces if pattern.matches(one.name) and one.can_carry]
+    missing = pattern.without_match([one.name for one in facts.interfaces])
+    problems = [f"there is no {', '.join(missing)}"] if missing else []
+    if not pinned and not missing:
+        problems = ["no interface that is running and has an address is among them"]
+    return pinned, problems
+
+
+def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
+    """What gloo takes for the setting; nothing as soon as anything is wrong with a name."""
+    named = {name: facts.interface(name) for name in gloo_names(value)}
+    missing = [repr(name) for name, one in named.items() if one is None]
+    silent = [name for name, one in named.items() if one is not None and not one.addresses]
+    if missing or silent:
+        return [], [f"there is no {', '.join(missing)}" if missing else f"{', '.join(silent)} has no address"]
+    return [one for one in named.values() if one is not None], []
+
+
+def judge_infiniband(facts: Facts) -> list[Verdict]:
+    """Devices and ports, then what a person has set; one pass, or skip, where nothing is wrong."""
+    on_host = partial(_infiniband, facts.host)
+    found = [verdict for device in facts.devices for verdict in _device(facts.host, device)]
+    found += [*_hca_pin(facts), *_gid_pin(facts), *_switches(facts)]
+    if found:
+        return found
+    here = kinds_here(facts.devices, settings=facts.settings)
+    if here & {*_ROCE_AND_INFINIBAND}:
+        names = [one.name for one in endpoints(facts.devices, facts.settings) if kind_of(one) in here]
+        return [on_host(Status.PASS, ", ".join(names))]
+    if Rdma.EFA in here:
+        remedy = "NCCL_DEBUG=INFO  # its log names NET/OFI; where it says NET/Socket, install aws-ofi-nccl"
+        return [on_host(Status.SKIP, "EFA, which NCCL uses through a plugin", remedy=remedy)]
+    if facts.devices:
+        remedy = "ibstat  # a cable, if one should be in; else nothing is to be done: sockets are used"
+        return [on_host(Status.SKIP, "devices, but no port with a link", remedy=remedy)]
+    remedy = "ls /sys/class/infiniband  # nothing is to be done: sockets are used"
+    return [on_host(Status.SKIP, "no device", remedy=remedy)]
+
+
+def judge_alike(hcas: Mapping[str, Sequence[str]], kinds: Mapping[str, frozenset[Rdma]], *, agreed: Rdma) -> list[Verdict]:
+    """All hosts together, by name: whether some lack what others have, or have fewer ports of it.
+
+    `hcas`: the ports that each plans to use; `kinds`: its `kinds_here`.
+    """
+    best = next((kind for kind in Rdma if any(kind in one for one in kinds.values())), Rdma.NONE)
+    if best not in (Rdma.NONE, Rdma.UNKNOWN) and agreed is not best:
+        lacking = [name for name, one in kinds.items() if best not in one]
+        instead = "sockets" if agreed is Rdma.NONE else agreed.value
+        remedy = f"ibstat; env | grep NCCL  # on {', '.join(lacking)}, or run without them: until then all hosts use {instead}"
+        measured, expected = f"no usable {best.value} port", f"{best.value}, as on the others"
+        return [_infiniband(name, Status.WARN, measured, expected, remedy) for name in lacking]
+    most = max(map(len, hcas.values()), default=0)
+    return [
+        _infiniband(name, Status.WARN, len(ports), most, f"ibstat  # on {name}: ports that are not Active", unit="ports")
+        for name, ports in hcas.items()
+        if len(ports) < most
+    ]
+
+
+def _device(host: str, device: Device) -> Iterator[Verdict]:
+    if device.is_unusable:
+        return
+    warn = partial(_infiniband, host, Status.WARN)
+    if device.can_be_opened is False and any(port.state == ACTIVE for port in device.ports):
+        remedy = "docker run --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1 ...  # NCCL uses sockets without"
+        yield warn(f"{device.name} is ACTIVE, but its device in /dev/infiniband is missing", remedy=remedy)
+        return
+    if not device.ports:
+        remedy = f"ls /sys/class/infiniband/{device.name}/ports"
+        yield warn(f"ports of {device.name} cannot be read", remedy=remedy)
+    for port in device.ports:
+        yield from _port(host, device, port)
+
+
+def _port(host: str, device: Device, port: Port) -> Iterator[Verdict]:
+    warn = partial(_infiniband, host, Status.WARN)
+    name = f"{device.name}:{port.number}"
+    files = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
+    if port.state is None:
+        yield warn(f"state of {name} cannot be read", remedy=f"cat {files}/state")
+    elif port.state != ACTIVE:
+        if port.physical_state is not None and port.physical_state not in NO_LINK:
+            netdev = next(iter(device.netdevs), "NETDEV")
+            remedy = f"ip link set {netdev} up; ethtool {netdev}"
+            if port.link_layer is LinkLayer.INFINIBAND:
+                remedy = (
+                    f"ibstat {device.name} {port.number}; sminfo  # INIT: no subnet manager answers, start opensm on one host"
+                )
+            yield warn(f"{name} is {port.state}, its link {port.physical_state}", ACTIVE, remedy)
+    elif device.driver == "efa":
+        return
+    elif port.link_layer is None:
+        yield warn(f"link layer of {name} cannot be read", remedy=f"cat {files}/link_layer")
+    elif port.link_layer is LinkLayer.ETHERNET and not port.gids_are_known:
+        yield warn(f"GIDs of {name} cannot be read", remedy=f"ls {files}/gids")
+    elif port.link_layer is LinkLayer.ETHERNET and not roce_v2_gids(port):
+        netdev = next((gid.netdev for gid in port.gids if gid.netdev), next(iter(device.netdevs), "NETDEV"))
+        remedy = f"ip address add ADDRESS/PREFIX dev {netdev}  # the GID follows; or {HCA}=^={device.name} to do without"
+        if any(gid.ipv4 for gid in port.gids):
+            remedy = f"cma_roce_mode -d {device.name} -p {port.number} -m 2  # or grep . {files}/gid_attrs/types/*"
+        yield warn(f"{name} has no GID for RoCE v2 over IPv4", "RoCE v2 over IPv4", remedy)
+
+
+def _hca_pin(facts: Facts) -> Iterator[Verdict]:
+    setting = facts.settings.get(HCA)
+    if setting is None or switched_off(facts.settings) is not None:
+        return
+    good = [one.name for one in endpoints(facts.devices, {}) if kind_of(one) in _ROCE_AND_INFINIBAND]
+    right = f"  # or set {HCA}=={','.join(good)}" if good else ""
+    missing = NcclPattern.parse(setting.value).without_match([device.name for device in facts.devices])
+    selected = endpoints(facts.devices, facts.settings)
+    if missing:
+        problem = f"there is no {', '.join(missing)}"
+    elif not any(kind_of(one) in (*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN) for one in selected):
+        problem = "no port of these is ACTIVE and can be used"
+    else:
+        return
+    measured = f"{HCA}={setting.value} (set in {setting.origin}): {problem}"
+    yield _infiniband(facts.host, Status.FAIL, measured, ", ".join(good), setting.undo(HCA) + right)
+
+
+def _gid_pin(facts: Facts) -> Iterator[Verdict]:
+    setting = facts.settings.get(GID_INDEX)
+    if setting is None or setting.number < 0 or switched_off(facts.settings) is not None:
+        return
+    for one in endpoints(facts.devices, facts.settings):
+        right = roce_v2_gids(one.port)
+        if kind_of(one) is not Rdma.ROCE or any(gid.index == setting.number for gid in right):
+            continue
+        gid = next((gid for gid in one.port.gids if gid.index == setting.number), None)
+        what = "is empty"
+        if gid is not None:
+            version = "of an unknown type" if gid.roce_version is None else f"RoCE v{gid.roce_version}"
+            what = f"is {version}, {gid.ipv4 or gid.address}"
+        expected = f"{right[0].index} (RoCE v2, {right[0].ipv4})"
+        remedy = f"{setting.undo(GID_INDEX)}  # or set {GID_INDEX}={right[0].index}"
+        measured = f"{GID_INDEX}={setting.value} (set in {setting.origin}): on {one.name} that GID {what}"
+        # No queue pair can be made with an empty one.
+        yield _infiniband(facts.host, Status.WARN if gid else Status.FAIL, measured, expected, remedy)
+
+
+def _switches(facts: Facts) -> Iterator[Verdict]:
+    usable = [one.name for one in endpoints(facts.devices, {}) if kind_of(one) in _ROCE_AND_INFINIBAND]
+    off = switched_off(facts.settings)
+    if off is not None and usable:
+        name = off.partition("=")[0]
+        measured = f"{off}, but ports are ACTIVE: {', '.join(usable)}"
+        yield _infiniband(facts.host, Status.WARN, measured, "InfiniBand or RoCE", facts.settings[name].undo(name))
+    net = facts.settings.get(NET)
+    here = kinds_here(facts.devices, settings=facts.settings)
+    if net is not None and net.value.lower() == "ib" and not here & {*_ROCE_AND_INFINIBAND, Rdma.UNKNOWN}:
+        measured = f"{NET}={net.value} (set in {net.origin}), but no port of InfiniBand or RoCE can be used"
+        yield _infiniband(facts.host, Status.FAIL, measured, remedy=net.undo(NET))
