@@ -4,9 +4,10 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from threading import Lock
-from typing import ClassVar, Protocol
+from typing import Protocol
+
+import msgspec
 
 
 class AppendLog(Protocol):
@@ -22,18 +23,18 @@ class AppendLog(Protocol):
         """Make everything durable; nothing may be appended afterwards."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """Base of all records; its name in the journal is the class attribute `event`."""
+class Event(msgspec.Struct, frozen=True):
+    """Base of all records; the tag of each is its name in the journal."""
 
-    event: ClassVar[str]
+    @property
+    def event(self) -> str:
+        """Its name."""
+        return str(self.__struct_config__.tag)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start(Event):
+class Start(Event, tag="start", frozen=True):
     """A group of ranks has come up."""
 
-    event: ClassVar[str] = "start"
     world_size: int
     hosts: tuple[str, ...]
     backend: str
@@ -44,11 +45,9 @@ class Start(Event):
     """Duration of each phase of the start, by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preflight(Event):
+class Preflight(Event, tag="preflight", frozen=True):
     """What was checked before a start. `stage` is `hosts` (each host and the links between them) or `group` (collectives)."""
 
-    event: ClassVar[str] = "preflight"
     stage: str
     level: str
     reason: str
@@ -63,11 +62,9 @@ class Preflight(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportPlanned(Event):
+class TransportPlanned(Event, tag="transport", frozen=True):
     """What was set on a host for NCCL and gloo, before any group was made."""
 
-    event: ClassVar[str] = "transport"
     host: str
     interface: str | None
     rdma: str
@@ -77,11 +74,9 @@ class TransportPlanned(Event):
     """What a person has set, and was left alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume(Event):
+class Resume(Event, tag="resume", frozen=True):
     """State was restored, or begun (`step` 0, `tier` "none")."""
 
-    event: ClassVar[str] = "resume"
     step: int
     tier: str
     checkpoint: str | None
@@ -89,11 +84,9 @@ class Resume(Event):
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step(Event):
+class Step(Event, tag="step", frozen=True):
     """One optimizer step was committed. Values are null where they were not finite."""
 
-    event: ClassVar[str] = "step"
     step: int
     loss: float
     lr: float
@@ -102,11 +95,9 @@ class Step(Event):
     tokens_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Skip(Event):
+class Skip(Event, tag="skip", frozen=True):
     """A step's update was left out because its loss or gradient was not finite."""
 
-    event: ClassVar[str] = "skip"
     step: int
     loss: float
     grad_norm: float
@@ -114,22 +105,18 @@ class Skip(Event):
     in_a_row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated(Event):
+class Evaluated(Event, tag="eval", frozen=True):
     """The loss on held-out samples."""
 
-    event: ClassVar[str] = "eval"
     step: int
     loss: float
     samples: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot(Event):
+class Snapshot(Event, tag="snapshot", frozen=True):
     """The state of a step is whole in host memory. `bytes` and times are this rank's."""
 
-    event: ClassVar[str] = "snapshot"
     step: int
     slot: int
     bytes: int
@@ -139,27 +126,21 @@ class Snapshot(Event):
     """How long training waited: to begin, and before the update."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperStarted(Event):
+class KeeperStarted(Event, tag="keeper_started", frozen=True):
     """A host's keeper answers this rank."""
 
-    event: ClassVar[str] = "keeper_started"
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeeperLost(Event):
+class KeeperLost(Event, tag="keeper_lost", frozen=True):
     """A host's keeper is gone without having been asked to; another one is started."""
 
-    event: ClassVar[str] = "keeper_lost"
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replicated(Event):
+class Replicated(Event, tag="replicated", frozen=True):
     """A snapshot of a rank of this host is whole in the memory of another host, too."""
 
-    event: ClassVar[str] = "replicated"
     of_rank: int
     step: int
     host: str
@@ -167,32 +148,26 @@ class Replicated(Event):
     seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicationFailed(Event):
+class ReplicationFailed(Event, tag="replication_failed", frozen=True):
     """A snapshot could not be copied to the other host; newer ones are tried."""
 
-    event: ClassVar[str] = "replication_failed"
     of_rank: int
     step: int
     host: str
     error: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryShort(Event):
+class MemoryShort(Event, tag="memory_short", frozen=True):
     """Host memory has less room for snapshots than was wanted, and what follows."""
 
-    event: ClassVar[str] = "memory_short"
     buffers: int
     replicate: bool
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicasDiverged(Event):
+class ReplicasDiverged(Event, tag="replicas_diverged", frozen=True):
     """Replicas hold different parameters or optimizer state: the run ends, and nothing is saved of the step."""
 
-    event: ClassVar[str] = "replicas_diverged"
     step: int
     ranks: tuple[int, ...]
     """Those that differ from the majority of their replicas; all of them where there is no majority."""
@@ -201,11 +176,9 @@ class ReplicasDiverged(Event):
     majority: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, tag="checkpoint_saved", frozen=True):
     """A checkpoint is committed: durable, and found by the next start."""
 
-    event: ClassVar[str] = "checkpoint_saved"
     step: int
     checkpoint: str
     reason: str
@@ -213,49 +186,39 @@ class CheckpointSaved(Event):
     seconds: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSlow(Event):
+class CheckpointSlow(Event, tag="checkpoint_slow", frozen=True):
     """A save is still under way after a time in which most are done; `trouble` is the last thing that storage complained of."""
 
-    event: ClassVar[str] = "checkpoint_slow"
     step: int
     seconds: float
     trouble: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, tag="checkpoint_failed", frozen=True):
     """A save failed; the run goes on."""
 
-    event: ClassVar[str] = "checkpoint_failed"
     step: int
     error: str
     in_a_row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointRejected(Event):
+class CheckpointRejected(Event, tag="checkpoint_rejected", frozen=True):
     """A checkpoint was not taken, and why."""
 
-    event: ClassVar[str] = "checkpoint_rejected"
     checkpoint: str
     file: str | None
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointsPruned(Event):
+class CheckpointsPruned(Event, tag="checkpoints_pruned", frozen=True):
     """Checkpoints that newer valid ones supersede were deleted."""
 
-    event: ClassVar[str] = "checkpoints_pruned"
     checkpoints: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failure(Event):
+class Failure(Event, tag="failure", frozen=True):
     """This rank ends because of an error."""
 
-    event: ClassVar[str] = "failure"
     exit_code: int
     error: str
     phase: str
@@ -266,11 +229,9 @@ class Failure(Event):
     """Key of the last collectives of this rank; written after this record, so it is missing where even that hung."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hang(Event):
+class Hang(Event, tag="hang", frozen=True):
     """Ranks made no progress for longer than they may, and are ended. Told by whoever ends them: themselves, or their host."""
 
-    event: ClassVar[str] = "hang"
     guilty: tuple[str, ...]
     """`rank 3 on host b`; empty where all wait at the same place."""
 
@@ -288,11 +249,9 @@ class Hang(Event):
     """Key of the stacks of the ranks of this host; written after this record."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop(Event):
+class Stop(Event, tag="stop", frozen=True):
     """The run ends on purpose: finished, or asked to."""
 
-    event: ClassVar[str] = "stop"
     step: int
     reason: str
     exit_code: int
@@ -307,8 +266,7 @@ class Stop(Event):
 def encode(event: Event, *, now: float, incarnation: str, rank: int) -> bytes:
     """One line of JSON (with its newline); floats in full precision, non-finite ones as null."""
     record: dict[str, object] = {"time": now, "event": event.event, "incarnation": incarnation, "rank": rank}
-    for field in fields(event):
-        record[field.name] = _plain(getattr(event, field.name))
+    record |= {name: _plain(getattr(event, name)) for name in event.__struct_fields__}
     return json.dumps(record, allow_nan=False).encode() + b"\n"
 
 

@@ -63,7 +63,7 @@ def limit_the_end(grace_s: float, *, exit_code: int) -> None:
     faulthandler.dump_traceback_later(grace_s + _LOCK_FREE_MARGIN_S, exit=True)
 
 
-_PROC = Path("/proc")
+PROC = Path("/proc")
 _PF_EXITING = 0x4
 _PAUSE_S = 0.01
 
@@ -113,13 +113,13 @@ class Process:
     started: int
 
 
-def identify(pid: int, *, proc: Path = _PROC) -> Process | None:
+def identify(pid: int, *, proc: Path = PROC) -> Process | None:
     """None if it is gone; one that has ended is there until its parent has asked for it."""
     stat = read_stat(proc / str(pid))
     return Process(pid, stat.started) if stat is not None else None
 
 
-def early_exit_code(process: Process, *, parent: int, proc: Path = _PROC) -> int | None:
+def early_exit_code(process: Process, *, parent: int, proc: Path = PROC) -> int | None:
     """How a child ends that all but is gone, negative for a signal; None if it is not so far, or ends well.
 
     `parent` is its parent: where /proc shows the processes of another namespace, strangers have the same numbers.
@@ -133,7 +133,7 @@ def early_exit_code(process: Process, *, parent: int, proc: Path = _PROC) -> int
     return os.waitstatus_to_exitcode(stat.status)
 
 
-def runs(pid: int, *, proc: Path = _PROC) -> bool:
+def runs(pid: int, *, proc: Path = PROC) -> bool:
     """Whether a thread of it may still do anything of its program's."""
     stat = read_stat(proc / str(pid))
     if stat is None:
@@ -143,7 +143,7 @@ def runs(pid: int, *, proc: Path = _PROC) -> bool:
     return len(threads) < stat.num_threads or any(not one.exiting for one in threads)
 
 
-def is_there(process: Process, *, proc: Path = _PROC) -> bool:
+def is_there(process: Process, *, proc: Path = PROC) -> bool:
     """Whether it holds anything: one that has ended may wait for a parent that never asks for it, as in many containers."""
     stat = read_stat(proc / str(process.pid))
     if stat is None or stat.started != process.started:
@@ -169,7 +169,7 @@ def wait_until_gone(
     limit_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    proc: Path = _PROC,
+    proc: Path = PROC,
 ) -> list[int]:
     """Until they hold nothing any more; returns the numbers of those that still do after `limit_s`."""
     deadline = clock() + limit_s
@@ -215,7 +215,7 @@ class WaitNotice:
         self._say(f"waiting for {what()} ({now_s - self._began_s:.0f} s so far{limit})")
 
 
-def describe_process(pid: int, *, proc: Path = _PROC) -> str:
+def describe_process(pid: int, *, proc: Path = PROC) -> str:
     """A process by its number, and what keeps it from running, if anything does."""
     stat = read_stat(proc / str(pid))
     if stat is None:

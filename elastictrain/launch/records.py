@@ -3,8 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
 
 from elastictrain.events import AppendLog, Event, encode
 
@@ -13,11 +11,9 @@ logger = logging.getLogger(__name__)
 NO_RANK = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationBegun(Event):
+class GenerationBegun(Event, tag="generation", frozen=True):
     """This host takes part in a generation."""
 
-    event: ClassVar[str] = "generation"
     hosts: tuple[str, ...]
     world_size: int
     reason: str
@@ -26,11 +22,9 @@ class GenerationBegun(Event):
     pause_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationEnded(Event):
+class GenerationEnded(Event, tag="generation_ended", frozen=True):
     """Nothing of a generation runs on this host any more."""
 
-    event: ClassVar[str] = "generation_ended"
     kind: str
     exit_code: int
     phase: str
@@ -40,11 +34,9 @@ class GenerationEnded(Event):
     """The host that fell silent, if that is why."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoticeGiven(Event):
+class NoticeGiven(Event, tag="notice", frozen=True):
     """Somebody announced that this host is about to be taken away, or may be."""
 
-    event: ClassVar[str] = "notice"
     reason: str
     leave: bool
     """Whether the host leaves; otherwise it was only a hint."""
@@ -53,11 +45,9 @@ class NoticeGiven(Event):
     """Unix seconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkersNotForked(Event):
+class WorkersNotForked(Event, tag="workers_not_forked", frozen=True):
     """Workers of this host are started anew each time, and import torch, so that a restart takes longer."""
 
-    event: ClassVar[str] = "workers_not_forked"
     reason: str
 
 

@@ -1,18 +1,18 @@
 """The watcher's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
 
-import json
 import logging
 import os
 import signal
 import sys
-from dataclasses import replace
 from typing import NoReturn
 
+import msgspec
+
+from elastictrain.bounded_json import parse_record
 from elastictrain.errors import EXIT_OK
 from elastictrain.events import Hang, Journal
-from elastictrain.liveness.leftovers import sweep
-from elastictrain.liveness.monitor_client import MonitoredHost
-from elastictrain.liveness.rank_monitor import RankMonitor, clear
+from elastictrain.liveness.monitor_client import MonitoredHost, remove_folder, sweep
+from elastictrain.liveness.rank_monitor import RankMonitor
 
 
 def main(folder: str, facts: MonitoredHost) -> NoReturn:
@@ -23,7 +23,7 @@ def main(folder: str, facts: MonitoredHost) -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     sweep(os.path.dirname(folder))  # noqa: PTH120
     RankMonitor(folder, facts, record=lambda hang, stacks: keep(hang, stacks, facts)).run()
-    clear(folder)
+    remove_folder(folder, with_files=True)
     # Not an orderly end: a thread may hang in storage.
     os._exit(EXIT_OK)
 
@@ -39,16 +39,10 @@ def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
     log = open_append_log(store, f"events/{name}.jsonl", flush_s=facts.flush_s, close_s=facts.close_s)
     journal = Journal(log, incarnation=facts.incarnation, rank=facts.ranks[0])
     key = f"stacks/{name}.txt"
-    journal.record(replace(hang, stacks=key))
+    journal.record(msgspec.structs.replace(hang, stacks=key))
     journal.close()
     store.write(key, stacks.encode())
 
 
-def read_facts(text: str) -> MonitoredHost:
-    """What the worker wrote that started this process."""
-    facts = json.loads(text)
-    return MonitoredHost(**{**facts, "ranks": tuple(facts["ranks"])})
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], read_facts(sys.argv[2]))
+    main(sys.argv[1], parse_record(sys.argv[2], MonitoredHost))

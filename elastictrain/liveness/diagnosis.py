@@ -1,18 +1,44 @@
-"""Who of a group is to blame for a hang, and who only waits. Pure.
+"""Who of a group is to blame for a hang, and who only waits.
 
 In a hang nearly everybody waits: those who are in a collective wait for one who is not. Whoever has come least far in the
 program that all run alike is the one who is waited for.
 """
 
-import math
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from elastictrain.liveness.progress import Phase, ProgressMark
 
-_LONGEST_TEXT = 200
+LONGEST_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """The last collectives that a rank has entered; empty if it does not tell."""
+
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    """By process group: the number of the last one, counted alike on all of its ranks."""
+
+    last: str = ""
+    """The newest of all, for a person."""
+
+
+def last_entered(trace: str) -> Entered:
+    """From a dump of the flight recorder; empty where that says nothing that we understand."""
+    try:
+        entries = [entry for entry in json.loads(trace)["entries"] if not entry["is_p2p"]]
+        entries.sort(key=lambda entry: int(entry["record_id"]))
+        sequences = {str(entry["process_group"][0]): int(entry["collective_seq_id"]) for entry in entries}
+        if not entries:
+            return Entered()
+        newest = entries[-1]
+        what = f"{newest.get('profiling_name')} no. {newest['collective_seq_id']} of group {newest['process_group'][0]}"
+    except (ValueError, KeyError, TypeError, IndexError):
+        return Entered()
+    return Entered(sequences, f"{what}, sizes {newest.get('input_sizes')}"[:LONGEST_TEXT])
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,51 +51,17 @@ class RankStatus:
     silent_s: float
     bound_s: float
     still_s: float = 0.0
-    sequences: Mapping[str, int] | None = None
-    """Of each process group: the number of the last collective that it entered; None if it did not tell."""
-
-    collective: str = ""
-    """The last collective that it entered."""
+    entered: Entered = field(default_factory=Entered)
 
     @property
     def name(self) -> str:
         """`rank 3 on host b`"""
         return f"rank {self.rank} on {self.host}"
 
-
-def to_heartbeat(mark: ProgressMark, *, now_s: float, bound_s: float) -> dict[str, object]:
-    """What a rank writes of itself; JSON."""
-    return {
-        "where": str(mark),
-        "phase": str(mark.phase),
-        "step": mark.step,
-        "micro_batch": mark.micro_batch,
-        "first_step_done": mark.first_step_done,
-        "silent_s": round(max(0.0, now_s - mark.since_s), 3),
-        "bound_s": bound_s,
-    }
-
-
-def from_heartbeat(beat: Mapping[str, object], *, rank: int, host: str, still_s: float) -> RankStatus | None:
-    """The inverse; None if another release, or nobody of ours, has written it."""
-    try:
-        silent_s, bound_s = _number(beat["silent_s"]), _number(beat["bound_s"])
-        mark = ProgressMark(
-            Phase(str(beat["phase"])), int(_number(beat["step"])), int(_number(beat["micro_batch"])), 0.0,
-            bool(beat["first_step_done"]),
-        )  # fmt: skip
-        sequences = beat.get("sequences")
-        told = {str(group): int(_number(last)) for group, last in sequences.items()} if isinstance(sequences, Mapping) else None
-    except (KeyError, ValueError, TypeError):
-        return None
-    collective = str(beat.get("collective", ""))[:_LONGEST_TEXT]
-    return RankStatus(rank, host, mark, silent_s + still_s, bound_s, still_s, told, collective)
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
+    @property
+    def place(self) -> str:
+        """`reduce of step 7, all_reduce no. 58`"""
+        return f"{self.mark}, {self.entered.last}" if self.entered.last else f"{self.mark}"
 
 
 LEFT_TO_THE_GUILTY_S = 3.0
@@ -163,9 +155,7 @@ def _diagnosis(reason: Reason, guilty: Sequence[RankStatus], statuses: Sequence[
 
 def _lags(one: RankStatus, other: RankStatus) -> bool:
     """Whether `other` has entered a collective of a group of both that `one` has not."""
-    if one.sequences is None or other.sequences is None:
-        return False
-    return any(other.sequences.get(group, last) > last for group, last in one.sequences.items())
+    return any(other.entered.sequences.get(group, last) > last for group, last in one.entered.sequences.items())
 
 
 def _accuse(one: RankStatus, *, reason: Reason) -> str:
@@ -174,8 +164,8 @@ def _accuse(one: RankStatus, *, reason: Reason) -> str:
         text += (
             f", and nothing was heard of it for {one.still_s:.1f} s: it is stopped, holds the interpreter's lock, or is cut off"
         )
-    if one.collective:
-        text += f"; the last collective that it entered is {one.collective}"
+    if one.entered.last:
+        text += f"; the last collective that it entered is {one.entered.last}"
     return text
 
 
@@ -186,6 +176,6 @@ def _names(statuses: Sequence[RankStatus]) -> str:
 
 
 def _places(statuses: Sequence[RankStatus]) -> str:
-    places = Counter(f"{one.mark}" + (f", {one.collective}" if one.collective else "") for one in statuses)
+    places = Counter(one.place for one in statuses)
     told = [f"{place} ({count} ranks)" if len(places) > 1 else place for place, count in places.most_common(3)]
     return "; ".join(told) + ("; and elsewhere" if len(places) > len(told) else "")

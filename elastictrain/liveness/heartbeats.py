@@ -1,16 +1,21 @@
-"""The board on which every rank writes where it is, read when a peer is gone: no backend tells who is missing."""
+"""The shared store in which every rank writes where it is, read when a peer is gone: no backend tells who is missing."""
 
 import json
 import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from elastictrain.bounded_json import encode_record, parse_record
+from elastictrain.config.fault import FaultGroup
 from elastictrain.distributed.bounded import within
+from elastictrain.liveness.diagnosis import LONGEST_TEXT, Entered, RankStatus
+from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.watchdog import bound_s
 
 logger = logging.getLogger(__name__)
 
@@ -19,18 +24,22 @@ _READ_LIMIT_S = 3.0
 _FALLEN = "fallen"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """The newest heartbeat of a rank."""
+    """What a rank writes of itself; `where` is for people."""
 
-    told: Mapping[str, object]
-    """What it said of itself; it may come from another release."""
-
-    age_s: float
-    """By the clocks of the two hosts, which may differ."""
-
-    still_s: float
-    """How long no newer one has come, as far as this rank has looked; by its own clock."""
+    where: str
+    phase: Phase
+    step: int
+    micro_batch: int
+    first_step_done: bool
+    silent_s: float
+    bound_s: float
+    sequences: Mapping[str, int] = field(default_factory=dict)
+    collective: str = ""
+    time: float
+    """Of the clock of its host, which may differ from ours."""
+    number: int
 
 
 class HeartbeatStore:
@@ -46,64 +55,68 @@ class HeartbeatStore:
         *,
         rank: int,
         hosts: tuple[str, ...],
-        tell: Callable[[], Mapping[str, object]],
-        interval_s: float,
+        mark: Callable[[], ProgressMark],
+        options: FaultGroup,
         clock: Callable[[], float] = time.time,
         stopwatch: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tell` says where this rank is: JSON, with a text for people under `where`."""
+        """`hosts`: the one of each rank. `mark` is on the clock of `stopwatch`."""
         self._writing: dist.Store = store.clone()  # type: ignore[attr-defined]  # missing in the stub of torch
         self._reading: dist.Store = store.clone()  # type: ignore[attr-defined]
         for connection in (self._writing, self._reading):
             connection.set_timeout(_READ_TIMEOUT)
         self._rank = rank
         self._hosts = hosts
-        self._tell = tell
-        self._interval_s = interval_s
+        self._mark = mark
+        self._options = options
         self._clock = clock
         self._stopwatch = stopwatch
         self._number = 0
-        self._also: Mapping[str, object] = {}
-        self._seen: dict[int, tuple[object, float]] = {}
+        self.entered = Entered()
+        """What is told from now on besides where this rank is."""
+        self._seen: dict[int, tuple[int, float]] = {}
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write, name="heartbeat", daemon=True)
-
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """The host of each rank."""
-        return self._hosts
 
     def start(self) -> None:
         """Begin to write."""
         self._thread.start()
-
-    def add(self, told: Mapping[str, object]) -> None:
-        """What is told from now on besides where this rank is; JSON. Replaces what was told so far."""
-        self._also = told
 
     def close(self) -> None:
         """Stop writing."""
         self._closed.set()
         self._thread.join(timeout=2 * _READ_TIMEOUT.total_seconds())
 
+    def own_status(self, mark: ProgressMark) -> RankStatus:
+        """This rank as the others see it."""
+        silent_s = max(0.0, self._stopwatch() - mark.since_s)
+        return RankStatus(
+            self._rank, self._hosts[self._rank], mark, silent_s, bound_s(mark, self._options), entered=self.entered
+        )
+
+    def statuses(self) -> list[RankStatus]:
+        """Of the other ranks that were heard. `still_s` is by our own clock, and as far as we have looked.
+
+        May take as long as the store takes to answer. Raises: RuntimeError, ValueError.
+        """
+        statuses = []
+        for rank, beat in self._read_all().items():
+            if beat is None:
+                continue
+            now_s = self._stopwatch()
+            number, since_s = self._seen.get(rank, (beat.number, now_s))
+            self._seen[rank] = (beat.number, since_s if beat.number == number else now_s)
+            still_s = now_s - self._seen[rank][1]
+            mark = ProgressMark(beat.phase, beat.step, beat.micro_batch, 0.0, beat.first_step_done)
+            entered = Entered(beat.sequences, beat.collective[:LONGEST_TEXT])
+            statuses.append(RankStatus(rank, self._hosts[rank], mark, beat.silent_s + still_s, beat.bound_s, still_s, entered))
+        return statuses
+
     def last_heard(self) -> dict[str, str]:
         """For each other rank, oldest news first: where it was, and how long ago. Bounded in time, never raises."""
         # The host of the store may be the one that is gone, without a word: then a question to it never returns.
         heard = within(_READ_LIMIT_S, self._read_texts)
         return {"the shared store": "does not answer: its host may be the one that is gone"} if heard is None else heard
-
-    def beats(self) -> dict[int, Heartbeat | None]:
-        """The newest beat of each other rank (None: it never said a word).
-
-        May take as long as the store takes to answer. Raises: RuntimeError, ValueError.
-        """
-        beats: dict[int, Heartbeat | None] = {}
-        for rank in range(len(self._hosts)):
-            if rank != self._rank:
-                key = f"beat/{rank}"
-                told = json.loads(self._reading.get(key)) if self._reading.check([key]) else None
-                beats[rank] = self._beat(rank, told) if isinstance(told, dict) else None
-        return beats
 
     def announce_failure(self) -> None:
         """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
@@ -112,42 +125,63 @@ class HeartbeatStore:
         within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", word))
 
     def failed_peer(self) -> str | None:
-        """The name of another rank that said that it ends because of an error, if one did. As `beats`."""
+        """The name of another rank that said that it ends because of an error, if one did. As `statuses`."""
         if not self._reading.check([_FALLEN]):
             return None
         told = json.loads(self._reading.get(_FALLEN))
         return f"rank {told['rank']} on {told['host']}" if told["rank"] != self._rank else None
 
-    def _beat(self, rank: int, told: dict[str, object]) -> Heartbeat:
-        now_s = self._stopwatch()
-        number, since_s = self._seen.get(rank, (None, now_s))
-        if told.get("number") != number:
-            since_s = now_s
-        self._seen[rank] = (told.get("number"), since_s)
-        written = told.get("time")
-        age_s = max(0.0, self._clock() - written) if isinstance(written, int | float) else 0.0
-        return Heartbeat(told, age_s, now_s - since_s)
+    def _read_all(self) -> dict[int, Heartbeat | None]:
+        """The newest heartbeat of each other rank; None if it has written none, or one of another release."""
+        beats: dict[int, Heartbeat | None] = {}
+        for rank in range(len(self._hosts)):
+            key = f"beat/{rank}"
+            if rank == self._rank:
+                continue
+            beats[rank] = None
+            if self._reading.check([key]):
+                try:
+                    beats[rank] = parse_record(self._reading.get(key), Heartbeat)
+                except ValueError as error:
+                    logger.debug("heartbeat of rank %d: %s", rank, error)
+        return beats
 
     def _read_texts(self) -> dict[str, str]:
         try:
-            beats = self.beats()
-        except (RuntimeError, ValueError) as error:
+            beats = self._read_all()
+        except RuntimeError as error:
             return {"the shared store": f"does not answer ({type(error).__name__}): its host may be the one that is gone"}
         news = []
         for rank, beat in beats.items():
-            text = "never heard in this incarnation" if beat is None else f"{beat.told.get('where')}, {beat.age_s:.1f} s ago"
-            news.append((float("inf") if beat is None else beat.age_s, f"rank {rank} on {self._hosts[rank]}", text))
-        news.sort(reverse=True)
-        return {name: text for _, name, text in news}
+            age_s = float("inf") if beat is None else max(0.0, self._clock() - beat.time)
+            text = "never heard in this incarnation" if beat is None else f"{beat.where}, {age_s:.1f} s ago"
+            news.append((age_s, f"rank {rank} on {self._hosts[rank]}", text))
+        return {name: text for _, name, text in sorted(news, reverse=True)}
 
     def _write(self) -> None:
         while True:
             self._number += 1
             try:
-                beat = {**self._tell(), **self._also, "time": self._clock(), "number": self._number}
-                self._writing.set(f"beat/{self._rank}", json.dumps(beat))
+                self._writing.set(f"beat/{self._rank}", encode_record(self._beat()).decode())
             except RuntimeError as error:
                 # The store's host may be gone; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)
-            if self._closed.wait(self._interval_s):
+            if self._closed.wait(self._options.heartbeat_s):
                 return
+
+    def _beat(self) -> Heartbeat:
+        mark = self._mark()
+        status = self.own_status(mark)
+        return Heartbeat(
+            where=str(mark),
+            phase=mark.phase,
+            step=mark.step,
+            micro_batch=mark.micro_batch,
+            first_step_done=mark.first_step_done,
+            silent_s=round(status.silent_s, 3),
+            bound_s=status.bound_s,
+            sequences=status.entered.sequences,
+            collective=status.entered.last,
+            time=self._clock(),
+            number=self._number,
+        )

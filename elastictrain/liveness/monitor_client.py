@@ -1,18 +1,19 @@
-"""A worker's part in being watched from outside: its marks, its stacks when asked, and the watcher of its host."""
+"""A worker's part in being watched from outside: its progress file, its stacks when asked, and the monitor of its host."""
 
-import json
+import fcntl
 import logging
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Self
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.config.fault import FaultGroup
-from elastictrain.liveness.leftovers import hold, remove_folder
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader
 from elastictrain.liveness.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked
@@ -22,6 +23,9 @@ from elastictrain.storage.private import make_private_folder
 logger = logging.getLogger(__name__)
 
 _MEMORY = "/dev/shm"  # noqa: S108  # the folder in it is ours alone
+
+_STALE_S = 3600.0
+"""What killed workers have left in memory is removed when it is that old: a new folder is not locked at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class RankMonitorClient:
         # It must not look like a worker, or take the signals that are meant for one.
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         self._monitor = subprocess.Popen(  # noqa: S603
-            [sys.executable, "-m", "elastictrain.liveness", self.folder, json.dumps(asdict(self._facts))],
+            [sys.executable, "-m", "elastictrain.liveness", self.folder, encode_record(self._facts).decode()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=environment,
@@ -130,3 +134,52 @@ def _make_folder(folder: str) -> None:
             # The end of another run has removed the parent in between.
             if last_try:
                 raise
+
+
+def hold(folder: str) -> int:
+    """Keep a folder from being swept, for the life of this process or of the returned descriptor. Raises: OSError."""
+    descriptor = _open(folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def remove_folder(folder: str, *, with_files: bool) -> None:
+    """Removes what is empty, or all of an incarnation; never raises."""
+    with suppress(OSError):
+        for entry in list(os.scandir(folder)) if with_files else ():
+            with suppress(OSError):
+                os.unlink(entry.path)  # noqa: PTH108
+        os.rmdir(folder)  # noqa: PTH106
+        os.rmdir(os.path.dirname(folder))  # noqa: PTH106, PTH120
+
+
+def sweep(parent: str, *, now: float | None = None) -> list[str]:
+    """Removes folders whose workers were all killed long ago, and their watcher with them; returns their paths."""
+    removed = []
+    with suppress(OSError):
+        for entry in list(os.scandir(parent)):
+            with suppress(OSError):
+                age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
+                if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S:
+                    _remove_if_abandoned(entry.path)
+                    removed.append(entry.path)
+    return removed
+
+
+def _remove_if_abandoned(folder: str) -> None:
+    """Raises: OSError if somebody holds it."""
+    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
+    descriptor = _open(folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_folder(folder, with_files=True)
+    finally:
+        os.close(descriptor)
+
+
+def _open(folder: str) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)

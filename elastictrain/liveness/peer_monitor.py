@@ -4,12 +4,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elastictrain.config.fault import FaultGroup
 from elastictrain.distributed.bounded import within
-from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose, from_heartbeat
-from elastictrain.liveness.flight_record import Entered
+from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, diagnose
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.watchdog import LostPeer, bound_s
@@ -24,13 +22,6 @@ _BEATS = 3.0
 
 _LATE_S = 0.5
 _DUMP_LIMIT_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    mark: ProgressMark
-    diagnosis: HangDiagnosis
-    at_s: float
 
 
 class PeerMonitor:
@@ -54,11 +45,12 @@ class PeerMonitor:
         self._options = options
         self._clock = clock
         self._told: ProgressMark | None = None
-        self._own = Entered()
-        self._found: _Found | None = None
-        self._fallen: LostPeer | None = None
+        self._found: tuple[ProgressMark, HangDiagnosis, float] | None = None
+        """Of the silence of this mark, and when it was found."""
+        self.failed_peer: LostPeer | None = None
+        """A rank that has said that it ends because of an error."""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to look."""
@@ -73,56 +65,29 @@ class PeerMonitor:
     def in_vain(self) -> bool:
         """Whether this rank has nothing to wait for any more, when it has been silent beyond its bound."""
         found = self._found
-        return found is not None and found.mark is self._mark() and found.diagnosis.is_in_vain(self._rank)
+        return found is not None and found[0] is self._mark() and found[1].is_in_vain(self._rank)
 
     @property
     def diagnosis(self) -> HangDiagnosis | None:
         """Whose fault the silence at hand is; None as long as it is too short for the question, or nobody answers."""
         found = self._found
-        if found is None or found.mark is not self._mark():
-            return None
-        return found.diagnosis.later(self._clock() - found.at_s)
-
-    @property
-    def failed_peer(self) -> LostPeer | None:
-        """A rank that has said that it ends because of an error."""
-        return self._fallen
+        return found[1].later(self._clock() - found[2]) if found is not None and found[0] is self._mark() else None
 
     def turn(self) -> None:
         """Look once. Raises: RuntimeError, ValueError if the store does not answer."""
-        if self._fallen is None and (name := self._heartbeats.failed_peer()) is not None:
-            self._fallen = LostPeer(name, self._clock())
+        if self.failed_peer is None and (name := self._heartbeats.failed_peer()) is not None:
+            self.failed_peer = LostPeer(name, self._clock())
         mark = self._mark()
-        silent_s = self._clock() - mark.since_s
-        if silent_s < _SHARE * bound_s(mark, self._options):
-            if self._told is not None:
-                self._told = None
-                self._heartbeats.add({})
+        if self._clock() - mark.since_s < _SHARE * bound_s(mark, self._options):
+            self._told, self._heartbeats.entered = None, Entered()
             return
         if self._told is not mark:
-            self._own = within(_DUMP_LIMIT_S, self._entered) or Entered()
-            self._heartbeats.add({"sequences": dict(self._own.sequences), "collective": self._own.last})
+            self._heartbeats.entered = within(_DUMP_LIMIT_S, self._entered) or Entered()
             self._told = mark
+        statuses = [self._heartbeats.own_status(mark), *self._heartbeats.statuses()]
         frozen_s = _BEATS * self._options.heartbeat_s + _LATE_S
-        self._found = _Found(mark, diagnose(self._statuses(mark), frozen_s=frozen_s), self._clock())
-
-    def _statuses(self, mark: ProgressMark) -> list[RankStatus]:
-        hosts = self._heartbeats.hosts
-        own = RankStatus(
-            self._rank,
-            hosts[self._rank],
-            mark,
-            self._clock() - mark.since_s,
-            bound_s(mark, self._options),
-            sequences=self._own.sequences or None,
-            collective=self._own.last,
-        )
-        statuses = [own]
-        for rank, beat in self._heartbeats.beats().items():
-            if beat is not None:
-                status = from_heartbeat(beat.told, rank=rank, host=hosts[rank], still_s=beat.still_s)
-                statuses += [status] if status is not None else []
-        return sorted(statuses, key=lambda one: one.rank)
+        found = diagnose(sorted(statuses, key=lambda one: one.rank), frozen_s=frozen_s)
+        self._found = (mark, found, self._clock())
 
     def _run(self) -> None:
         while not self._closed.wait(self._options.heartbeat_s):

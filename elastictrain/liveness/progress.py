@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 ENOUGH_STEPS = 10
@@ -11,27 +11,6 @@ ENOUGH_STEPS = 10
 
 WINDOW_STEPS = 64
 """Steps that count: what was long ago may have been another kind of work."""
-
-
-class StepHistory:
-    """The durations of the last steps of this rank."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=WINDOW_STEPS)
-
-    def add(self, seconds: float) -> None:
-        """One more step is through."""
-        self._seconds.append(seconds)
-
-    @property
-    def usual_s(self) -> float:
-        """The longest step but one, so that a single stall does not blunt the bound; 0 until enough is known."""
-        return sorted(self._seconds)[-2] if len(self._seconds) >= ENOUGH_STEPS else 0.0
-
-
-def learned_bound_s(usual_s: float, *, multiple: float, floor_s: float, ceiling_s: float) -> float:
-    """The bound for any part of a step; the ceiling holds also where the floor is above it, or nothing was learnt."""
-    return min(ceiling_s, max(floor_s, multiple * usual_s)) if usual_s > 0 else ceiling_s
 
 
 class Phase(StrEnum):
@@ -57,24 +36,6 @@ STEP_PHASES = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.REDUCE
 """What recurs in every step, or nearly so, and is short."""
 
 
-_COLLECTIVE_PHASES = frozenset(
-    (
-        Phase.RENDEZVOUS,
-        Phase.PREFLIGHT,
-        Phase.GROUP,
-        Phase.BUILD,
-        Phase.RESTORE,
-        Phase.FORWARD,
-        Phase.BACKWARD,
-        Phase.REDUCE,
-        Phase.UPDATE,
-        Phase.SAVE,
-        Phase.EVAL,
-        Phase.END,
-    )
-)
-
-
 @dataclass(frozen=True, slots=True)
 class ProgressMark:
     """One moment: what began, in which step, and when (monotonic seconds)."""
@@ -88,7 +49,7 @@ class ProgressMark:
     """The longest that any phase of a step has taken since the first step was through."""
 
     usual_s: float = 0.0
-    """How long the long ones among the last steps took; 0 as long as too few are known."""
+    """The longest but one of the last steps, so that a single stall does not blunt the bound; 0 while too few are known."""
 
     compiling: bool = False
     """Whether a compiler is at work inside this phase."""
@@ -96,7 +57,7 @@ class ProgressMark:
     @property
     def in_collective(self) -> bool:
         """Whether ranks call collectives there."""
-        return self.phase in _COLLECTIVE_PHASES
+        return self.phase not in (Phase.START, Phase.DATA)
 
     def __str__(self) -> str:
         where = f"{self.phase} of step {self.step}" if self.step else f"{self.phase}"
@@ -110,7 +71,7 @@ class ProgressTracker:
         self._clock = clock
         self._first_step_done = False
         self._longest_s = 0.0
-        self._history = StepHistory()
+        self._steps_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._usual_s = 0.0
         self._step_s: float | None = None
         """Spent in the parts of the step at hand so far; None if it was not seen from its beginning."""
@@ -136,19 +97,7 @@ class ProgressTracker:
     def compiling(self, *, begins: bool) -> None:
         """A compiler begins its work inside the phase at hand, or has done it: that takes minutes and is no part of a step."""
         self._step_s = None
-        mark = self.mark
-        self._replace(
-            ProgressMark(
-                mark.phase,
-                mark.step,
-                mark.micro_batch,
-                self._clock(),
-                mark.first_step_done,
-                self._longest_s,
-                self._usual_s,
-                compiling=begins,
-            )
-        )
+        self._replace(replace(self.mark, since_s=self._clock(), compiling=begins))
 
     def follow(self, on_progress: Callable[[ProgressMark], None]) -> None:
         """Have each mark from this one on written down elsewhere, too."""
@@ -158,8 +107,8 @@ class ProgressTracker:
     def _learn(self) -> None:
         """A step begins: the one before it is through."""
         if self._step_s is not None:
-            self._history.add(self._step_s)
-            self._usual_s = self._history.usual_s
+            self._steps_s.append(self._step_s)
+            self._usual_s = sorted(self._steps_s)[-2] if len(self._steps_s) >= ENOUGH_STEPS else 0.0
         self._step_s = 0.0 if self._first_step_done else None
 
     def _replace(self, mark: ProgressMark) -> None:

@@ -9,18 +9,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.events import Hang
+from elastictrain.fault.exits import PROC, read_stat
 from elastictrain.fault.reasons import Reason, leave_reason
-from elastictrain.liveness.kill_decision import PULSE_S, KillDecision, Seen, judge
-from elastictrain.liveness.leftovers import remove_folder
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
-from elastictrain.liveness.progress_file import ProgressFileReader
-from elastictrain.liveness.stacks import look_at, take_stacks
+from elastictrain.liveness.progress_file import ProgressFileReader, RankProgress
+from elastictrain.liveness.stacks import take_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,77 @@ _TELL_S = 1.0
 _NOBODY_S = 10.0
 """The marks of the first worker are there before its watcher: without any, that worker is gone."""
 
+PULSE_S = 2.0
+"""A process whose watchdog has not run for so long is stopped, or a thread of it holds the interpreter's lock."""
 
-class MonitoredWorker(Protocol):
-    """One watched process."""
+assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks
 
-    def look(self, awake_s: float) -> Seen | None:
-        """How it is, `awake_s` after the last look; None while it has nothing to show.
+SURVIVOR_S = 1.4
+"""How long a process may outlive another one of its group in which it waits for it; it is ended by itself before, if it can."""
 
-        Raises: ProcessLookupError if it is gone, and has never shown anything.
-        """
+ENDING_S = 8.0
+"""The same for one that already ends, and says why."""
 
-    def kill(self) -> None:
-        """End it."""
+_MARGIN_S = 3.0
+"""What the limits that a process has for itself may be late."""
+
+Kind = Literal["stopped", "frozen", "stuck", "left behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One rank of this host, as it is seen from outside. Times are those in which the observer itself was awake."""
+
+    marks: RankProgress
+    unchanged_s: float
+    """Since its mark was last seen to change."""
+
+    still_s: float
+    """Since its pulse was last seen to go on."""
+
+    stopped: bool = False
+    """Whether a signal has stopped it."""
+
+    gone_s: float | None = None
+    """Since it ended; None as long as it lives."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillDecision:
+    """A process has to be ended."""
+
+    seen: Seen
+    kind: Kind
+    silent_s: float
+    bound_s: float
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it is at fault, and does not only wait for one that is gone."""
+        return self.kind != "left behind"
+
+
+def judge(seen: Sequence[Seen]) -> list[KillDecision]:
+    """Those that must be ended now."""
+    longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
+    decisions = (_judge_one(one, gone_s=longest_gone_s) for one in seen if one.gone_s is None)
+    return [decision for decision in decisions if decision is not None]
+
+
+def _judge_one(one: Seen, *, gone_s: float) -> KillDecision | None:
+    marks = one.marks
+    if one.stopped and one.still_s > marks.stopped_s:
+        return KillDecision(one, "stopped", one.still_s, marks.stopped_s)
+    # One that runs ends itself, knows of the others when it does so, and is given the time to say what it knows.
+    if one.still_s > PULSE_S and one.unchanged_s > marks.bound_s and not marks.ending:
+        return KillDecision(one, "frozen", one.unchanged_s, marks.bound_s)
+    latest_s = marks.limit_s + marks.grace_s + _MARGIN_S
+    if one.unchanged_s > latest_s:
+        return KillDecision(one, "stuck", one.unchanged_s, latest_s)
+    patience_s = ENDING_S if marks.ending else SURVIVOR_S
+    if gone_s > patience_s and marks.mark.phase is not Phase.END:
+        return KillDecision(one, "left behind", gone_s, patience_s)
+    return None
 
 
 class LiveWorker:
@@ -65,7 +123,10 @@ class LiveWorker:
         self._seen: Seen | None = None
 
     def look(self, awake_s: float) -> Seen | None:
-        """How it is."""
+        """How it is, `awake_s` after the last look; None while it has nothing to show.
+
+        Raises: ProcessLookupError if it is gone, and has never shown anything.
+        """
         marks = self._reader.read()
         if marks is None:
             # Killed in the middle of a mark, before the first look: nobody will ever finish it.
@@ -81,10 +142,10 @@ class LiveWorker:
             still_s=0.0 if goes_on else before.still_s + awake_s,
             gone_s=None if before.gone_s is None else before.gone_s + awake_s,
         )
-        task = look_at(marks.pid)
-        if seen.gone_s is None and (self._poll.poll(0) or task is None or task.exiting):
+        stat = read_stat(PROC / str(marks.pid))
+        if seen.gone_s is None and (self._poll.poll(0) or stat is None or stat.exiting):
             seen = replace(seen, gone_s=0.0)
-        self._seen = replace(seen, stopped=task is not None and task.state in "Tt")
+        self._seen = replace(seen, stopped=stat is not None and stat.state in "Tt")
         return self._seen
 
     def kill(self) -> None:
@@ -101,7 +162,7 @@ class RankMonitor:
         folder: str,
         facts: MonitoredHost,
         *,
-        find: Callable[[str, int], MonitoredWorker] = LiveWorker,
+        find: Callable[[str, int], LiveWorker] = LiveWorker,
         record: Callable[[Hang, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,7 +173,7 @@ class RankMonitor:
         self._record = record
         self._clock = clock
         self._last_s = self._began_s = clock()
-        self._workers: dict[int, MonitoredWorker] = {}
+        self._workers: dict[int, LiveWorker] = {}
         self._ended: set[int] = set()
         self._vanished: set[int] = set()
         """Ranks that will never show anything: their number may soon be another process's."""
@@ -132,9 +193,9 @@ class RankMonitor:
         awake_s, self._last_s = min(now_s - self._last_s, _LONGEST_TURN_S), now_s
         looks = self._look(awake_s)
         seen = [one for one in looks if one is not None]
-        sentences = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
-        if sentences:
-            self._carry_out(sentences, seen)
+        decisions = [one for one in judge(seen) if one.seen.marks.rank not in self._ended]
+        if decisions:
+            self._carry_out(decisions, seen)
         if not self._workers:
             return now_s - self._began_s < _NOBODY_S
         return any(one is None or one.gone_s is None for one in looks)
@@ -154,24 +215,24 @@ class RankMonitor:
                     self._vanished.add(rank)
         return looks
 
-    def _carry_out(self, sentences: Sequence[KillDecision], seen: Sequence[Seen]) -> None:
-        hanging = [one for one in sentences if one.hangs]
-        text = describe(sentences, seen, host=self._facts.host)
-        stacks = ""
-        if hanging:
-            alive = [(one.marks.rank, one.marks.pid) for one in seen if one.gone_s is None]
-            stacks = take_stacks(self._folder, alive)
-        for one in sentences:
+    def _carry_out(self, decisions: Sequence[KillDecision], seen: Sequence[Seen]) -> None:
+        alive = [one.marks for one in seen if one.gone_s is None]
+        ended = {one.seen.marks.rank for one in decisions}
+        waiting = [marks for marks in alive if marks.rank not in ended]
+        hanging = [one for one in decisions if one.hangs]
+        text = describe(decisions, waiting, host=self._facts.host)
+        stacks = take_stacks(self._folder, [(marks.rank, marks.pid) for marks in alive]) if hanging else ""
+        for one in decisions:
             marks = one.seen.marks
             if self._facts.launcher_folder:
-                reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one in hanging)
+                reason = Reason(marks.rank, EXIT_TRANSPORT, str(marks.mark.phase), marks.mark.step, text, guilty=one.hangs)
                 # One that ends by itself may have said why, and is only slow.
                 ends = marks.ending or marks.mark.phase is Phase.END
                 leave_reason(self._facts.launcher_folder, reason, only_if_none=ends)
             self._ended.add(marks.rank)
             self._workers[marks.rank].kill()
         if hanging:
-            event = hang_event(hanging, seen, host=self._facts.host, text=text)
+            event = hang_event(hanging, waiting, host=self._facts.host, text=text)
             # Storage may be what hangs.
             self._start(lambda: self._record(event, stacks))
         # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
@@ -184,18 +245,16 @@ class RankMonitor:
         return thread
 
 
-def describe(sentences: Sequence[KillDecision], seen: Sequence[Seen], *, host: str) -> str:
-    """What is done to whom and why, for a person. Pure."""
-    parts = [f"rank {one.seen.marks.rank} on {host} {_why(one)}" for one in sentences]
-    hanging = any(one.hangs for one in sentences)
-    condemned = {one.seen.marks.rank for one in sentences}
-    waiting = [one for one in seen if one.gone_s is None and one.marks.rank not in condemned]
-    text = ("hang: " if hanging else "") + "; ".join(parts)
-    if hanging and waiting:
-        places = ", ".join(f"rank {one.marks.rank} in {one.marks.mark}" for one in waiting[:8])
-        more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
-        text += f". Of this host there are besides {places}{more}"
-    return f"{text}. {'They are' if len(sentences) > 1 else 'It is'} ended from outside, so that the group can start again"
+def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str) -> str:
+    """What is done to whom and why, for a person."""
+    text = "; ".join(f"rank {one.seen.marks.rank} on {host} {_why(one)}" for one in decisions)
+    if any(one.hangs for one in decisions):
+        text = f"hang: {text}"
+        if waiting:
+            places = ", ".join(f"rank {marks.rank} in {marks.mark}" for marks in waiting[:8])
+            more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
+            text += f". Of this host there are besides {places}{more}"
+    return f"{text}. {'They are' if len(decisions) > 1 else 'It is'} ended from outside, so that the group can start again"
 
 
 def _why(one: KillDecision) -> str:
@@ -214,12 +273,11 @@ def _why(one: KillDecision) -> str:
             return f"waits in {mark} for a rank of this host that is gone"
 
 
-def hang_event(hanging: Sequence[KillDecision], seen: Sequence[Seen], *, host: str, text: str) -> Hang:
-    """The record of a hang that was seen from outside. Pure."""
-    first, condemned = hanging[0], {one.seen.marks.rank for one in hanging}
-    waiting = [one.marks for one in seen if one.gone_s is None and one.marks.rank not in condemned]
+def hang_event(hanging: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str, text: str) -> Hang:
+    """The record of a hang that was seen from outside."""
+    first = hanging[0]
     return Hang(
-        guilty=tuple(f"rank {rank} on {host}" for rank in sorted(condemned)),
+        guilty=tuple(f"rank {rank} on {host}" for rank in sorted(one.seen.marks.rank for one in hanging)),
         hosts=(host,),
         reason=first.kind,
         phase=str(first.seen.marks.mark.phase),
@@ -236,11 +294,3 @@ def _tell(text: str) -> None:
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
-
-
-def clear(folder: str) -> None:
-    """The incarnation is over on this host."""
-    remove_folder(folder, with_files=True)
-
-
-assert PULSE_S > 2 * TURN_S  # noqa: S101  # a pulse is seen to go on only between two looks

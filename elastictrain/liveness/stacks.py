@@ -6,13 +6,20 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from elastictrain.fault.exits import read_stat
+from elastictrain.fault.exits import PROC, Stat, read_stat
+
+STACKS_SIGNAL = signal.SIGRTMIN + 5
+"""Asks a worker for its stacks. Neither torchrun nor a cluster sends it, and no library of ours takes it."""
+
+_PATIENCE_S = 1.0
+_QUIET_S = 0.05
+_PY_SPY_S = 5.0
+_LONGEST_BYTES = 1 << 20
 
 _STATES = {
     "R": "runs",
@@ -24,71 +31,27 @@ _STATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class KernelThread:
-    """A process, or one thread of it."""
-
-    pid: int
-    name: str
-    state: str
-    """One letter; see proc(5)."""
-
-    parent: int
-    exiting: bool
-    """Whether it is past the point of return: giving back what it held of a GPU can take it long after that."""
-
-    where: str
-    """The function of the kernel in which it waits; empty if it does not, or that is a secret here."""
-
-    def __str__(self) -> str:
-        where = f" in {self.where}" if self.where else ""
-        return f"{self.name} ({self.pid}) {_STATES.get(self.state, f'is in state {self.state}')}{where}"
-
-
-def look_at(pid: int, *, proc: Path = Path("/proc")) -> KernelThread | None:
-    """A process or thread; None if it is gone."""
-    stat = read_stat(proc / str(pid))
-    return (
-        KernelThread(pid, stat.name, stat.state, stat.parent, stat.exiting, _where(proc / str(pid)))
-        if stat is not None
-        else None
-    )
-
-
-def describe_process(pid: int, *, proc: Path = Path("/proc")) -> str:
+def describe_process(pid: int, *, proc: Path = PROC) -> str:
     """A process, its threads and the processes that it has started, one on a line."""
-    lines = [f"  {task}" for task in _threads(pid, proc=proc)]
-    lines += [f"  its child {task}" for task in _children(pid, proc=proc)]
+    tasks = proc / str(pid) / "task"
+    lines = []
+    with suppress(OSError):
+        for name in sorted(os.listdir(tasks), key=int):  # noqa: PTH208
+            if (stat := read_stat(tasks / name)) is not None:
+                lines.append(f"  {_describe(tasks / name, stat)}")
+    for name in filter(str.isdecimal, os.listdir(proc)):  # noqa: PTH208
+        if (stat := read_stat(proc / name)) is not None and stat.parent == pid:
+            lines.append(f"  its child {_describe(proc / name, stat)}")
     return "\n".join(lines)
 
 
-def _threads(pid: int, *, proc: Path) -> Iterator[KernelThread]:
-    with suppress(OSError):
-        for name in sorted(os.listdir(proc / str(pid) / "task"), key=int):  # noqa: PTH208
-            if (task := look_at(int(name), proc=proc / str(pid) / "task")) is not None:
-                yield task
-
-
-def _children(pid: int, *, proc: Path) -> Iterator[KernelThread]:
-    for name in os.listdir(proc):  # noqa: PTH208
-        if name.isdecimal() and (task := look_at(int(name), proc=proc)) is not None and task.parent == pid:
-            yield task
-
-
-def _where(folder: Path) -> str:
+def _describe(folder: Path, stat: Stat) -> str:
+    where = ""
+    # The function of the kernel in which it waits; 0 if it does not, or that is a secret here.
     with suppress(OSError):
         where = (folder / "wchan").read_text().strip()
-        return "" if where == "0" else where
-    return ""
-
-
-STACKS_SIGNAL = signal.SIGRTMIN + 5
-"""Asks a worker for its stacks. Neither torchrun nor a cluster sends it, and no library of ours takes it."""
-
-_PATIENCE_S = 1.0
-_QUIET_S = 0.05
-_PY_SPY_S = 5.0
-_LONGEST_BYTES = 1 << 20
+    waits = f" in {where}" if where not in ("", "0") else ""
+    return f"{stat.name} ({folder.name}) {_STATES.get(stat.state, f'is in state {stat.state}')}{waits}"
 
 
 def stacks_path(folder: str, rank: int) -> str:
@@ -143,8 +106,8 @@ def _ask(folder: str, rank: int, pid: int) -> int:
     """Returns how long its file was before; -1 if it cannot answer."""
     try:
         size = os.stat(stacks_path(folder, rank)).st_size  # noqa: PTH116  # a worker without the file has no handler
-        task = look_at(pid)
-        if task is None or task.state in "TtZ":
+        stat = read_stat(PROC / str(pid))
+        if stat is None or stat.state in "TtZ":
             return -1
         os.kill(pid, STACKS_SIGNAL)
     except OSError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from elastictrain.config.fault import FaultGroup
 from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
-from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark, learned_bound_s
+from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,6 @@ class Others:
     """Whether nothing will end a silence that is too long for this rank: see `judge`."""
 
 
-NOTHING_HEARD = Others()
-
 LOST_PATIENCE_S = 0.5
 """How long a collective may take to notice by itself that a peer is gone."""
 
@@ -64,18 +62,20 @@ def limit_s(mark: ProgressMark, options: FaultGroup) -> float:
         return options.save_timeout_s
     if mark.phase is Phase.END:
         return options.shutdown_grace_s
-    # The first evaluation compiles the model once more, without gradients.
-    if mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done and not mark.compiling:
-        return options.step_timeout_s
-    return options.init_timeout_s
+    return options.step_timeout_s if _is_short(mark) else options.init_timeout_s
 
 
 def bound_s(mark: ProgressMark, options: FaultGroup) -> float:
     """How long the phase of `mark` may last by what this rank has learnt of its own steps; at most its limit."""
-    ceiling_s = limit_s(mark, options)
-    if mark.phase not in STEP_PHASES or mark.phase is Phase.EVAL or not mark.first_step_done or mark.compiling:
-        return ceiling_s
-    return learned_bound_s(mark.usual_s, multiple=options.hang_multiple, floor_s=options.hang_floor_s, ceiling_s=ceiling_s)
+    most_s = limit_s(mark, options)
+    if not _is_short(mark) or not mark.usual_s:
+        return most_s
+    return min(most_s, max(options.hang_floor_s, options.hang_multiple * mark.usual_s))
+
+
+def _is_short(mark: ProgressMark) -> bool:
+    """Whether it is a part of a step, and known to be one. The first evaluation compiles the model, without gradients."""
+    return mark.phase in STEP_PHASES and mark.phase is not Phase.EVAL and mark.first_step_done and not mark.compiling
 
 
 def judge(
@@ -127,7 +127,7 @@ class Watchdog:
         mark: Callable[[], ProgressMark],
         stop: Callable[[], StopRequest | None],
         end: Callable[[Overdue], None],
-        others: Callable[[], Others] = lambda: NOTHING_HEARD,
+        others: Callable[[], Others] = Others,
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = 0.1,
@@ -139,8 +139,6 @@ class Watchdog:
         self._end = end
         self._others = others
         self._beat = beat
-        self._awake_since_s = float("-inf")
-        self._awake_s = clock()
         self._clock = clock
         self._interval_s = interval_s
         self._closed = threading.Event()
@@ -156,27 +154,19 @@ class Watchdog:
         self._thread.join(timeout=1.0)
 
     def _watch(self) -> None:
-        self._awake_s = self._clock()
+        awake_since_s, awake_s = float("-inf"), self._clock()
         while not self._closed.wait(self._interval_s):
             self._beat()
-            overdue = self._judge()
+            # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
+            mark, now_s = self._mark(), self._clock()
+            if now_s - awake_s > self._interval_s + _OVERSLEPT_S:
+                awake_since_s = now_s
+            awake_s = now_s
+            mark = replace(mark, since_s=max(mark.since_s, awake_since_s))
+            others = self._others()
+            overdue = judge(
+                mark, now_s=now_s, stop=self._stop(), options=self._options, lost=others.lost, in_vain=others.in_vain
+            )
             if overdue is not None:
                 self._end(overdue)
                 return
-
-    def _judge(self) -> Overdue | None:
-        # The mark is read before the clock: a newer mark could otherwise lie after `now_s`.
-        mark = self._mark()
-        now_s = self._clock()
-        if now_s - self._awake_s > self._interval_s + _OVERSLEPT_S:
-            self._awake_since_s = now_s
-        self._awake_s = now_s
-        others = self._others()
-        return judge(
-            replace(mark, since_s=max(mark.since_s, self._awake_since_s)),
-            now_s=now_s,
-            stop=self._stop(),
-            options=self._options,
-            lost=others.lost,
-            in_vain=others.in_vain,
-        )

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.config.fault import FaultGroup
 from elastictrain.distributed.answers import BoundedStore, StoreAnswers
 from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import connect, make_group
@@ -21,10 +19,8 @@ from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.identity import Identity
 from elastictrain.lease.holder import Lease
-from elastictrain.liveness.diagnosis import to_heartbeat
 from elastictrain.liveness.heartbeats import HeartbeatStore
-from elastictrain.liveness.progress import Phase, ProgressMark, ProgressTracker
-from elastictrain.liveness.watchdog import bound_s
+from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.store import Store
 from elastictrain.train.checks import OwnFacts, check_alone, check_memory
@@ -74,8 +70,8 @@ def meet_ranks(
                 shared,
                 rank=identity.rank,
                 hosts=incarnation.hosts,
-                tell=lambda: _heartbeat(tracker.mark, options=config.fault),
-                interval_s=config.fault.heartbeat_s,
+                mark=lambda: tracker.mark,
+                options=config.fault,
             )
         )
         heartbeats.start()
@@ -220,10 +216,6 @@ def _wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None]) 
             "process(es) %s of the generation before are not gone; they may hold devices that this one needs",
             ", ".join(map(str, left)),
         )
-
-
-def _heartbeat(mark: ProgressMark, *, options: FaultGroup) -> dict[str, object]:
-    return to_heartbeat(mark, now_s=time.monotonic(), bound_s=bound_s(mark, options))
 
 
 def _tell(text: str) -> None:

@@ -10,8 +10,7 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
 from elastictrain.identity import Identity
-from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus, diagnose, paragraph
-from elastictrain.liveness.flight_record import Entered, last_entered
+from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, RankStatus, diagnose, last_entered, paragraph
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
@@ -187,7 +186,7 @@ class HangWatch:
             step=first.mark.step,
             silent_s=round(first.silent_s, 3),
             bound_s=first.bound_s,
-            waiting={one.name: f"{one.mark}{f', {one.collective}' if one.collective else ''}" for one in found.waiting},
+            waiting={one.name: one.place for one in found.waiting},
             text=text,
             stacks=f"stacks/{name}.txt" if self._monitor_client is not None else None,
         )

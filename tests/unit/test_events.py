@@ -3,12 +3,12 @@ import json
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from elastictrain import events
 from elastictrain.events import Event, Journal, encode
@@ -120,7 +120,7 @@ def test_every_event_is_one_line_of_json_with_all_its_fields(event: Event) -> No
     record = decoded(event)
     assert list(record)[:4] == ["time", "event", "incarnation", "rank"]
     assert (record["time"], record["event"], record["incarnation"], record["rank"]) == (12.5, event.event, "000001-ab", 2)
-    assert set(record) == {"time", "event", "incarnation", "rank", *type(event).__dataclass_fields__}
+    assert set(record) == {"time", "event", "incarnation", "rank", *type(event).__struct_fields__}
 
 
 def test_the_step_event_has_the_names_that_scripts_rely_on() -> None:
@@ -154,7 +154,7 @@ def test_what_is_not_finite_is_null(value: float) -> None:
 
 
 def test_what_is_not_finite_is_null_at_any_depth() -> None:
-    record = decoded(replace(EXAMPLES[0], seconds={"build": math.nan, "parts": (1.5, [math.inf], {"x": -math.inf})}))
+    record = decoded(structs.replace(EXAMPLES[0], seconds={"build": math.nan, "parts": (1.5, [math.inf], {"x": -math.inf})}))
     assert record["seconds"] == {"build": None, "parts": [1.5, [None], {"x": None}]}
 
 

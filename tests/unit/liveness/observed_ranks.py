@@ -1,8 +1,8 @@
 """What an observer of a host may see."""
 
-from elastictrain.liveness.kill_decision import Seen
 from elastictrain.liveness.progress import Phase, ProgressMark
 from elastictrain.liveness.progress_file import RankProgress
+from elastictrain.liveness.rank_monitor import Seen
 
 
 def marks(rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0) -> RankProgress:

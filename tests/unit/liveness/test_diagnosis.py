@@ -1,3 +1,4 @@
+import json
 import random
 from collections.abc import Mapping
 
@@ -5,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.liveness.diagnosis import LEFT_TO_THE_GUILTY_S, RankStatus, diagnose, paragraph, progress_order
+from elastictrain.liveness.diagnosis import (
+    LEFT_TO_THE_GUILTY_S,
+    Entered,
+    RankStatus,
+    diagnose,
+    last_entered,
+    paragraph,
+    progress_order,
+)
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 IN_ORDER = (
@@ -40,7 +49,7 @@ def status(
     collective: str = "",
 ) -> RankStatus:
     mark = ProgressMark(phase, step, micro_batch, 0.0, True)
-    return RankStatus(rank, f"host-{rank}", mark, silent_s, 10.0, still_s, sequences, collective)
+    return RankStatus(rank, f"host-{rank}", mark, silent_s, 10.0, still_s, Entered(sequences or {}, collective))
 
 
 def guilty(*statuses: RankStatus) -> tuple[str, list[int]]:
@@ -140,3 +149,26 @@ def test_nobody_ahead_of_another_is_accused(places: list[tuple[Phase, int, int]]
     found = diagnose(statuses, frozen_s=3.0)
     least = min(progress_order(one.mark) for one in statuses)
     assert all(progress_order(one.mark) == least for one in found.guilty)
+
+
+def entry(record: int, *, group: str = "0", sequence: int, p2p: bool = False) -> dict[str, object]:
+    return {
+        "record_id": record,
+        "is_p2p": p2p,
+        "process_group": [group, "default_pg"],
+        "collective_seq_id": sequence,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[3, 4]],
+    }
+
+
+def test_the_last_of_each_group_counts_and_the_newest_is_told() -> None:
+    # The recorder is a ring: its entries need not be in order.
+    entries = [entry(7, sequence=57), entry(5, sequence=56), entry(6, group="1", sequence=3), entry(8, sequence=99, p2p=True)]
+    found = last_entered(json.dumps({"entries": entries}))
+    assert found == Entered({"0": 57, "1": 3}, "nccl:all_reduce no. 57 of group 0, sizes [[3, 4]]")
+
+
+@pytest.mark.parametrize("trace", ["", "{}", "[]", '{"entries": []}', '{"entries": [{}]}', '{"entries": 5}', "null"])
+def test_what_is_not_understood_says_nothing(trace: str) -> None:
+    assert last_entered(trace) == Entered()

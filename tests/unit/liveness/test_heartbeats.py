@@ -1,3 +1,4 @@
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -5,20 +6,26 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
+from elastictrain.config.fault import FaultGroup
 from elastictrain.liveness import heartbeats as module
+from elastictrain.liveness.diagnosis import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore
+from elastictrain.liveness.progress import Phase, ProgressMark
 
 
 def heartbeats(
     store: dist.Store,
     rank: int,
     *,
-    where: str = "reduce of step 3",
+    step: int = 3,
     interval_s: float = 0.005,
     clock: Callable[[], float] = time.time,
+    stopwatch: Callable[[], float] = time.monotonic,
 ) -> HeartbeatStore:
+    mark = ProgressMark(Phase.REDUCE, step, 0, 0.0, True)
+    options = FaultGroup(heartbeat_s=interval_s)
     return HeartbeatStore(
-        store, rank=rank, hosts=("a", "b", "c"), tell=lambda: {"where": where}, interval_s=interval_s, clock=clock
+        store, rank=rank, hosts=("a", "b", "c"), mark=lambda: mark, options=options, clock=clock, stopwatch=stopwatch
     )
 
 
@@ -39,14 +46,17 @@ def test_nobody_heard_yet() -> None:
 
 def test_says_where_each_rank_was_oldest_news_first() -> None:
     store = dist.PrefixStore("incarnation", dist.HashStore())
-    writers = [heartbeats(store, rank, where=f"step {rank}", clock=lambda rank=rank: 100.0 + rank) for rank in (0, 2)]
+    writers = [heartbeats(store, rank, step=rank + 1, clock=lambda rank=rank: 100.0 + rank) for rank in (0, 2)]
     for writer in writers:
         writer.start()
     reader = heartbeats(store, 1, clock=lambda: 103.5)
     wait_for(lambda: not any("never" in text for text in reader.last_heard().values()))
     for writer in writers:
         writer.close()
-    assert list(reader.last_heard().items()) == [("rank 0 on a", "step 0, 3.5 s ago"), ("rank 2 on c", "step 2, 1.5 s ago")]
+    assert list(reader.last_heard().items()) == [
+        ("rank 0 on a", "reduce of step 1, 3.5 s ago"),
+        ("rank 2 on c", "reduce of step 3, 1.5 s ago"),
+    ]
 
 
 def test_a_closed_board_writes_no_more() -> None:
@@ -142,25 +152,49 @@ def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monkey
     store.answer.set()
 
 
-def test_beats_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_say() -> None:
+def test_statuses_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_say() -> None:
     store = dist.HashStore()
     now_s = [50.0]
-    reader = HeartbeatStore(store, rank=1, hosts=("a", "b"), tell=dict, interval_s=1.0, stopwatch=lambda: now_s[0])
-    assert reader.beats() == {0: None}
-    writer = heartbeats(store, 0, interval_s=60.0, clock=lambda: 1e9)
-    writer.add({"collective": "all_reduce no. 5"})
+    reader = heartbeats(store, 1, stopwatch=lambda: now_s[0])
+    assert reader.statuses() == []
+    writer = heartbeats(store, 0, interval_s=60.0, clock=lambda: 1e9, stopwatch=lambda: 4.5)
+    writer.entered = Entered({"0": 57}, "all_reduce no. 57")
     writer.start()
-    wait_for(lambda: reader.beats()[0] is not None)
+    wait_for(lambda: bool(reader.statuses()))
     now_s[0] += 4.0
-    first = reader.beats()[0]
+    (first,) = reader.statuses()
     writer.close()
-    assert first is not None
-    assert first.still_s == 4.0
-    assert (first.told["where"], first.told["collective"]) == ("reduce of step 3", "all_reduce no. 5")
-    store.set("beat/0", '{"number": 2, "time": 0}')
-    second = reader.beats()[0]
-    assert second is not None
+    assert (first.name, str(first.mark), first.entered) == ("rank 0 on a", "reduce of step 3", writer.entered)
+    # What it did not say any more has passed, too.
+    assert (first.still_s, first.silent_s, first.bound_s) == (4.0, 8.5, 120.0)
+    store.set("beat/0", json.dumps({**json.loads(store.get("beat/0")), "number": 2}))
+    (second,) = reader.statuses()
     assert second.still_s == 0.0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"phase": "lunch"},
+        {"step": "seven"},
+        {"bound_s": None},
+        {"silent_s": float("inf")},
+        {"sequences": {"0": "many"}},
+        {"micro_batch": True},
+    ],
+)
+def test_a_heartbeat_of_another_release_was_not_heard(broken: dict[str, object]) -> None:
+    store = dist.HashStore()
+    writer = heartbeats(store, 0, interval_s=60.0)
+    writer.start()
+    wait_for(lambda: store.check(["beat/0"]))
+    writer.close()
+    reader = heartbeats(store, 1)
+    good = json.loads(store.get("beat/0"))
+    assert [one.rank for one in reader.statuses()] == [0]
+    for beat in ({**good, **broken}, {"where": "data of step 1"}, 5):
+        store.set("beat/0", json.dumps(beat))
+        assert reader.statuses() == []
 
 
 def test_a_rank_that_falls_is_heard_of_by_all_others() -> None:

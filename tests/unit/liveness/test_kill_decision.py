@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.liveness.kill_decision import ENDING_S, PULSE_S, SURVIVOR_S, judge
 from elastictrain.liveness.progress import Phase
+from elastictrain.liveness.rank_monitor import ENDING_S, PULSE_S, SURVIVOR_S, judge
 from tests.unit.liveness.observed_ranks import seen
 
 

@@ -4,8 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from elastictrain.config.fault import FaultGroup
-from elastictrain.liveness.diagnosis import to_heartbeat
-from elastictrain.liveness.flight_record import Entered
+from elastictrain.liveness.diagnosis import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import Phase, ProgressMark
@@ -22,7 +21,7 @@ class Group:
         self.store = dist.HashStore()
         self.mark = self.mark_of(Phase.REDUCE)
         self.heartbeats = HeartbeatStore(
-            self.store, rank=0, hosts=HOSTS, tell=dict, interval_s=60.0, stopwatch=lambda: self.now_s
+            self.store, rank=0, hosts=HOSTS, mark=lambda: self.mark, options=OPTIONS, stopwatch=lambda: self.now_s
         )
         self.asked = 0
         self.number = 0
@@ -35,8 +34,8 @@ class Group:
 
     def beat(self, rank: int, phase: Phase, *, silent_s: float, bound_s: float = 10.0) -> None:
         self.number += 1
-        mark = ProgressMark(phase, 7, 0, 0.0, True)
-        beat = {**to_heartbeat(mark, now_s=silent_s, bound_s=bound_s), "number": self.number}
+        place = {"where": "", "phase": phase, "step": 7, "micro_batch": 0, "first_step_done": True}
+        beat = {**place, "silent_s": silent_s, "bound_s": bound_s, "time": 0.0, "number": self.number}
         self.store.set(f"beat/{rank}", json.dumps(beat))
 
     def pass_time(self, seconds: float, **phases: Phase) -> None:
@@ -114,7 +113,8 @@ def test_who_is_guilty_itself_waits_no_longer(group: Group) -> None:
 
 
 def test_a_rank_that_said_that_it_ends_is_lost(group: Group) -> None:
-    HeartbeatStore(group.store, rank=2, hosts=HOSTS, tell=dict, interval_s=60.0).announce_failure()
+    other = HeartbeatStore(group.store, rank=2, hosts=HOSTS, mark=lambda: group.mark, options=OPTIONS)
+    other.announce_failure()
     group.pass_time(1)
     assert group.peer_monitor.failed_peer is not None
     assert (group.peer_monitor.failed_peer.name, group.peer_monitor.failed_peer.since_s) == ("rank 2 on c", 1.0)

@@ -9,10 +9,9 @@ import pytest
 from elastictrain.events import Hang
 from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
 from elastictrain.liveness import rank_monitor as module
-from elastictrain.liveness.kill_decision import Seen
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
-from elastictrain.liveness.rank_monitor import RankMonitor
+from elastictrain.liveness.rank_monitor import RankMonitor, Seen
 from tests.unit.liveness.observed_ranks import seen
 
 
@@ -49,7 +48,7 @@ class Host:
         self.asked: list[tuple[int, int]] = []
         monkeypatch.setattr(module, "take_stacks", self._stacks)
         facts = MonitoredHost("000001-abc", "b", (0, 1), "/run", 1.0, 1.0, launcher_folder=str(folder))
-        self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)
+        self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
     def turn(self, after_s: float = 0.2) -> bool:
         self.now_s += after_s

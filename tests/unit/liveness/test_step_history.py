@@ -7,45 +7,50 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from elastictrain.config.fault import FaultGroup
-from elastictrain.liveness.progress import ENOUGH_STEPS, WINDOW_STEPS, Phase, ProgressTracker, StepHistory, learned_bound_s
+from elastictrain.liveness.progress import ENOUGH_STEPS, WINDOW_STEPS, Phase, ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import bound_s, judge, limit_s
 
 OPTIONS = FaultGroup()
 seconds = st.floats(0.001, 1e4)
 
 
-def history(*durations: float) -> StepHistory:
-    made = StepHistory()
-    for one in durations:
-        made.add(one)
-    return made
+def usual_s(*durations: float) -> float:
+    """What a rank has learnt of steps that took as long as that."""
+    now_s = 0.0
+    tracker = ProgressTracker(lambda: now_s)
+    tracker.first_step_done()
+    for step, duration in enumerate((*durations, 0.0), start=2):
+        tracker.set_phase(Phase.DATA, step=step)
+        now_s += duration
+    return tracker.mark.usual_s
 
 
 def test_nothing_is_known_before_there_are_enough_steps() -> None:
-    assert history(*[1.0] * (ENOUGH_STEPS - 1)).usual_s == 0.0
-    assert history(*[1.0] * ENOUGH_STEPS).usual_s == 1.0
+    assert usual_s(*[1.0] * (ENOUGH_STEPS - 1)) == 0.0
+    assert usual_s(*[1.0] * ENOUGH_STEPS) == 1.0
 
 
 def test_a_single_stall_does_not_blunt_the_bound_and_two_do() -> None:
-    assert history(*[1.0] * ENOUGH_STEPS, 90.0).usual_s == 1.0
-    assert history(*[1.0] * ENOUGH_STEPS, 90.0, 80.0).usual_s == 80.0
+    assert usual_s(*[1.0] * ENOUGH_STEPS, 90.0) == 1.0
+    assert usual_s(*[1.0] * ENOUGH_STEPS, 90.0, 80.0) == 80.0
 
 
 def test_what_was_long_ago_does_not_count() -> None:
-    assert history(50.0, 50.0, *[1.0] * WINDOW_STEPS).usual_s == 1.0
+    assert usual_s(50.0, 50.0, *[1.0] * WINDOW_STEPS) == 1.0
 
 
 @given(usual=seconds, multiple=st.floats(1.0, 100.0), floor=seconds, ceiling=seconds)
 def test_the_bound_lies_between_floor_and_ceiling_and_the_ceiling_is_stronger(
     usual: float, multiple: float, floor: float, ceiling: float
 ) -> None:
-    bound = learned_bound_s(usual, multiple=multiple, floor_s=floor, ceiling_s=ceiling)
+    options = FaultGroup(hang_multiple=multiple, hang_floor_s=floor, step_timeout_s=ceiling)
+    bound = bound_s(ProgressMark(Phase.REDUCE, 7, 0, 0.0, True, usual_s=usual), options)
     assert min(floor, ceiling) <= bound <= ceiling
     assert bound == min(ceiling, max(floor, multiple * usual))
 
 
 def test_without_knowledge_the_ceiling_holds() -> None:
-    assert learned_bound_s(0.0, multiple=10.0, floor_s=1.0, ceiling_s=120.0) == 120.0
+    assert bound_s(ProgressMark(Phase.REDUCE, 7, 0, 0.0, True), OPTIONS) == OPTIONS.step_timeout_s
 
 
 class Life:
