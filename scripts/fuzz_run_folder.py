@@ -354,8 +354,8 @@ def import_everything() -> None:
     """What the commands import when they run, so that forks share it."""
     import elastictrain.checkpoint.commands.diff
     import elastictrain.checkpoint.commands.export
-    import elastictrain.checkpoint.commands.ls
     import elastictrain.checkpoint.commands.prune
+    import elastictrain.checkpoint.commands.survey
     import elastictrain.checkpoint.commands.verify
     import elastictrain.config.load
     import elastictrain.train.worker  # noqa: F401

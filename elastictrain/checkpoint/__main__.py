@@ -9,9 +9,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError, UsageError
+from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+
+if TYPE_CHECKING:
+    _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXIT_INTERRUPTED = 130
 _EXIT_PIPE = 141
@@ -29,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # argparse ends with 2 for a wrong command line, and with 0 after --help.
         return EXIT_USAGE if stop.code else EXIT_OK
     try:
-        code = _dispatch(parsed)
+        code = _run(parsed)
         sys.stdout.flush()
     except ElasticTrainError as error:
         sys.stderr.write(f"elastictrain: {error}\n")
@@ -45,61 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _dispatch(parsed: argparse.Namespace) -> int:
-    # Each imports what it needs: only some wait for torch.
-    if parsed.command == "ls":
-        from elastictrain.checkpoint.commands.ls import find_in_memory, list_checkpoints
-
-        find = partial(find_in_memory, memory_dir=parsed.memory_dir)
-        return list_checkpoints(parsed.url, as_json=parsed.json, find_snapshots=find, key_env=parsed.key_env)
-    if parsed.command == "verify":
-        from elastictrain.checkpoint.commands.verify import verify_checkpoints
-
-        return verify_checkpoints(
-            parsed.url,
-            every=parsed.all,
-            step=parsed.step,
-            threads=parsed.threads,
-            as_json=parsed.json,
-            key_env=parsed.key_env,
-        )
-    if parsed.command == "sign":
-        from elastictrain.checkpoint.commands.sign import sign_checkpoints
-
-        return sign_checkpoints(parsed.url, step=parsed.step, threads=_THREADS, key_env=parsed.key_env)
-    if parsed.command == "prune":
-        return _prune(parsed)
-    if parsed.command == "diff":
-        from elastictrain.checkpoint.commands.diff import diff_checkpoints
-
-        return diff_checkpoints(parsed.a, parsed.b, limit=parsed.limit, as_json=parsed.json, key_env=parsed.key_env)
-    from elastictrain.checkpoint.commands.export import export_checkpoint
-
-    return export_checkpoint(
-        parsed.url,
-        to=parsed.to,
-        out=parsed.out,
-        step=parsed.step,
-        dtype=parsed.dtype,
-        task_target=parsed.task,
-        key_env=parsed.key_env,
-    )
-
-
-def _prune(parsed: argparse.Namespace) -> int:
-    from elastictrain.checkpoint.commands.output import ask, can_ask
-    from elastictrain.checkpoint.commands.prune import KeepOptions, prune_checkpoints
-
-    if not (parsed.yes or parsed.dry_run or can_ask()):
-        raise UsageError("prune asks before it deletes, and there is no terminal to ask on; give --yes, or --dry-run")
-    return prune_checkpoints(
-        parsed.url,
-        keep=KeepOptions(parsed.keep_last, parsed.keep_every),
-        dry_run=parsed.dry_run,
-        ask=(lambda _: True) if parsed.yes else ask,
-        threads=_THREADS,
-        key_env=parsed.key_env,
-    )
+def _run(parsed: argparse.Namespace) -> int:
+    options = vars(parsed).copy()
+    module, _, function = options.pop("act").partition(".")
+    del options["command"]
+    # Imported when it is called: only some wait for torch.
+    act = getattr(import_module(f"elastictrain.checkpoint.commands.{module}"), function)
+    return int(act(**options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,12 +63,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m elastictrain.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_ls(commands)
-    _add_verify(commands)
-    _add_prune(commands)
-    _add_diff(commands)
-    _add_export(commands)
-    _add_sign(commands)
+    _add_reading(commands)
+    _add_changing(commands)
     for name, command in commands.choices.items():
         command.add_argument(
             "--key-env",
@@ -124,11 +76,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_ls(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    listing = commands.add_parser(
+def _add(commands: "_Commands", name: str, *, act: str, summary: str, details: str) -> argparse.ArgumentParser:
+    """A command; the names of its options are those of the parameters of the function `act`."""
+    command = commands.add_parser(name, help=summary, description=details)
+    command.set_defaults(act=act)
+    return command
+
+
+def _add_reading(commands: "_Commands") -> None:
+    listing = _add(
+        commands,
         "ls",
-        help="list checkpoints, newest first",
-        description="List checkpoints, newest first. valid: the manifest is whole and all files are there in their sizes; "
+        act="survey.show_checkpoints",
+        summary="list checkpoints, newest first",
+        details="List checkpoints, newest first. valid: the manifest is whole and all files are there in their sizes; "
         "their bytes are checked by verify.",
     )
     listing.add_argument("url", metavar="URL", help=_URL)
@@ -138,29 +99,46 @@ def _add_ls(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         default=_DEFAULT_MEMORY_DIR,
         help="checkpoint.memory_dir of the run; snapshots that this host holds there are listed, too (%(default)s)",
     )
-    listing.add_argument("--json", action="store_true", help="for a script")
+    listing.add_argument("--json", dest="as_json", action="store_true", help="for a script")
 
-
-def _add_verify(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    verifying = commands.add_parser(
+    verifying = _add(
+        commands,
         "verify",
-        help="read every byte and compare the digests",
-        description="Read every byte of checkpoints and compare the digests. What reads wrong is read again before it counts. "
+        act="verify.verify_checkpoints",
+        summary="read every byte and compare the digests",
+        details="Read every byte of checkpoints and compare the digests. What reads wrong is read again before it counts. "
         "Exit code 0: all valid; 74: something is damaged, or there is nothing to verify.",
     )
     verifying.add_argument("url", metavar="URL", help=_URL)
     which = verifying.add_mutually_exclusive_group()
-    which.add_argument("--all", action="store_true", help="all committed checkpoints (the newest that is not quarantined)")
+    which.add_argument(
+        "--all", dest="every", action="store_true", help="all committed checkpoints (the newest that is not quarantined)"
+    )
     which.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
     verifying.add_argument("--threads", type=_positive, default=_THREADS, metavar="N", help=f"files read at once ({_THREADS})")
-    verifying.add_argument("--json", action="store_true", help="for a script")
+    verifying.add_argument("--json", dest="as_json", action="store_true", help="for a script")
+
+    comparing = _add(
+        commands,
+        "diff",
+        act="diff.diff_checkpoints",
+        summary="compare two checkpoints",
+        details="Compare two checkpoints, whatever world sizes saved them; of a run, the newest valid one. Exit code 0: "
+        "equal; 1: different.",
+    )
+    comparing.add_argument("a_url", metavar="A", help=_URL)
+    comparing.add_argument("b_url", metavar="B", help="the same")
+    comparing.add_argument("--json", dest="as_json", action="store_true", help="for a script")
+    comparing.add_argument("--limit", type=_count, default=20, metavar="N", help="names shown of each kind (20); 0: all")
 
 
-def _add_prune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    pruning = commands.add_parser(
+def _add_changing(commands: "_Commands") -> None:
+    pruning = _add(
+        commands,
         "prune",
-        help="delete old checkpoints",
-        description="Delete old checkpoints by the rules that a run itself follows. Every byte of the newest one is read "
+        act="prune.prune_checkpoints",
+        summary="delete old checkpoints",
+        details="Delete old checkpoints by the rules that a run itself follows. Every byte of the newest one is read "
         "before anything older goes; if it is not whole, nothing is deleted.",
     )
     pruning.add_argument("url", metavar="URL", help="folder of a run, or its folder checkpoints")
@@ -171,26 +149,13 @@ def _add_prune(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     pruning.add_argument("--dry-run", action="store_true", help="only show what would go")
     pruning.add_argument("--yes", action="store_true", help="do not ask")
 
-
-def _add_diff(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    comparing = commands.add_parser(
-        "diff",
-        help="compare two checkpoints",
-        description="Compare two checkpoints, whatever world sizes saved them; of a run, the newest valid one. "
-        "Exit code 0: equal; 1: different.",
-    )
-    comparing.add_argument("a", metavar="A", help=_URL)
-    comparing.add_argument("b", metavar="B", help="the same")
-    comparing.add_argument("--json", action="store_true", help="for a script")
-    comparing.add_argument("--limit", type=_count, default=20, metavar="N", help="names shown of each kind (20); 0: all")
-
-
-def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    exporting = commands.add_parser(
+    exporting = _add(
+        commands,
         "export",
-        help="write a checkpoint in another format",
-        description="Write the newest valid checkpoint in a format that other tools read. Every byte is verified; one that "
-        "is damaged is passed over. hf and safetensors need memory for one tensor, torch and dcp for all of them.",
+        act="export.export_checkpoint",
+        summary="write a checkpoint in another format",
+        details="Write the newest valid checkpoint in a format that other tools read. Every byte is verified; one that is "
+        "damaged is passed over. hf and safetensors need memory for one tensor, torch and dcp for all of them.",
     )
     exporting.add_argument("url", metavar="URL", help=_URL)
     exporting.add_argument(
@@ -206,6 +171,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     exporting.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (the newest valid one)")
     exporting.add_argument(
         "--task",
+        dest="task_target",
         metavar="CLASS",
         help="for hf: the class of the task, such as recipes.llama.LlamaTask; no module that a stored run names is imported",
     )
@@ -213,13 +179,14 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--dtype", choices=("bf16", "fp32"), help="element type of the model's weights (hf: bf16; others: as stored)"
     )
 
-
-def _add_sign(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    signing = commands.add_parser(
+    signing = _add(
+        commands,
         "sign",
-        help="sign checkpoints that are there already",
-        description="Read every byte of the checkpoints of a run, compare the digests, and sign their manifests: whoever calls "
-        "it vouches for what is there now. Exit code 0: all are signed; 74: something is damaged, or there is nothing to sign.",
+        act="verify.sign_checkpoints",
+        summary="sign checkpoints that are there already",
+        details="Read every byte of the checkpoints of a run, compare the digests, and sign their manifests: whoever "
+        "calls it vouches for what is there now. Exit code 0: all are signed; 74: something is damaged, or there "
+        "is nothing to sign.",
     )
     signing.add_argument("url", metavar="URL", help=_URL)
     signing.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (all)")

@@ -30,7 +30,7 @@ COMMITTED_KEY = f"{ROOT}/committed.json"
 RUN_COMMITTED_KEY = "committed.json"
 """The same beside the folder of checkpoints, for the case that this folder is lost as a whole."""
 
-_FOLDER = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
+FOLDER_NAME = re.compile(r"step-(\d{9,})(?:-([1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def read_listing(infos: Iterable[ObjectInfo]) -> Listing:
             found.setdefault(folder, {})[file] = info
     folders = []
     for name, files in found.items():
-        if (match := _FOLDER.fullmatch(name)) is not None:
+        if (match := FOLDER_NAME.fullmatch(name)) is not None:
             sizes = {file: info.size_bytes for file, info in files.items()}
             modified = max(info.modified for info in files.values())
             folders.append(FolderFacts(name, int(match[1]), int(match[2] or 1), sizes, modified))

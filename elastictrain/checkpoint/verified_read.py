@@ -67,7 +67,6 @@ def coalesced_reads(
 
 
 READ_THREADS = max(4, min(8, (os.cpu_count() or 4) // 4))
-READ_BYTES = 16 * 2**20
 
 
 class DamagedFileError(InvalidCheckpointError):

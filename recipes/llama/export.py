@@ -7,8 +7,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from elastictrain.checkpoint.commands.export import DTYPES, export_checkpoint
-from elastictrain.checkpoint.commands.huggingface import read_run_config
+from elastictrain.checkpoint.commands.export import DTYPES, export_checkpoint, read_run_config
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ConfigError, ElasticTrainError, Problem
 from elastictrain.storage.opening import open_store
 

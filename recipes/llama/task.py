@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from elastictrain.checkpoint.commands.huggingface import StoredModel
+from elastictrain.checkpoint.commands.export import StoredModel
 from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.data.dataset import Batch
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file
@@ -141,7 +141,7 @@ class LlamaTask:
         return f"the model writes:\n{tokenizer.decode(tokens)}"
 
     def export_huggingface(self, model: StoredModel, *, store: Store, dtype: torch.dtype) -> None:
-        """See `elastictrain.checkpoint.commands.huggingface.ExportsHuggingFace`."""
+        """See `elastictrain.checkpoint.commands.export.ExportsHuggingFace`."""
         for name, shape in parameter_shapes(self._config).items():
             stored = model.shapes.get(name)
             if stored != shape:

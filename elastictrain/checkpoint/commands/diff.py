@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,8 +17,15 @@ from elastictrain.checkpoint.tensor_bytes import read_box
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import EXIT_OK
 
+EXIT_DIFFERENT = 1
+
 _NUMBERS_AT_ONCE = 1 << 18
 """Elements that are widened to 64 bits at once."""
+
+_TENSORS_AT_ONCE = 4
+"""Tensors that are compared at once; each needs up to 150 MB with chunks of 32 MiB."""
+
+_ABSENT = "(not there)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +95,6 @@ def _of_integers(a: Tensor, b: Tensor) -> Difference:
     )
 
 
-_TENSORS_AT_ONCE = 4
-"""Tensors that are compared at once; each needs up to 150 MB with chunks of 32 MiB."""
-
-_ABSENT = "(not there)"
-
-
 @dataclass(frozen=True, slots=True)
 class TensorPair:
     """A tensor that both have, under one name."""
@@ -106,14 +107,6 @@ class TensorPair:
     def same_kind(self) -> bool:
         """Whether their values can be compared."""
         return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
-
-
-@dataclass(frozen=True, slots=True)
-class DifferentTensor:
-    """A tensor whose values differ."""
-
-    pair: TensorPair
-    difference: Difference
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,62 +131,19 @@ class Overview:
 def compare_manifests(a: Manifest, b: Manifest) -> Overview:
     """Pure."""
     pairs = [TensorPair(name, record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors]
+    flat_a, flat_b = _flatten(a.state, ""), _flatten(b.state, "")
     return Overview(
         only_a=tuple(sorted(a.tensors.keys() - b.tensors.keys())),
         only_b=tuple(sorted(b.tensors.keys() - a.tensors.keys())),
         other_kind=tuple(pair for pair in pairs if not pair.same_kind),
         to_read=tuple(pair for pair in pairs if pair.same_kind and _boxes(pair.a) != _boxes(pair.b)),
         num_common=len(pairs),
-        state=_state_differences(a.state, b.state),
+        state={
+            key: (flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT))
+            for key in sorted(flat_a.keys() | flat_b.keys())
+            if key not in flat_a or key not in flat_b or flat_a[key] != flat_b[key]
+        },
     )
-
-
-def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance: Advance) -> tuple[DifferentTensor, ...]:
-    """Reads the tensors that may differ, chunk by chunk; those that do, worst first.
-
-    Raises: DamagedFileError, StorageError.
-    """
-
-    def compare(pair: TensorPair) -> DifferentTensor:
-        return DifferentTensor(pair, _compare_pair(pair, a=a.folder, b=b.folder, advance=advance))
-
-    with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool:
-        try:
-            found = list(pool.map(compare, overview.to_read))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    different = [one for one in found if one.difference.differing]
-    return tuple(sorted(different, key=lambda one: (-one.difference.relative, -one.difference.max_abs, one.pair.name)))
-
-
-def _compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
-    total = Difference()
-    same_in_b = _boxes(pair.b)
-    for chunk in pair.a.chunks:
-        if chunk.size_bytes:
-            values = read_box(a, pair.a, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
-            if (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b:
-                # Read for its scale alone: what B has there is the same.
-                others = values
-            else:
-                others = read_box(b, pair.b, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
-            total = total.plus(difference(values, others))
-            advance(2 * chunk.size_bytes)
-    return total
-
-
-def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], str]]:
-    return {(chunk.offsets, chunk.sizes, chunk.digest) for chunk in record.chunks}
-
-
-def _state_differences(a: Mapping[str, JsonValue], b: Mapping[str, JsonValue]) -> dict[str, tuple[JsonValue, JsonValue]]:
-    flat_a, flat_b = _flatten(a, ""), _flatten(b, "")
-    return {
-        key: (flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT))
-        for key in sorted(flat_a.keys() | flat_b.keys())
-        if key not in flat_a or key not in flat_b or flat_a[key] != flat_b[key]
-    }
 
 
 def _flatten(state: Mapping[str, JsonValue], prefix: str) -> dict[str, JsonValue]:
@@ -206,9 +156,51 @@ def _flatten(state: Mapping[str, JsonValue], prefix: str) -> dict[str, JsonValue
     return flat
 
 
-EXIT_DIFFERENT = 1
+def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], str]]:
+    return {(chunk.offsets, chunk.sizes, chunk.digest) for chunk in record.chunks}
 
-T = TypeVar("T")
+
+class DifferentTensor(msgspec.Struct, frozen=True):
+    """A tensor whose values differ, as it is shown."""
+
+    name: str
+    elements: int
+    differing: int
+    max_abs: float
+    relative: float
+
+
+def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance: Advance) -> list[DifferentTensor]:
+    """Reads the tensors that may differ, chunk by chunk; those that do, worst first.
+
+    Raises: DamagedFileError, StorageError.
+    """
+
+    def compare(pair: TensorPair) -> DifferentTensor:
+        found = _compare_pair(pair, a=a.folder, b=b.folder, advance=advance)
+        return DifferentTensor(pair.name, found.elements, found.differing, found.max_abs, found.relative)
+
+    with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool:
+        try:
+            found = list(pool.map(compare, overview.to_read))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return sorted((one for one in found if one.differing), key=lambda one: (-one.relative, -one.max_abs, one.name))
+
+
+def _compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
+    total = Difference()
+    same_in_b = _boxes(pair.b)
+    for chunk in pair.a.chunks:
+        if chunk.size_bytes:
+            values = read_box(a, pair.a, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+            # Where B has the same, A is read for its scale alone.
+            same = (chunk.offsets, chunk.sizes, chunk.digest) in same_in_b
+            others = values if same else read_box(b, pair.b, offsets=chunk.offsets, sizes=chunk.sizes, threads=1)
+            total = total.plus(difference(values, others))
+            advance(2 * chunk.size_bytes)
+    return total
 
 
 def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_env: str = "") -> int:
@@ -224,71 +216,64 @@ def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_e
         tensors = compare_values(a, b, overview=overview, advance=advance)
     equal = not (tensors or overview.only_a or overview.only_b or overview.other_kind or overview.state)
     if as_json:
-        result_json(_document(a, b, overview=overview, tensors=tensors, limit=limit))
+        result_json(_document(a, b, overview=overview, tensors=tensors, limit=limit or None))
     else:
-        lines = [_heading(a, b), ""]
+        sides = [
+            (side, one.url, f"step {one.manifest.step}", f"world size {one.manifest.world_size}")
+            for side, one in (("A", a), ("B", b))
+        ]
+        lines = [table(sides[0], sides[1:], indent=""), ""]
         if equal:
             lines.append(f"equal: {plural(overview.num_common, 'tensor')} and the state")
         else:
-            lines += _sections(overview, tensors, limit=limit)
+            lines += _sections(overview, tensors, limit=limit or None)
         result("\n".join(lines))
     return EXIT_OK if equal else EXIT_DIFFERENT
 
 
-def _heading(a: Checkpoint, b: Checkpoint) -> str:
-    rows = [
-        (side, one.url, f"step {one.manifest.step}", f"world size {one.manifest.world_size}")
-        for side, one in (("A", a), ("B", b))
-    ]
-    return table(rows[0], rows[1:], indent="")
-
-
-def _sections(overview: Overview, tensors: Sequence[DifferentTensor], *, limit: int) -> list[str]:
+def _sections(overview: Overview, tensors: Sequence[DifferentTensor], *, limit: int | None) -> list[str]:
     lines = [f"{len(tensors):,} of {plural(overview.num_common, 'common tensor')} differ in their values"]
     if tensors:
         header = ("tensor", "elements", "differing", "max abs", "relative")
         rows = [
-            (
-                one.pair.name,
-                f"{one.difference.elements:,}",
-                f"{one.difference.differing:,}",
-                f"{one.difference.max_abs:.3g}",
-                f"{one.difference.relative:.3g}",
-            )
-            for one in _first(tensors, limit)
+            (one.name, f"{one.elements:,}", f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.relative:.3g}")
+            for one in tensors
         ]
-        lines += [table(header, rows, right=header[1:]), *_rest(tensors, limit)]
+        lines += [table(header, rows[:limit], right=header[1:]), *_rest(rows, limit)]
     if overview.other_kind:
-        pairs = _first(overview.other_kind, limit)
-        rows_of_kinds = [(pair.name, _kind(pair.a), _kind(pair.b)) for pair in pairs]
-        lines += ["", f"{plural(len(overview.other_kind), 'tensor')} of another shape or element type"]
-        lines += [table(("tensor", "A", "B"), rows_of_kinds), *_rest(overview.other_kind, limit)]
+        kinds = [(pair.name, _kind(pair.a), _kind(pair.b)) for pair in overview.other_kind]
+        lines += ["", f"{plural(len(kinds), 'tensor')} of another shape or element type"]
+        lines += [table(("tensor", "A", "B"), kinds[:limit]), *_rest(kinds, limit)]
     for side, names in (("A", overview.only_a), ("B", overview.only_b)):
         if names:
-            lines += ["", f"{plural(len(names), 'tensor')} only in {side}", *(f"  {name}" for name in _first(names, limit))]
+            lines += ["", f"{plural(len(names), 'tensor')} only in {side}", *(f"  {name}" for name in names[:limit])]
             lines += _rest(names, limit)
     if overview.state:
-        keys = list(overview.state)
-        rows_of_state = [(key, str(overview.state[key][0]), str(overview.state[key][1])) for key in _first(keys, limit)]
-        lines += ["", f"{plural(len(keys), 'key')} of the state {'differs' if len(keys) == 1 else 'differ'}"]
-        lines += [table(("key", "A", "B"), rows_of_state), *_rest(keys, limit)]
+        states = [(key, str(a), str(b)) for key, (a, b) in overview.state.items()]
+        lines += ["", f"{plural(len(states), 'key')} of the state {'differs' if len(states) == 1 else 'differ'}"]
+        lines += [table(("key", "A", "B"), states[:limit]), *_rest(states, limit)]
     return lines
 
 
-def _document(a: Checkpoint, b: Checkpoint, *, overview: Overview, tensors: Sequence[DifferentTensor], limit: int) -> JsonValue:
-    different: list[JsonValue] = [
-        {
-            "name": one.pair.name,
-            "elements": one.difference.elements,
-            "differing": one.difference.differing,
-            "max_abs": _number(one.difference.max_abs),
-            "relative": _number(one.difference.relative),
-        }
-        for one in _first(tensors, limit)
+def _rest(items: Sequence[object], limit: int | None) -> list[str]:
+    more = len(items) - len(items[:limit])
+    return [f"  and {more:,} more"] if more else []
+
+
+def _kind(record: TensorRecord) -> str:
+    return f"{record.dtype} {list(record.shape)}"
+
+
+def _document(
+    a: Checkpoint, b: Checkpoint, *, overview: Overview, tensors: Sequence[DifferentTensor], limit: int | None
+) -> dict[str, object]:
+    # JSON has no infinity.
+    different = [
+        {name: "inf" if value == math.inf else value for name, value in msgspec.to_builtins(one).items()}
+        for one in tensors[:limit]
     ]
-    other_kind: list[JsonValue] = [
-        {"name": pair.name, "a": _kind_document(pair.a), "b": _kind_document(pair.b)}
-        for pair in _first(overview.other_kind, limit)
+    other_kind = [
+        {"name": pair.name, "a": _kind_document(pair.a), "b": _kind_document(pair.b)} for pair in overview.other_kind[:limit]
     ]
     return {
         "a": {"url": a.url, "step": a.manifest.step, "world_size": a.manifest.world_size},
@@ -297,29 +282,11 @@ def _document(a: Checkpoint, b: Checkpoint, *, overview: Overview, tensors: Sequ
         "differing": len(tensors),
         "tensors": different,
         "other_kind": other_kind,
-        "only_a": list(_first(overview.only_a, limit)),
-        "only_b": list(_first(overview.only_b, limit)),
+        "only_a": list(overview.only_a[:limit]),
+        "only_b": list(overview.only_b[:limit]),
         "state": {key: list(values) for key, values in overview.state.items()},
     }
 
 
-def _kind(record: TensorRecord) -> str:
-    return f"{record.dtype} {list(record.shape)}"
-
-
-def _kind_document(record: TensorRecord) -> JsonValue:
+def _kind_document(record: TensorRecord) -> dict[str, object]:
     return {"dtype": record.dtype, "shape": list(record.shape)}
-
-
-def _number(value: float) -> JsonValue:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else "inf"
-
-
-def _first(items: Sequence[T], limit: int) -> Sequence[T]:
-    return items[:limit] if limit else items
-
-
-def _rest(items: Sequence[object], limit: int) -> list[str]:
-    more = len(items) - len(_first(items, limit))
-    return [f"  and {more:,} more"] if more else []

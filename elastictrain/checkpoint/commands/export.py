@@ -1,10 +1,16 @@
-"""`export`: writes a checkpoint in a format that other tools read."""
+"""`export`: writes a checkpoint in a format that other tools read.
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+A task can write its weights as a Hugging Face folder if it defines the method of `ExportsHuggingFace`; like every ability of a
+task it inherits from nothing.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, cast, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from elastictrain.checkpoint.commands.export_formats import (
     MODEL,
@@ -16,23 +22,45 @@ from elastictrain.checkpoint.commands.export_formats import (
     write_safetensors,
     write_torch,
 )
-from elastictrain.checkpoint.commands.huggingface import ExportsHuggingFace, StoredModel, exporting_task
 from elastictrain.checkpoint.commands.output import note, progress
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.folders import Reject
+from elastictrain.checkpoint.run_folder import CONFIG_NAME, read_stored_config
 from elastictrain.checkpoint.verified_read import DamagedFileError
-from elastictrain.errors import EXIT_OK, UsageError
+from elastictrain.config.task_signature import TARGET, check_call, find_task
+from elastictrain.config.validate import construct
+from elastictrain.errors import EXIT_OK, ConfigError, Problem, UsageError
+from elastictrain.storage.store import Store
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+", re.ASCII)
+_LONGEST_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
-class ExportFormat:
-    """One way to write a checkpoint, and which tool reads it then."""
+class StoredModel:
+    """The model in a checkpoint."""
 
-    write: Callable[[ExportSource, ExportTarget], None]
-    read_by: str
-    only_model: bool = False
+    url: str
+    """Of the checkpoint, for messages."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    """By the model's own names, as in its `state_dict`."""
+
+    read: Callable[[str], Tensor]
+    """Reads one whole tensor, in the element type that it was trained in, on the CPU; every byte is verified."""
+
+
+@runtime_checkable
+class ExportsHuggingFace(Protocol):
+    """The task knows what Hugging Face calls its tensors, and how its configuration is written there."""
+
+    def export_huggingface(self, model: StoredModel, *, store: Store, dtype: torch.dtype) -> None:
+        """Write a folder that `from_pretrained` reads to the root of `store`, which is empty: `config.json` last, so that a
+        part of an export is not taken for a whole one. Read one tensor at a time: the model may be larger than memory.
+
+        Raises: ConfigError naming a tensor if the checkpoint is of another model than the task's. What `read` raises must pass.
+        """
 
 
 def export_checkpoint(
@@ -55,44 +83,91 @@ def export_checkpoint(
     if task_target is not None and to != "hf":
         raise UsageError(f"--task must be given with --to hf alone, but --to is {to}")
     location = locate(url, key_env=key_env)
-    task = exporting_task(location.run, target=task_target) if to == "hf" else None
+    write: Callable[[ExportSource, ExportTarget], None]
+    if to == "hf":
+        write = _huggingface_writer(exporting_task(location.run, target=task_target))
+        read_by = "transformers.AutoModelForCausalLM.from_pretrained reads it from a local folder"
+    else:
+        write, read_by = {
+            "torch": (write_torch, "torch.load reads it"),
+            "safetensors": (write_safetensors, "safetensors.torch.load_file reads its files"),
+            "dcp": (write_dcp, "torch.distributed.checkpoint.load reads it with a FileSystemReader"),
+        }[to]
     target = file_target(out) if to == "torch" else folder_target(out)
-    chosen = _format(to, task)
     element = DTYPES[dtype or "bf16"] if to == "hf" else DTYPES.get(dtype or "")
     rejected: list[Reject] = []
     while True:
         found = find_checkpoint(location, step=step, rejected=rejected)
-        names = [name for name in found.manifest.tensors if not chosen.only_model or name.startswith(MODEL)]
+        names = [name for name in found.manifest.tensors if to != "hf" or name.startswith(MODEL)]
         note(f"exporting {found.url} ({len(names)} tensors) to {target.url}")
         try:
             with progress("exporting", total=len(names), unit="tensor", lines=True) as advance:
-                chosen.write(ExportSource(found, element, advance), target)
+                write(ExportSource(found, element, advance), target)
         except DamagedFileError as error:
             target.clear()
             rejected.append(Reject(found.name, error.file, str(error)))
             note(f"damaged, going back: {error}")
             continue
-        note(f"done: step {found.manifest.step}; {chosen.read_by}")
+        note(f"done: step {found.manifest.step}; {read_by}")
         return EXIT_OK
 
 
-def _format(to: str, task: ExportsHuggingFace | None) -> ExportFormat:
-    if task is not None:
-        read_by = "transformers.AutoModelForCausalLM.from_pretrained reads it from a local folder"
-        return ExportFormat(partial(write_huggingface, task=task), read_by, only_model=True)
-    return {
-        "torch": ExportFormat(write_torch, "torch.load reads it"),
-        "safetensors": ExportFormat(write_safetensors, "safetensors.torch.load_file reads its files"),
-        "dcp": ExportFormat(write_dcp, "torch.distributed.checkpoint.load reads it with a FileSystemReader"),
-    }[to]
+def _huggingface_writer(task: ExportsHuggingFace) -> Callable[[ExportSource, ExportTarget], None]:
+    """A folder that `from_pretrained` reads, as the task writes it."""
+
+    def write(source: ExportSource, target: ExportTarget) -> None:
+        tensors = source.manifest.tensors
+        model = StoredModel(
+            url=source.checkpoint.url,
+            shapes={name.removeprefix(MODEL): tensors[name].shape for name in tensors if name.startswith(MODEL)},
+            read=lambda name: source.read(f"{MODEL}{name}"),
+        )
+        task.export_huggingface(model, store=target.store, dtype=source.dtype or torch.bfloat16)
+
+    return write
 
 
-def write_huggingface(source: ExportSource, target: ExportTarget, *, task: ExportsHuggingFace) -> None:
-    """A folder that `from_pretrained` reads, as the task writes it. Raises: ConfigError; DamagedFileError; StorageError."""
-    tensors = source.manifest.tensors
-    model = StoredModel(
-        url=source.checkpoint.url,
-        shapes={name.removeprefix(MODEL): tensors[name].shape for name in tensors if name.startswith(MODEL)},
-        read=lambda name: source.read(f"{MODEL}{name}"),
-    )
-    task.export_huggingface(model, store=target.store, dtype=source.dtype or torch.bfloat16)
+def exporting_task(run: Store, *, target: str | None) -> ExportsHuggingFace:
+    """The task with the options in the run's configuration. Imports the module of `target`, and nothing that the run names.
+
+    Raises: UsageError if `target` is not given, or is no task that can export; ConfigError; StorageError.
+    """
+    tree = read_run_config(run)
+    values, model = (value if isinstance(value := tree.get(name), dict) else {} for name in ("task", "model"))
+    key = TARGET.rpartition(".")[2]
+    stored = values.get(key)
+    url = f"{run.url}/{CONFIG_NAME}"
+    if target is None:
+        known = isinstance(stored, str) and len(stored) < _LONGEST_NAME and _DOTTED.fullmatch(stored)
+        typing = f"if you trust that module, add: --task {stored}" if known else "add: --task PACKAGE.MODULE.CLASS"
+        raise UsageError(f"--to hf must be told the task, as a module that {url} names is not imported; {typing}")
+    cls, problems = find_task(target)
+    if cls is None:
+        raise UsageError("; ".join(f"--task {problem.message}" for problem in problems))
+    if not callable(getattr(cls, "export_huggingface", None)):
+        raise UsageError(
+            f"--task must be a task with the method export_huggingface, but {target} has none; "
+            "use --to safetensors, torch or dcp"
+        )
+    if stored != target:
+        note(f"{url} names the task {stored!a}; exporting with {target}")
+    options = {str(name): value for name, value in values.items() if name != key}
+    call, problems = check_call(cls, options=options, model=model)
+    if call is None:
+        raise _config_error(problems, url=url)
+    task, problems = construct(cast("type[object]", call.cls), arguments=call.arguments, path="task")
+    if problems:
+        raise _config_error(problems, url=url)
+    return cast(ExportsHuggingFace, task)
+
+
+def read_run_config(run: Store) -> dict[str, object]:
+    """The tree in the run's config.yaml. Raises: ConfigError; StorageError."""
+    tree = read_stored_config(run)
+    if tree is None:
+        raise ConfigError(f"{run.url} must be the folder of a run, but has no {CONFIG_NAME}")
+    return tree
+
+
+def _config_error(problems: list[Problem], *, url: str) -> ConfigError:
+    return ConfigError([replace(problem, message=f"{problem.message} ({url})") for problem in problems])

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Literal
 
-from elastictrain.checkpoint.manifest import JsonValue
-
 Advance = Callable[[int], None]
 """So many units are done; from any thread."""
 
@@ -19,7 +17,7 @@ def result(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def result_json(value: JsonValue) -> None:
+def result_json(value: object) -> None:
     """The same for a script."""
     result(json.dumps(value, indent=2, allow_nan=False))
 

@@ -1,15 +1,19 @@
-"""What the commands find at a URL: the run, its checkpoints and the state of each, and the one to work on."""
+"""What the commands find at a URL: the run, its checkpoints and the state of each, and the one to work on; and `ls`."""
 
 import os
-from collections.abc import Iterable, Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+
+import msgspec
 
 from elastictrain.checkpoint.candidate_search import FreshStart, Refuse, select_checkpoint
-from elastictrain.checkpoint.commands.output import note
+from elastictrain.checkpoint.commands.output import age_text, note, result, result_json, size_text, table
 from elastictrain.checkpoint.folders import (
+    FOLDER_NAME,
     QUARANTINE_NAME,
     ROOT,
     FolderFacts,
@@ -17,16 +21,17 @@ from elastictrain.checkpoint.folders import (
     Reject,
     is_there,
     key_of,
+    list_checkpoints,
     quarantine_reason,
-    read_listing,
 )
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.memory.folder import Held, is_private, look, run_folder, run_name
 from elastictrain.checkpoint.run_folder import CONFIG_NAME
 from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.checkpoint.verified_read import CheckpointFolder, examine
-from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, UnknownFormatError, UsageError
+from elastictrain.errors import EXIT_OK, NoValidCheckpointError, ObjectNotFoundError, UnknownFormatError, UsageError
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.store import ObjectInfo, Store
+from elastictrain.storage.store import Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +58,24 @@ def locate(url: str, *, key_env: str = "") -> RunLocation:
         signing = load_key(key_env)
     except ValueError as error:
         raise UsageError(f"--key-env {error}") from error
-    return replace(_locate(url), signing=signing)
-
-
-def _locate(url: str) -> RunLocation:
     name, parent = split_url(url)
-    if is_checkpoint_name(name):
+    if FOLDER_NAME.fullmatch(name):
         above, run_url = split_url(parent)
         if above != ROOT:
             raise UsageError(
                 f"{url} must lie in a folder {ROOT!r}, as in RUN/{ROOT}/{name}; bring a copy of a checkpoint into such a folder"
             )
-        return RunLocation(open_store(run_url), name)
+        return RunLocation(open_store(run_url), name, signing)
     run = open_store(url)
-    if _has_checkpoints(run):
-        return RunLocation(run)
-    if name == ROOT and _has_checkpoints(above_run := open_store(parent)):
-        return RunLocation(above_run)
-    # A run writes its configuration first, and a checkpoint much later.
-    if not is_there(run, CONFIG_NAME):
-        raise ObjectNotFoundError(
-            f"{run.url} must be the folder of a run or a checkpoint in it, but holds neither {ROOT}/ nor {CONFIG_NAME}"
-        )
-    return RunLocation(run)
-
-
-def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of that name can be a checkpoint."""
-    return bool(read_listing([ObjectInfo(key_of(name, "file"), 0, 0.0)]).folders)
+    if not _has_checkpoints(run):
+        if name == ROOT and _has_checkpoints(above_run := open_store(parent)):
+            return RunLocation(above_run, None, signing)
+        # A run writes its configuration first, and a checkpoint much later.
+        if not is_there(run, CONFIG_NAME):
+            raise ObjectNotFoundError(
+                f"{run.url} must be the folder of a run or a checkpoint in it, but holds neither {ROOT}/ nor {CONFIG_NAME}"
+            )
+    return RunLocation(run, None, signing)
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -112,61 +107,7 @@ class CheckpointState(StrEnum):
     PARTIAL = "partial"
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRow:
-    """One checkpoint. `modified` and `created` are unix seconds; `created` and `world_size` are unknown without a manifest."""
-
-    name: str
-    step: int
-    tier: str
-    """`storage`, or where else it is held."""
-
-    state: CheckpointState
-    reason: str
-    """Why the state is not `valid`; empty if it is."""
-
-    created: float | None
-    modified: float
-    size_bytes: int
-    world_size: int | None
-    num_files: int
-    signed: bool | None = None
-    """Whether its manifest bears a signature; unknown without a manifest."""
-
-
-class FindSnapshots(Protocol):
-    """Looks for snapshots of a run that this machine holds outside of storage."""
-
-    def __call__(self, run_url: str, /) -> Sequence[CheckpointRow]:
-        """One row for each; `run_url` is the run's folder, as the person wrote it."""
-
-
-def merge(stored: Sequence[CheckpointRow], snapshots: Sequence[CheckpointRow]) -> tuple[CheckpointRow, ...]:
-    """Newest first; at the same step a snapshot before what is stored. Each of the two keeps its own order within a step."""
-    return tuple(sorted([*snapshots, *stored], key=lambda row: -row.step))
-
-
-def resume_choice(rows: Sequence[CheckpointRow]) -> CheckpointRow | None:
-    """The row, of all of a run's, newest first, that a start tries first; None if it would not resume."""
-    for row in rows:
-        if row.state is CheckpointState.UNKNOWN:
-            # A start stops here rather than to lose what it cannot read.
-            return None
-        if row.state is CheckpointState.VALID:
-            return row
-    return None
-
-
 _READERS = 8
-_UNCOMMITTED = "being written, or cut short"
-
-
-@dataclass(frozen=True, slots=True)
-class ListedFolder:
-    """One folder as listed, and when the newest of its files was written (unix seconds)."""
-
-    facts: FolderFacts
-    modified: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +115,17 @@ class Surveyed:
     """One folder and what its manifest says, where it can be read."""
 
     run: Store
-    listed: ListedFolder
+    facts: FolderFacts
     state: CheckpointState
     reason: str
+    """Why the state is not `valid`; empty if it is."""
+
     manifest: Manifest | None
 
     @property
     def name(self) -> str:
         """Of the folder."""
-        return self.listed.facts.name
+        return self.facts.name
 
     @property
     def url(self) -> str:
@@ -190,48 +133,25 @@ class Surveyed:
         return f"{self.run.url}/{ROOT}/{self.name}"
 
     @property
-    def row(self) -> CheckpointRow:
-        """What `ls` tells of it."""
-        facts, manifest = self.listed.facts, self.manifest
-        return CheckpointRow(
-            name=facts.name,
-            step=facts.step,
-            tier="storage",
-            state=self.state,
-            reason=self.reason,
-            created=None if manifest is None else manifest.created,
-            modified=self.listed.modified,
-            size_bytes=sum(facts.files.values()),
-            world_size=None if manifest is None else manifest.world_size,
-            signed=None if manifest is None else bool(manifest.signature),
-            num_files=len(facts.files.keys() - {MANIFEST_NAME, QUARANTINE_NAME}),
-        )
+    def shard_bytes(self) -> int:
+        """Of its shard files, as far as its manifest is known."""
+        return 0 if self.manifest is None else self.manifest.size_bytes
 
 
-def list_folders(location: RunLocation) -> tuple[ListedFolder, ...]:
-    """All checkpoint folders of the run, newest first. Raises: StorageError."""
-    infos = list(location.run.list(ROOT))
-    modified: dict[str, float] = {}
-    for info in infos:
-        name = info.key.split("/")[1]
-        modified[name] = max(modified.get(name, 0.0), info.modified)
-    return tuple(ListedFolder(facts, modified[facts.name]) for facts in read_listing(infos).folders)
-
-
-def survey(location: RunLocation, folders: Iterable[ListedFolder]) -> tuple[Surveyed, ...]:
+def survey(location: RunLocation, folders: Iterable[FolderFacts]) -> tuple[Surveyed, ...]:
     """Reads manifests, some at once; leaves out folders that the run deletes meanwhile.
 
     Raises: StorageError.
     """
     with ThreadPoolExecutor(_READERS, thread_name_prefix="survey") as pool:
-        found = pool.map(lambda listed: _look_at(location, listed), folders)
+        found = pool.map(lambda facts: _look_at(location, facts), folders)
         return tuple(one for one in found if one is not None)
 
 
-def _look_at(location: RunLocation, listed: ListedFolder) -> Surveyed | None:
-    run, facts = location.run, listed.facts
+def _look_at(location: RunLocation, facts: FolderFacts) -> Surveyed | None:
+    run = location.run
     manifest: Manifest | None = None
-    state, reason = CheckpointState.UNCOMMITTED, _UNCOMMITTED
+    state, reason = CheckpointState.UNCOMMITTED, "being written, or cut short"
     if facts.has_manifest:
         try:
             found = examine(run, facts, signing=location.signing)
@@ -239,20 +159,16 @@ def _look_at(location: RunLocation, listed: ListedFolder) -> Surveyed | None:
             return None
         except UnknownFormatError as error:
             # What to do about it is told where somebody wants to use it.
-            state, reason = CheckpointState.UNKNOWN, _short(str(error), run=run, name=facts.name).partition(";")[0]
+            state, reason = CheckpointState.UNKNOWN, str(error).partition(";")[0]
         else:
             manifest, state, reason = found.manifest, CheckpointState.VALID, ""
             if found.reject is not None:
                 state = CheckpointState.DAMAGED if found.reject.lasting else CheckpointState.UNTRUSTED
-                reason = _short(found.reject.reason, run=run, name=facts.name)
+                reason = found.reject.reason
     if facts.quarantined:
-        state, reason = CheckpointState.QUARANTINED, _short(quarantine_reason(run, facts.name), run=run, name=facts.name)
-    return Surveyed(run, listed, state, reason, manifest)
-
-
-def _short(reason: str, *, run: Store, name: str) -> str:
-    """Without the URL of the folder, which stands above."""
-    return reason.replace(f"{run.url}/{key_of(name, '')}", "")
+        state, reason = CheckpointState.QUARANTINED, quarantine_reason(run, facts.name)
+    # The URL of the folder stands above.
+    return Surveyed(run, facts, state, reason.replace(f"{run.url}/{key_of(facts.name, '')}", ""), manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,40 +194,170 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
     which = "" if step is None else f" of step {step}"
     while True:
         # Listed anew each time: a run that is still training saves and prunes meanwhile.
-        listing = read_listing(run.list(ROOT))
         wanted = tuple(
             folder
-            for folder in listing.folders
-            if (step is None or folder.step == step) and location.folder in (None, folder.name)
+            for folder in list_checkpoints(run).folders
+            if step in (None, folder.step) and location.folder in (None, folder.name)
         )
         decision = select_checkpoint(Listing(wanted, begun=False), rejected=rejects, on_invalid="stop")
         if isinstance(decision, FreshStart):
-            raise NoValidCheckpointError(_nothing(location, listing, which=which))
+            what = f"a checkpoint{which}" if location.folder is None else f"{location.folder}{which}"
+            raise NoValidCheckpointError(f"{location.url} must hold {what}, but does not{steps_there(location)}")
         if isinstance(decision, Refuse):
             lines = "\n".join(f"  - {reject}" for reject in decision.rejects)
             raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
-        facts = decision
         try:
-            found = examine(run, facts, signing=location.signing)
+            found = examine(run, decision, signing=location.signing)
         except ObjectNotFoundError as error:
-            rejects.append(Reject(facts.name, MANIFEST_NAME, str(error)))
+            rejects.append(Reject(decision.name, MANIFEST_NAME, str(error)))
             continue
         if found.reject is None and found.manifest is not None:
-            say_unchecked(found.manifest, name=facts.name, signing=location.signing)
-            return Checkpoint(facts.name, CheckpointFolder(run, f"{ROOT}/{facts.name}/"), found.manifest)
+            note_unchecked(found.manifest, name=decision.name, signing=location.signing)
+            return Checkpoint(decision.name, CheckpointFolder(run, f"{ROOT}/{decision.name}/"), found.manifest)
         if found.reject is not None:
             rejects.append(found.reject)
 
 
-def say_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
+def steps_there(location: RunLocation) -> str:
+    """The end of a sentence that says what is not there. Raises: StorageError."""
+    steps = sorted({folder.step for folder in list_checkpoints(location.run).folders if folder.has_manifest})
+    return f"; there is step {', '.join(map(str, steps))}" if steps else ""
+
+
+def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
     """That a signature is there, where nobody has given the key to check it."""
     if manifest.signature and signing is None:
         note(f"{name} is signed, and nobody checks it: give --key-env NAME")
 
 
-def _nothing(location: RunLocation, listing: Listing, *, which: str) -> str:
-    steps = sorted({folder.step for folder in listing.folders if folder.has_manifest})
-    there = f"; there is step {', '.join(map(str, steps))}" if steps else ""
-    if location.folder is not None:
-        return f"{location.url} must hold {location.folder}{which}, but does not{there}"
-    return f"{location.url} must hold a checkpoint{which}, but does not{there}"
+class CheckpointRow(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes", "num_files": "files"}):
+    """One checkpoint, as `ls` shows it. `modified` and `created` are unix seconds."""
+
+    name: str
+    step: int
+    tier: str
+    """`storage`, or where else it is held."""
+
+    state: CheckpointState
+    reason: str
+    modified: float
+    size_bytes: int
+    num_files: int
+    created: float | None = None
+    """This and what follows is unknown without a manifest."""
+
+    world_size: int | None = None
+    signed: bool | None = None
+
+
+_HEADER = ("", "name", "step", "age", "size", "world", "files", "tier", "state")
+_FIGURES = ("step", "age", "size", "world", "files")
+
+
+def show_checkpoints(
+    url: str, *, as_json: bool, memory_dir: str, clock: Callable[[], float] = time.time, key_env: str = ""
+) -> int:
+    """`ls`: shows the checkpoints at `url`, and which one a start would take; returns the exit code.
+
+    Raises: NoValidCheckpointError if `url` names a checkpoint that is not there; ObjectNotFoundError; StorageError.
+    """
+    location = locate(url, key_env=key_env)
+    stored = [_stored_row(one) for one in survey(location, list_checkpoints(location.run).folders)]
+    every = newest_first([*_snapshot_rows(location.run.url, memory_dir=memory_dir), *stored])
+    chosen = resume_choice(every)
+    rows = [row for row in every if location.folder in (None, row.name)]
+    if not rows and location.folder is not None:
+        raise NoValidCheckpointError(f"{location.url} must hold {location.folder}, but does not")
+    if as_json:
+        found = [{**msgspec.to_builtins(row), "resume": row is chosen} for row in rows]
+        result_json({"url": location.url, "checkpoints": found})
+    else:
+        result(_text(rows, chosen=chosen, url=location.url, now=clock()))
+    return EXIT_OK
+
+
+def newest_first(rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
+    """By step; at the same step in the order in which they come. Pure."""
+    return sorted(rows, key=lambda row: -row.step)
+
+
+def resume_choice(rows: Iterable[CheckpointRow]) -> CheckpointRow | None:
+    """The row, of all of a run's, newest first, that a start tries first; None if it would not resume. Pure."""
+    for row in rows:
+        if row.state is CheckpointState.UNKNOWN:
+            # A start stops here rather than to lose what it cannot read.
+            return None
+        if row.state is CheckpointState.VALID:
+            return row
+    return None
+
+
+def _stored_row(one: Surveyed) -> CheckpointRow:
+    manifest, files = one.manifest, one.facts.files
+    return CheckpointRow(
+        one.name,
+        one.facts.step,
+        "storage",
+        one.state,
+        one.reason,
+        one.facts.modified,
+        sum(files.values()),
+        len(files.keys() - {MANIFEST_NAME, QUARANTINE_NAME}),
+        None if manifest is None else manifest.created,
+        None if manifest is None else manifest.world_size,
+        None if manifest is None else bool(manifest.signature),
+    )
+
+
+def _snapshot_rows(run_url: str, *, memory_dir: str) -> list[CheckpointRow]:
+    """One row for each step that some rank's whole snapshot on this host is of, newest first. Reads headers only."""
+    folder = run_folder(memory_dir, run_url)
+    steps: dict[tuple[int, str, int], list[Held]] = defaultdict(list)
+    for one in look(folder, host=0) if is_private(folder) else ():
+        if one.facts.run == run_name(run_url):
+            steps[(one.facts.step, one.facts.incarnation, one.facts.world_size)].append(one)
+    rows = []
+    for (step, _, world_size), held in sorted(steps.items(), reverse=True):
+        missing = sorted(set(range(world_size)) - {one.facts.rank for one in held})
+        named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        created = min(one.facts.created for one in held)
+        rows.append(
+            CheckpointRow(
+                f"snapshot of step {step}",
+                step,
+                "replica" if all(one.replica for one in held) else "memory",
+                CheckpointState.PARTIAL if missing else CheckpointState.VALID,
+                f"rank{'s' if len(missing) > 1 else ''} {named} not on this host" if missing else "",
+                created,
+                sum(os.stat(f"{folder}/{one.slot}").st_size for one in held),  # noqa: PTH116
+                len(held),
+                created,
+                world_size,
+            )
+        )
+    return rows
+
+
+def _text(rows: Sequence[CheckpointRow], *, chosen: CheckpointRow | None, url: str, now: float) -> str:
+    if not rows:
+        return f"{url}\n  no checkpoint yet"
+    lines = [
+        (
+            ">" if row is chosen else "",
+            row.name,
+            str(row.step),
+            age_text(now - (row.modified if row.created is None else row.created)),
+            size_text(row.size_bytes),
+            "-" if row.world_size is None else str(row.world_size),
+            str(row.num_files),
+            row.tier,
+            row.state.value + (", signed" if row.signed else "") + (f": {row.reason}" if row.reason else ""),
+        )
+        for row in rows
+    ]
+    legend = ""
+    if any(row is chosen for row in rows):
+        legend = "\n> a start resumes from this one, if its bytes have their digests"
+    elif chosen is None:
+        legend = "\nnone of these is one that a start can resume from"
+    return f"{url}\n{table(_HEADER, lines, right=_FIGURES, indent='')}{legend}"

@@ -1,30 +1,36 @@
-"""`verify`: reads every byte of checkpoints and says which files are damaged."""
+"""`verify` and `sign`: read every byte of checkpoints, say which files are damaged, and sign manifests."""
 
-import hashlib
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Event
-from typing import Protocol
 
+import msgspec
 import xxhash
 
 from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
 from elastictrain.checkpoint.commands.survey import (
     CheckpointState,
-    ListedFolder,
-    RunLocation,
     Surveyed,
-    list_folders,
     locate,
-    say_unchecked,
+    note_unchecked,
+    steps_there,
     survey,
 )
-from elastictrain.checkpoint.folders import is_there, key_of
+from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, FileRecord, JsonValue
-from elastictrain.checkpoint.verified_read import READ_BYTES
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
+from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.signing import SigningKey
+from elastictrain.checkpoint.verified_read import (
+    READ_THREADS,
+    CheckpointFolder,
+    DamagedFileError,
+    coalesced_reads,
+    read_chunks,
+)
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STORAGE,
@@ -37,131 +43,6 @@ from elastictrain.errors import (
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-_SHA256_DIGITS = 64
-
-
-class _Hash(Protocol):
-    """A digest in the making."""
-
-    def update(self, data: memoryview, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class DigestedRange:
-    """Bytes [start, end) of a file, the digest that they must have (xxh3_128 or, if it is longer, SHA-256), and what they
-    are."""
-
-    start: int
-    end: int
-    digest: str
-    what: str
-
-
-def ranges_of(file: FileRecord, placed: Sequence[PlacedChunk]) -> tuple[DigestedRange, ...]:
-    """The header of a file and the chunks of tensors in it, in the order of their bytes."""
-    found = [
-        DigestedRange(0, file.header_bytes, digest, "its header")
-        for digest in (file.header_digest, file.header_sha256)
-        if digest
-    ]
-    for one in placed:
-        start, end = one.chunk.start, one.chunk.start + one.chunk.size_bytes
-        for digest in (one.chunk.digest, one.chunk.sha256):
-            if start < end and digest:
-                found.append(DigestedRange(start, end, digest, f"{one.name} in bytes [{start}, {end})"))
-    return tuple(found)
-
-
-class RangeDigests:
-    """Digests ranges of a stream of bytes while it goes by; they may overlap."""
-
-    def __init__(self, ranges: Sequence[DigestedRange]) -> None:
-        """`ranges` in the order of their starts."""
-        self._waiting = list(reversed(ranges))
-        self._open: list[tuple[DigestedRange, _Hash]] = []
-        self._position = 0
-        self.wrong: list[DigestedRange] = []
-        """Ranges that have gone by with another digest."""
-
-    def update(self, piece: memoryview) -> None:
-        """The next bytes of the stream."""
-        begin, end = self._position, self._position + len(piece)
-        self._position = end
-        while self._waiting and self._waiting[-1].start < end:
-            one = self._waiting.pop()
-            self._open.append((one, hashlib.sha256() if len(one.digest) == _SHA256_DIGITS else xxhash.xxh3_128()))
-        still_open = []
-        for one, digest in self._open:
-            digest.update(piece[max(one.start, begin) - begin : min(one.end, end) - begin])
-            if one.end > end:
-                still_open.append((one, digest))
-            elif digest.hexdigest() != one.digest:
-                self.wrong.append(one)
-        self._open = still_open
-
-
-def check_file(
-    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
-) -> tuple[str, ...]:
-    """What is wrong with the file at `key`, a sentence each; it is read again before anything is.
-
-    `placed` is what the manifest has in the file, in the order of the bytes. Memory: `READ_BYTES`, and the header.
-
-    Raises: StorageError.
-    """
-    first = _look(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
-    if not first:
-        return ()
-    second = _look(store, key, file=file, placed=placed, advance=lambda _: None, stopped=stopped)
-    if not second:
-        logger.warning("%s read wrong once, and right again: %s", f"{store.url}/{key}", first[0])
-        return ()
-    lasting = tuple(problem for problem in second if problem in first)
-    # What is damaged in the store stays where it is.
-    return lasting or (f"reads differently each time, as if the way to this machine garbled it: {first[0]}, then {second[0]}",)
-
-
-def _look(
-    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
-) -> tuple[str, ...]:
-    digests, whole, head = RangeDigests(ranges_of(file, placed)), xxhash.xxh3_128(), bytearray()
-    try:
-        size_bytes = store.stat(key).size_bytes
-        if size_bytes != file.size_bytes:
-            return (f"must have {file.size_bytes} bytes, but has {size_bytes}",)
-        buffer = memoryview(bytearray(min(READ_BYTES, file.size_bytes)))
-        done = 0
-        while done < file.size_bytes and not stopped.is_set():
-            piece = buffer[: file.size_bytes - done]
-            count = store.read_into(key, piece, start=done)
-            if count < len(piece):
-                return (f"ends at byte {done + count}, too early",)
-            whole.update(piece)
-            digests.update(piece)
-            head += piece[: max(0, file.header_bytes - done)]
-            done += count
-            advance(count)
-    except ObjectNotFoundError:
-        return ("is gone",)
-    except IrregularFileError as error:
-        return (str(error),)
-    if stopped.is_set():
-        return ()
-    if whole.hexdigest() == file.digest and not digests.wrong:
-        return _header_problems(bytes(head), file=file, placed=placed)
-    wrong = tuple(f"{one.what} does not have its digest" for one in digests.wrong)
-    return wrong or ("does not have its digest, although its header and all tensors in it have theirs",)
-
-
-def _header_problems(head: bytes, *, file: FileRecord, placed: Sequence[PlacedChunk]) -> tuple[str, ...]:
-    try:
-        check_shard_header(head, file=file, chunks=placed, where="its header")
-    except InvalidCheckpointError as error:
-        return (str(error),)
-    return ()
-
 
 _SHOWN_PER_FILE = 4
 
@@ -185,11 +66,6 @@ class VerifyResult:
     bad_files: tuple[BadFile, ...] = ()
     gone: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """Of its shard files."""
-        return 0 if self.checked.manifest is None else self.checked.manifest.size_bytes
-
 
 def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool, key_env: str = "") -> int:
     """Verifies the newest checkpoint at `url`, that of `step` or `every` one; returns the exit code.
@@ -199,12 +75,12 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     location = locate(url, key_env=key_env)
     if location.folder is not None and (every or step is not None):
         raise UsageError(f"--all and --step must go with the folder of a run, but {url} is one checkpoint")
-    chosen = survey(location, choose_folders(list_folders(location), every=every, step=step, name=location.folder))
+    folders = list_checkpoints(location.run).folders
+    chosen = survey(location, choose_folders(folders, every=every, step=step, name=location.folder))
     for one in chosen:
         if one.manifest is not None:
-            say_unchecked(one.manifest, name=one.name, signing=location.signing)
-    total = sum(one.manifest.size_bytes for one in chosen if one.manifest is not None)
-    with progress("verifying", total=total, unit="B") as advance:
+            note_unchecked(one.manifest, name=one.name, signing=location.signing)
+    with progress("verifying", total=sum(one.shard_bytes for one in chosen), unit="B") as advance:
         verdicts = read_and_judge(chosen, threads=threads, advance=advance)
     judged = [verdict for verdict in verdicts if not verdict.gone]
     for verdict in verdicts:
@@ -213,7 +89,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     if not judged:
         which = "" if step is None else f" of step {step}"
         what = f"{location.folder} as a checkpoint" if location.folder else f"a checkpoint{which}"
-        raise NoValidCheckpointError(f"{location.url} must hold {what}, but does not{_hint(location)}")
+        raise NoValidCheckpointError(f"{location.url} must hold {what}, but does not{steps_there(location)}")
     if as_json:
         result_json({"url": location.url, "checkpoints": [_document(verdict) for verdict in judged]})
     else:
@@ -222,36 +98,35 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
 
 
 def choose_folders(
-    folders: Sequence[ListedFolder], *, every: bool, step: int | None, name: str | None
-) -> tuple[ListedFolder, ...]:
+    folders: Sequence[FolderFacts], *, every: bool, step: int | None, name: str | None
+) -> tuple[FolderFacts, ...]:
     """The committed folders that are asked for; without a wish the newest that a start would consider. Pure."""
-    committed = [one for one in folders if one.facts.has_manifest]
+    committed = [one for one in folders if one.has_manifest]
     if every:
         return tuple(committed)
     if name is not None:
-        return tuple(one for one in committed if one.facts.name == name)
-    wanted = [one for one in committed if step is None or one.facts.step == step]
-    considered = [one for one in wanted if not one.facts.quarantined]
+        return tuple(one for one in committed if one.name == name)
+    wanted = [one for one in committed if step in (None, one.step)]
+    considered = [one for one in wanted if not one.quarantined]
     return tuple(considered[:1] or wanted[:1])
 
 
 def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[VerifyResult]:
-    """Reads all files of the chosen ones, `threads` at once; memory is bounded by 16 MiB for each thread.
+    """Reads all files of the chosen ones, `threads` at once; each thread needs the memory of one span or chunk.
 
     Raises: StorageError.
     """
     stopped = Event()
-    jobs: list[tuple[Surveyed, FileRecord]] = []
-    placed = {}
-    for one in chosen:
-        if one.manifest is not None:
-            jobs += [(one, file) for file in one.manifest.files]
-            placed[one.name] = chunks_by_file(one.manifest)
+    jobs = [
+        (one, file, placed[file.name])
+        for one in chosen
+        if one.manifest is not None and (placed := chunks_by_file(one.manifest)) is not None
+        for file in one.manifest.files
+    ]
 
-    def check(job: tuple[Surveyed, FileRecord]) -> tuple[str, ...]:
-        one, file = job
-        of_file = placed[one.name][file.name]
-        return check_file(one.run, key_of(one.name, file.name), file=file, placed=of_file, advance=advance, stopped=stopped)
+    def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> tuple[str, ...]:
+        one, file, placed = job
+        return check_file(one.run, key_of(one.name, file.name), file=file, placed=placed, advance=advance, stopped=stopped)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -261,37 +136,94 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     bad: dict[str, list[BadFile]] = {}
-    for (one, file), problems in zip(jobs, found, strict=True):
+    for (one, file, _), problems in zip(jobs, found, strict=True):
         if problems:
             bad.setdefault(one.name, []).append(BadFile(file.name, problems))
     return [_judge(one, bad_files=tuple(bad.get(one.name, ()))) for one in chosen]
 
 
 def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> VerifyResult:
-    if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
-        # Retention of a run that is training takes the manifest first.
-        return VerifyResult(one, one.state, one.reason, bad_files, gone=True)
-    if one.state is CheckpointState.VALID and bad_files:
+    # Retention of a run that is training takes the manifest first.
+    gone = bool(bad_files) and not is_there(one.run, key_of(one.name, MANIFEST_NAME))
+    if bad_files and not gone and one.state in (CheckpointState.VALID, CheckpointState.DAMAGED):
+        # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
         return VerifyResult(one, CheckpointState.DAMAGED, "", bad_files)
-    # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
-    reason = "" if one.state is CheckpointState.DAMAGED and bad_files else one.reason
-    return VerifyResult(one, one.state, reason, bad_files)
+    return VerifyResult(one, one.state, one.reason, bad_files, gone)
 
 
-def _hint(location: RunLocation) -> str:
-    steps = sorted({one.facts.step for one in list_folders(location) if one.facts.has_manifest})
-    return f"; there is step {', '.join(map(str, steps))}" if steps else ""
+def check_file(
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
+) -> tuple[str, ...]:
+    """What is wrong with the file at `key`, a sentence each; it is read again before anything is.
+
+    `placed` is what the manifest has in the file, in the order of the bytes.
+
+    Raises: StorageError.
+    """
+    first = _problems(store, key, file=file, placed=placed, advance=advance, stopped=stopped)
+    if not first:
+        return ()
+    second = _problems(store, key, file=file, placed=placed, advance=lambda _: None, stopped=stopped)
+    if not second:
+        logger.warning("%s read wrong once, and right again: %s", f"{store.url}/{key}", first[0])
+        return ()
+    lasting = tuple(problem for problem in second if problem in first)
+    # What is damaged in the store stays where it is.
+    return lasting or (f"reads differently each time, as if the way to this machine garbled it: {first[0]}, then {second[0]}",)
 
 
-def _document(verdict: VerifyResult) -> JsonValue:
-    bad: list[JsonValue] = [{"name": file.name, "problems": list(file.problems)} for file in verdict.bad_files]
+def _problems(
+    store: Store, key: str, *, file: FileRecord, placed: Sequence[PlacedChunk], advance: Advance, stopped: Event
+) -> tuple[str, ...]:
+    spans = coalesced_reads(one.chunk for one in placed if one.chunk.size_bytes)
+    names = {one.chunk: one.name for one in placed}
+    buffer = memoryview(bytearray(max(file.header_bytes, *(span.end - span.start for span in spans), 0)))
+    whole = xxhash.xxh3_128()
+
+    def read(start: int, end: int) -> memoryview:
+        data = buffer[: end - start]
+        count = store.read_into(key, data, start=start)
+        if count < len(data):
+            raise DamagedFileError(f"ends at byte {start + count}, too early")
+        whole.update(data)
+        advance(count)
+        return data
+
+    try:
+        size_bytes = store.stat(key).size_bytes
+        if size_bytes != file.size_bytes:
+            return (f"must have {file.size_bytes} bytes, but has {size_bytes}",)
+        header = bytes(read(0, file.header_bytes))
+        right = has_digest(header, file.header_digest, sha256=file.header_sha256)
+        wrong = [] if right else ["its header does not have its digest"]
+        for span in spans:
+            if stopped.is_set():
+                return ()
+            data = read(span.start, span.end)
+            for chunk in span.chunks:
+                start, end = chunk.start, chunk.start + chunk.size_bytes
+                if not has_digest(data[start - span.start : end - span.start], chunk.digest, sha256=chunk.sha256):
+                    wrong.append(f"{names[chunk]} in bytes [{start}, {end}) does not have its digest")
+        if not wrong:
+            check_shard_header(header, file=file, chunks=placed, where="its header")
+    except ObjectNotFoundError:
+        return ("is gone",)
+    except (IrregularFileError, InvalidCheckpointError) as error:
+        return (str(error),)
+    if not wrong and whole.hexdigest() != file.digest:
+        # The spans fill the file, as its header is right.
+        return ("does not have its digest, although its header and all tensors in it have theirs",)
+    return tuple(wrong)
+
+
+def _document(verdict: VerifyResult) -> dict[str, object]:
     return {
         "name": verdict.checked.name,
-        "step": verdict.checked.listed.facts.step,
+        "step": verdict.checked.facts.step,
         "state": verdict.state.value,
         "reason": verdict.reason,
-        "bytes": verdict.size_bytes,
-        "bad_files": bad,
+        "bytes": verdict.checked.shard_bytes,
+        "bad_files": msgspec.to_builtins(verdict.bad_files),
     }
 
 
@@ -308,3 +240,65 @@ def _text(verdict: VerifyResult) -> str:
         if len(file.problems) > _SHOWN_PER_FILE:
             lines.append(f"    {file.name}: and {len(file.problems) - _SHOWN_PER_FILE} more")
     return "\n".join(lines)
+
+
+def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
+    """Signs the checkpoint of `step`, the one that `url` names, or all of a run, with the key in `key_env`; returns the exit
+    code. Whoever calls it vouches for what is there now.
+
+    Raises: UsageError; NoValidCheckpointError if there is none; StorageError.
+    """
+    location = locate(url, key_env=key_env)
+    if location.signing is None:
+        raise UsageError("--key-env must name an environment variable, but is empty")
+    if location.folder is not None and step is not None:
+        raise UsageError(f"--step must go with the folder of a run, but {url} is one checkpoint")
+    every = step is None and location.folder is None
+    folders = choose_folders(list_checkpoints(location.run).folders, every=every, step=step, name=location.folder)
+    # Without the key: what bears no signature, or another one, is to be signed.
+    chosen = survey(replace(location, signing=None), folders)
+    if not chosen:
+        raise NoValidCheckpointError(f"{location.url} must hold a checkpoint to sign, but does not")
+    with progress("signing", total=2 * sum(one.shard_bytes for one in chosen), unit="B") as advance:
+        verdicts = read_and_judge(chosen, threads=READ_THREADS, advance=advance)
+        signed = 0
+        for verdict in verdicts:
+            one = verdict.checked
+            if verdict.state is not CheckpointState.VALID or one.manifest is None:
+                note(f"{one.name} is {verdict.state.value}, and is not signed")
+                continue
+            _sign(one, one.manifest, signing=location.signing)
+            advance(one.manifest.size_bytes)
+            signed += 1
+    result(f"signed {plural(signed, 'checkpoint')} of {len(verdicts)}")
+    return EXIT_OK if signed == len(verdicts) else EXIT_STORAGE
+
+
+def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
+    """Replaces the manifest, at once. What is read for SHA-256 has the digests that were verified before."""
+    folder = CheckpointFolder(one.run, f"{ROOT}/{one.name}/")
+    found: dict[ChunkRecord, str] = {}
+    lock = threading.Lock()
+
+    def take(chunk: ChunkRecord, data: memoryview) -> None:
+        digest = sha256_of(data)
+        with lock:
+            found[chunk] = digest
+
+    chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
+    read_chunks(folder, (chunk for chunk in chunks if chunk.size_bytes), take=take)
+    signed = {chunk: msgspec.structs.replace(chunk, sha256=found.get(chunk, sha256_of(b""))) for chunk in chunks}
+    tensors = {
+        name: replace(tensor, chunks=tuple(signed[chunk] for chunk in tensor.chunks))
+        for name, tensor in manifest.tensors.items()
+    }
+    files = tuple(msgspec.structs.replace(file, header_sha256=_sha256_of_header(folder, file)) for file in manifest.files)
+    raw = encode_manifest(replace(manifest, files=files, tensors=tensors, signature=""), key=signing)
+    one.run.write(key_of(one.name, MANIFEST_NAME), raw)
+
+
+def _sha256_of_header(folder: CheckpointFolder, file: FileRecord) -> str:
+    head = folder.store.read(f"{folder.prefix}{file.name}", end=file.header_bytes)
+    if not has_digest(head, file.header_digest, sha256=""):
+        raise DamagedFileError(f"{folder.url(file.name)}: its header was changed while it was signed", file=file.name)
+    return sha256_of(head)

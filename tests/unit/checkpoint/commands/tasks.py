@@ -5,7 +5,7 @@ import json
 import torch
 from torch import Tensor, nn
 
-from elastictrain.checkpoint.commands.huggingface import StoredModel
+from elastictrain.checkpoint.commands.export import StoredModel
 from elastictrain.data.dataset import Batch
 from elastictrain.storage.store import Store
 from elastictrain.train.task import LossOutput

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.commands.ls import list_checkpoints
+from elastictrain.checkpoint.commands.survey import show_checkpoints
 from elastictrain.checkpoint.commands.verify import verify_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import digest_of
@@ -99,7 +99,7 @@ def test_a_manifest(run: Path, act: Callable[[Path], None]) -> None:
     began = time.monotonic()
     assert verify_checkpoints(str(run), every=False, step=2, threads=1, as_json=True) == EXIT_STORAGE
     assert restored_step(run) == 1
-    assert list_checkpoints(str(run), as_json=True, find_snapshots=lambda url: ()) == EXIT_OK
+    assert show_checkpoints(str(run), as_json=True, memory_dir="/nowhere") == EXIT_OK
     assert time.monotonic() - began < 30.0
 
 
@@ -109,7 +109,7 @@ def test_a_mark(run: Path, act: Callable[[Path], None], capsys: pytest.CaptureFi
     mark = run / "checkpoints" / "step-000000002" / "quarantine.json"
     mark.write_bytes((run / "checkpoints" / "step-000000002" / "manifest.json").read_bytes())
     act(mark)
-    assert list_checkpoints(str(run), as_json=True, find_snapshots=lambda url: ()) == EXIT_OK
+    assert show_checkpoints(str(run), as_json=True, memory_dir="/nowhere") == EXIT_OK
     (found, _) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert found["state"] == "quarantined"
     assert restored_step(run) == 1

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands.ls import list_checkpoints
-from elastictrain.checkpoint.commands.survey import list_folders, locate, survey
+from elastictrain.checkpoint.commands.survey import locate, show_checkpoints, survey
+from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.memory.folder import SlotName, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE
@@ -63,9 +63,9 @@ def test_a_folder_that_was_moved(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_folders_that_the_run_deletes_meanwhile_are_left_out(run: Path) -> None:
     location = locate(str(run))
-    folders = list_folders(location)
+    folders = list_checkpoints(location.run).folders
     shutil.rmtree(run / "checkpoints" / "step-000000030")
-    assert [one.listed.facts.step for one in survey(location, folders)] == [80, 70, 60, 50, 40, 20, 10]
+    assert [one.facts.step for one in survey(location, folders)] == [80, 70, 60, 50, 40, 20, 10]
 
 
 def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,7 +91,7 @@ def test_facts_of_one(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_table(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     now = CREATED + 30 + 7200
-    assert list_checkpoints(str(run), as_json=False, find_snapshots=lambda _: (), clock=lambda: now) == EXIT_OK
+    assert show_checkpoints(str(run), as_json=False, memory_dir="/nowhere", clock=lambda: now) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}/checkpoints"
     assert lines[1].split() == ["name", "step", "age", "size", "world", "files", "tier", "state"]

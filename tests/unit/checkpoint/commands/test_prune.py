@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.__main__ import main
-from elastictrain.checkpoint.commands import output
-from elastictrain.checkpoint.commands.prune import KeepOptions, delete_folder, prune_checkpoints
-from elastictrain.checkpoint.commands.survey import locate
+from elastictrain.checkpoint.commands import prune as prune_module
+from elastictrain.checkpoint.commands.prune import prune_checkpoints
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.checkpoint.retention import Deletion
+from elastictrain.checkpoint.retention import Deletion, delete_folder
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, InvalidCheckpointError
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import as_version_2, flip, folders, quarantine, save, shard, truncate
@@ -107,7 +106,7 @@ def test_it_does_not_delete_unasked(run: Path, monkeypatch: pytest.MonkeyPatch, 
     before = sorted(run.rglob("*"))
     assert prune(run, "--keep-last", "1") == EXIT_USAGE
     assert "give --yes, or --dry-run" in capsys.readouterr().err
-    monkeypatch.setattr(output, "can_ask", lambda: True)
+    monkeypatch.setattr(prune_module, "can_ask", lambda: True)
     for answer in ("n\n", "\n", ""):
         reading, writing = os.pipe()
         os.write(writing, answer.encode())
@@ -134,21 +133,21 @@ def test_only_what_was_shown_goes(run: Path) -> None:
         save(run, 70)
         return True
 
-    prune_checkpoints(str(run), keep=KeepOptions(last=2, every=0), dry_run=False, ask=ask, threads=1)
+    prune_checkpoints(str(run), keep_last=2, keep_every=0, ask=ask)
     assert folders(run) == [*(name(step) for step in (40, 50)), name(60), f"{name(60)}-2", name(70)]
 
 
-def test_a_remnant_that_is_committed_meanwhile_stays(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_remnant_that_is_committed_meanwhile_stays(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = run / "checkpoints" / name(25)
     (file,) = folder.iterdir()
     remnant = Deletion(folder.name, (file.name,), committed=False)
     manifest = folder / "manifest.json"
     manifest.write_text("of a predecessor that was thought dead")
-    assert not delete_folder(locate(str(run)), remnant)
+    assert not delete_folder(open_store(str(run)), remnant)
     assert file.exists()
-    assert folder.name in capsys.readouterr().err
+    assert folder.name in caplog.text
     manifest.unlink()
-    assert delete_folder(locate(str(run)), remnant)
+    assert delete_folder(open_store(str(run)), remnant)
     assert not folder.exists()
 
 
@@ -177,7 +176,7 @@ def test_the_newest_is_damaged_meanwhile(damage: Callable[[Path], object], says:
     with pytest.raises(
         InvalidCheckpointError, match=f"must be whole before older ones go, but is {says}.*; nothing was deleted"
     ):
-        prune_checkpoints(str(run), keep=KeepOptions(last=1, every=0), dry_run=False, ask=ask, threads=1)
+        prune_checkpoints(str(run), keep_last=1, keep_every=0, ask=ask)
     assert set(folders(run)) >= {name(step) for step in (10, 20, 25, 30, 40, 60)}
 
 

@@ -1,16 +1,15 @@
 """Which run and which checkpoint a URL names, and which one a start would take."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from elastictrain.checkpoint.commands.survey import (
     CheckpointRow,
     CheckpointState,
-    is_checkpoint_name,
     locate,
-    merge,
+    newest_first,
     resume_choice,
     split_url,
 )
@@ -36,12 +35,6 @@ NAME = "step-000000400"
 )
 def test_urls_are_split_at_the_last_part(url: str, parts: tuple[str, str]) -> None:
     assert split_url(url) == parts
-
-
-def test_names_of_folders() -> None:
-    assert is_checkpoint_name(NAME)
-    assert is_checkpoint_name(f"{NAME}-2")
-    assert not any(is_checkpoint_name(name) for name in ("", "step-400", f"{NAME}-0", "checkpoints", "steps"))
 
 
 @pytest.mark.parametrize("ending", ["", "/"])
@@ -131,6 +124,13 @@ def test_what_a_start_takes(states: tuple[CheckpointState, ...], chosen: str | N
 
 
 def test_newest_first_and_snapshots_before_storage() -> None:
-    stored = [replace(ROW, step=7, name="b"), replace(ROW, step=7, name="a"), replace(ROW, step=5, name="c")]
-    snapshots = [replace(ROW, step=9, tier="memory", name="m9"), replace(ROW, step=7, tier="memory", name="m7")]
-    assert [row.name for row in merge(stored, snapshots)] == ["m9", "m7", "b", "a", "c"]
+    stored = [
+        replace(ROW, step=7, name="b"),
+        replace(ROW, step=7, name="a"),
+        replace(ROW, step=5, name="c"),
+    ]
+    snapshots = [
+        replace(ROW, step=9, tier="memory", name="m9"),
+        replace(ROW, step=7, tier="memory", name="m7"),
+    ]
+    assert [row.name for row in newest_first([*snapshots, *stored])] == ["m9", "m7", "b", "a", "c"]
