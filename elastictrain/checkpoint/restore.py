@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from elastictrain.bounded_json import as_record
-from elastictrain.checkpoint.exchange import describe, gather_json
+from elastictrain.checkpoint.exchange import describe, gather_records
 from elastictrain.checkpoint.manifest import Manifest, TensorRecord
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name
@@ -128,8 +126,7 @@ class CheckpointLoader:
             described = describe(error)
             files = (error.file,) if isinstance(error, StorageError) and error.file else ()
             result = LoadResult("failed", files=files, error=str(described["type"]), message=str(described["message"]))
-        results = gather_json(msgspec.to_builtins(result), group=self._group)
-        return result_of_all(as_record(results, list[LoadResult]))
+        return result_of_all(gather_records(result, group=self._group))
 
     def _check_fit(self, folder: CheckpointFolder, manifest: Manifest) -> int:
         """Ranks share the headers. Raises: DamagedFileError; ConfigError if it is of another model; StorageError."""
