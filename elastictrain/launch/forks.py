@@ -89,18 +89,18 @@ class Fork:
             except ChildProcessError:
                 # It has ended, and somebody else was told how; that it ended well nobody can say.
                 self.returncode = EXIT_BUG
-            else:
-                self.returncode = os.waitstatus_to_exitcode(status) if pid else self._early_code()
+                return EXIT_BUG
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+            elif self.process is not None:
+                self.returncode = early_exit_code(self.process, parent=os.getpid())
         return self.returncode
-
-    def _early_code(self) -> int | None:
-        return early_exit_code(self.process, parent=os.getpid()) if self.process is not None else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Raises: subprocess.TimeoutExpired."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = float("inf") if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
-            if timeout is not None and deadline is not None and time.monotonic() >= deadline:
+            if timeout is not None and time.monotonic() >= deadline:
                 raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
             time.sleep(_LOOK_EVERY_S)
         return code
@@ -171,11 +171,13 @@ class Forks:
                 return fork
         return None
 
-    def leaves_by_itself(self, fork: Fork) -> bool:
+    def leaves_by_itself(self, worker: object) -> bool:
         """Whether a worker ends before it has to be asked; all of them together have half a second from the first question."""
+        if not isinstance(worker, Fork):
+            return False
         if self._ask_at_s is None:
             self._ask_at_s = self._clock() + _BY_THEMSELVES_S
-        while fork.poll() is None:
+        while worker.poll() is None:
             if self._clock() >= self._ask_at_s:
                 return False
             self._sleep(_LOOK_EVERY_S)
@@ -199,16 +201,13 @@ def why_no_fork(process: Path = Path("/proc/self")) -> str:
         return f"threads and open files of torchrun cannot be read: {error.strerror}"
     if len(threads) != 1:
         return f"torchrun has {len(threads)} threads where its imports should have left one"
-    devices = sorted({target for file in files if (target := _leads_to(file)).startswith(_DEVICES)})
-    return f"torchrun has opened {', '.join(devices)} while it imported what workers need" if devices else ""
-
-
-def _leads_to(link: Path) -> str:
-    try:
-        return str(link.readlink())
-    except OSError:
-        # The folder's own, which is closed by now.
-        return ""
+    devices = set()
+    for file in files:
+        # The folder's own is closed by now.
+        with suppress(OSError):
+            if (target := str(file.readlink())).startswith(_DEVICES):
+                devices.add(target)
+    return f"torchrun has opened {', '.join(sorted(devices))} while it imported what workers need" if devices else ""
 
 
 def hand_out(forks: Forks) -> str:
@@ -216,31 +215,27 @@ def hand_out(forks: Forks) -> str:
 
     Returns why this torchrun cannot, which then starts them as before; empty if it can.
     """
-
-    def leaves_by_itself(worker: object) -> bool:
-        return isinstance(worker, Fork) and forks.leaves_by_itself(worker)
-
     changes = intercept_workers(
         start=lambda command, environment: cast("subprocess.Popen[bytes] | None", forks.take(command, environment)),
-        leaves_by_itself=leaves_by_itself,
+        leaves_by_itself=forks.leaves_by_itself,
     )
     return "; ".join(changes)
 
 
 def _become_worker(orders: socket.socket, *, agent: int) -> NoReturn:
     """Wait for orders, and carry them out as the program that they are for."""
-    told = b""
+    received = b""
     with suppress(OSError):
         # torchrun ends its workers by process group.
         os.setsid()
         if follow_parent(agent, with_signal=signal.SIGKILL):
             with orders:
                 orders.sendall(_READY)
-                with orders.makefile("rb") as received:
-                    told = received.read()
-    if not told:
+                with orders.makefile("rb") as stream:
+                    received = stream.read()
+    if not received:
         os._exit(EXIT_OK)
-    arguments, environment = json.loads(told)
+    arguments, environment = json.loads(received)
     os.environ.clear()
     os.environ.update(environment)
     with suppress(OSError):

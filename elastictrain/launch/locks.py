@@ -2,7 +2,6 @@
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -11,8 +10,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.memory.folder import run_name
 from elastictrain.errors import EXIT_OK, HostUnfitError, UsageError
 from elastictrain.storage.failures import reason_of
@@ -25,7 +26,7 @@ _QUIET_S = 2.0
 
 def acquire_task_lock(job: str, *, say: Callable[[str], None]) -> int:
     """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
-    descriptor = open_lock(f"{job}.lock")
+    descriptor = _open_lock(f"{job}.lock")
     quiet_until = time.monotonic() + _QUIET_S
     while time.monotonic() < quiet_until:
         try:
@@ -45,7 +46,7 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
     # What ends the job is meant for the launcher: a task that ended before it could end all others.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    descriptor = open_lock(f"{job}.lock")
+    descriptor = _open_lock(f"{job}.lock")
     deadline, came = time.monotonic() + comes_s, False
     while came or time.monotonic() < deadline:
         try:
@@ -61,7 +62,7 @@ def wait_for_launcher(job: str, *, comes_s: float = _LAUNCHER_COMES_S) -> int:
     return EXIT_OK
 
 
-def open_lock(name: str, *, folder: str | None = None) -> int:
+def _open_lock(name: str, *, folder: str | None = None) -> int:
     """The descriptor of this user's lock file `name`, not locked yet. Raises: HostUnfitError if it cannot be opened."""
     path = f"{folder or tempfile.gettempdir()}/elastictrain-{os.getuid()}-{name}"
     try:
@@ -74,6 +75,12 @@ def open_lock(name: str, *, folder: str | None = None) -> int:
 
 _DIGITS = 16
 _MOST_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    pid: int = 0
+    host: str = ""
 
 
 class HostLock:
@@ -104,7 +111,7 @@ class HostLock:
 
     def sign(self, host: str) -> None:
         """Tell the next one who this was."""
-        data = json.dumps({"pid": os.getpid(), "host": host}).encode()
+        data = encode_record(_Holder(os.getpid(), host))
         os.pwrite(self._descriptor, data, 0)
         os.ftruncate(self._descriptor, len(data))
 
@@ -113,21 +120,20 @@ def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
     """Raises: UsageError if another launcher of this run lives on this host; HostUnfitError if that cannot be found out."""
     # Hosts may share the folder for temporary files.
     digest = hashlib.sha256(f"{socket.gethostname()} {run_name(run_dir)}".encode()).hexdigest()[:_DIGITS]
-    descriptor = open_lock(f"launch-{digest}", folder=folder)
+    descriptor = _open_lock(f"launch-{digest}", folder=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = _read(descriptor).get("pid", "unknown")
+        pid = _read(descriptor).pid or "unknown"
         os.close(descriptor)
         raise UsageError(
-            f"another launcher of {run_dir} lives on this host (process {holder}); end it first, or give another run.dir"
+            f"another launcher of {run_dir} lives on this host (process {pid}); end it first, or give another run.dir"
         ) from None
-    return HostLock(descriptor, str(_read(descriptor).get("host", "")), digest=digest, folder=folder)
+    return HostLock(descriptor, _read(descriptor).host, digest=digest, folder=folder)
 
 
-def _read(descriptor: int) -> dict[str, object]:
+def _read(descriptor: int) -> _Holder:
     try:
-        facts = json.loads(os.pread(descriptor, _MOST_BYTES, 0))
-    except ValueError:
-        return {}
-    return facts if isinstance(facts, dict) else {}
+        return parse_record(os.pread(descriptor, _MOST_BYTES, 0), _Holder)
+    except MalformedJsonError:
+        return _Holder()

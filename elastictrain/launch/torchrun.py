@@ -1,4 +1,4 @@
-"""One host's torchruns, one after the other. Acts: starts and ends processes."""
+"""One host's torchruns, one after the other."""
 
 import logging
 import os
@@ -57,8 +57,8 @@ class Torchrun:
         self._leaving: set[Process] = set()
         """Of those before: what was ended, and may still hold devices and memory."""
 
-        self._looked_s = self._killed_s = float("-inf")
-        self._killed = False
+        self._looked_s = float("-inf")
+        self._killed_s: float | None = None
 
     def prepare(self) -> None:
         """Start the next one ahead of time, unless it waits already."""
@@ -85,7 +85,7 @@ class Torchrun:
             # If it has died meanwhile, `poll` says so.
             agent.stdin.write(encode(replace(orders, environment=environment)))
         self._running, self._answer = agent, Path(orders.answer_file)
-        self._family, self._looked_s, self._killed = {}, float("-inf"), False
+        self._family, self._looked_s, self._killed_s = {}, float("-inf"), None
 
     def poll(self) -> int | None:
         """How the running one ended; None while it, or anything that it has started, may still do something.
@@ -95,7 +95,7 @@ class Torchrun:
         assert self._running is not None  # noqa: S101
         code = self._running.poll()
         self._reap()
-        if not self._killed:
+        if self._killed_s is None:
             if code is None:
                 if self._clock() >= self._looked_s + _LOOK_EVERY_S:
                     self._look()
@@ -107,9 +107,9 @@ class Torchrun:
                 self._remember(ended)
                 self._kill([one for one in ended if code < 0 or runs(one.pid)])
         left = self._left()
-        if left and self._clock() < self._killed_s + PREVIOUS_EXIT_TIMEOUT_S:
+        if left and self._killed_s is not None and self._clock() < self._killed_s + PREVIOUS_EXIT_TIMEOUT_S:
             return None
-        self._remember(self._family if self._killed else ())
+        self._remember(self._family if self._killed_s is not None else ())
         self._leaving.update(read_answer(self._answer).leaving)
         self._give_up(left)
         return -signal.SIGKILL if code is None else code
@@ -123,8 +123,8 @@ class Torchrun:
                     process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End torchrun, its workers and what they started, but not keeper and watcher; `poll` says when they are gone."""
-        if self._running is None or self._killed:
+        """End torchrun, its workers and what they started, but neither saver nor monitor; `poll` says when they are gone."""
+        if self._running is None or self._killed_s is not None:
             return
         # Stopped, it starts nobody between our look and its end.
         self._running.send_signal(signal.SIGSTOP)
@@ -167,8 +167,8 @@ class Torchrun:
 
     def _kill(self, family: Iterable[psutil.Process]) -> None:
         """SIGKILL to these, and to what they have started since they were seen."""
-        self._killed, self._killed_s = True, self._clock()
-        # One that was about to become a keeper when it was seen is one now.
+        self._killed_s = self._clock()
+        # One that was about to become a saver when it was seen is one now.
         self._family = {one: False for one in _with_children(family) if not _outlives(one)}
         for one in self._family:
             with suppress(psutil.Error):
@@ -176,7 +176,7 @@ class Torchrun:
 
     def _left(self) -> list[int]:
         """Processes that were killed, and may still do something: what waits for a device dies only when that has answered."""
-        if not self._killed or self._running is None:
+        if self._killed_s is None or self._running is None:
             return []
         agent = [self._running.pid] if self._running.poll() is None else []
         return agent + [one.pid for one in self._family if one.is_running() and runs(one.pid)]
@@ -197,7 +197,7 @@ class Torchrun:
             self._leaving.discard(one)
 
     def _give_up(self, left: Sequence[int]) -> None:
-        if left:
+        if left and self._killed_s is not None:
             logger.warning(
                 "killed, but still there after %.0f s: process(es) %s; they may hold devices that the next workers need",
                 self._clock() - self._killed_s,
@@ -220,17 +220,16 @@ class Torchrun:
 
 def _with_children(family: Iterable[psutil.Process]) -> list[psutil.Process]:
     """The same and all that they have started, in one pass over the host's processes."""
-    found = {one.pid: one for one in family if one.is_running()}
     children: dict[int, list[psutil.Process]] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             children.setdefault(process.ppid(), []).append(process)
+    found = {one.pid: one for one in family if one.is_running()}
     to_do = [*found]
     while to_do:
-        for child in children.get(to_do.pop(), ()):
-            if child.pid not in found:
-                found[child.pid] = child
-                to_do.append(child.pid)
+        started = [child for child in children.get(to_do.pop(), ()) if child.pid not in found]
+        found |= {child.pid: child for child in started}
+        to_do += [child.pid for child in started]
     return [*found.values()]
 
 

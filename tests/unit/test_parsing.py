@@ -32,7 +32,6 @@ OWN = {
     "distributed/incarnation.py": "workers of the same group, through torch's store",
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
-    "launch/locks.py": "the lock that this user holds",
     "preflight/group/attendance.py": "ranks of the same group",
     "preflight/host/trip.py": "the process that started this one",
     "train/preflight.py": "rank 0 of the same group",

@@ -2,7 +2,7 @@ from collections.abc import Collection
 
 import pytest
 
-from elastictrain.launch.rendezvous import StorePlace, find_missing, why_not_met
+from elastictrain.launch.agent import find_missing, why_not_met
 
 HOSTS = ("a", "b", "c")
 
@@ -28,6 +28,6 @@ def test_who_has_not_come(came: Collection[int] | None, index: int, missing: tup
 
 @pytest.mark.parametrize(("missing", "named"), [((), "a"), ((0,), "a"), ((1,), "b"), ((1, 2), "b and c")])
 def test_the_sentence_names_the_hosts_the_store_and_the_key(missing: tuple[int, ...], named: str) -> None:
-    sentence = why_not_met(missing, HOSTS, StorePlace("10.0.0.1", 5000, "none", 1), after_s=900)
+    sentence = why_not_met(missing, HOSTS, "10.0.0.1:5000", after_s=900)
     for part in (named, "10.0.0.1:5000", "900 s", "`fault.rendezvous_timeout_s`"):
         assert part in sentence
