@@ -25,14 +25,10 @@ _IDLE_SHARE = 4.0
 
 @dataclass(frozen=True, slots=True)
 class RegistrySnapshot:
-    """What storage said when it was read last. Times are monotonic."""
+    """What storage said when it was read last; the fields of `ClusterState` by the same names. Times are monotonic."""
 
     began_s: float = 0.0
-    """When storage was read for the first time."""
-
     read_s: float = float("-inf")
-    """When the other hosts' records were read last."""
-
     newest: Generation | None = None
     newest_since_s: float = 0.0
     follows_another: bool = False
@@ -42,7 +38,7 @@ class RegistrySnapshot:
     ended_since_s: float | None = None
     observed: Mapping[str, HostObservation] = field(default_factory=dict)
     reads: int = 0
-    """How often storage has been read, generations and lines; 0: nothing is known yet."""
+    """How often storage has been read, generations and records; 0: nothing is known yet."""
 
     created: frozenset[int] = frozenset()
     """Numbers of generations that this host has tried to create."""
@@ -80,19 +76,19 @@ class HostRegistry:
         self._lock = threading.Lock()
         """For what follows: several threads change it."""
 
-        self._entry = record
+        self._record = record
         self._known = RegistrySnapshot()
         self._proposal: Generation | None = None
-        self._reads = {"lines": 0, "generations": 0}
+        self._reads = {"records": 0, "generations": 0}
         self._troubles: dict[str, str] = {}
 
         self._written: HostRecord | None = None
         self._written_s = float("-inf")
         self._closed = threading.Event()
-        turns = {"lines": self._turn, "generations": self._look_for_generations, "proposals": self._propose}
+        turns = {"records": self._exchange_records, "generations": self._look_for_generations, "proposals": self._propose}
         self._awake = {name: threading.Event() for name in turns}
         self._threads = [
-            threading.Thread(target=self._run, args=(name, turn), name=f"roster {name}", daemon=True)
+            threading.Thread(target=self._run, args=(name, turn), name=f"registry {name}", daemon=True)
             for name, turn in turns.items()
         ]
 
@@ -118,7 +114,7 @@ class HostRegistry:
     @property
     def record(self) -> HostRecord:
         """What this host says of itself."""
-        return self._entry
+        return self._record
 
     def update(
         self,
@@ -130,18 +126,11 @@ class HostRegistry:
         committed_step: int | None = None,
     ) -> None:
         """Change this host's record; what is None stays as it is."""
+        numbers = {"ended": ended, "master_port": master_port, "committed_step": committed_step}
+        changed = {name: number for name, number in numbers.items() if number is not None}
         with self._lock:
-            before = self._entry
-            self._entry = replace(
-                before,
-                state=state,
-                reason=reason,
-                ended=before.ended if ended is None else ended,
-                master_port=before.master_port if master_port is None else master_port,
-                committed_step=before.committed_step if committed_step is None else committed_step,
-                beat=before.beat + 1,
-            )
-        self._awake["lines"].set()
+            self._record = replace(self._record, state=state, reason=reason, beat=self._record.beat + 1, **changed)
+        self._awake["records"].set()
 
     def post(self, record: Generation | End) -> None:
         """Have a generation created, or an end told by this host's record.
@@ -150,26 +139,24 @@ class HostRegistry:
         """
         with self._lock:
             if isinstance(record, End):
-                self._entry = replace(self._entry, end=record, beat=self._entry.beat + 1)
+                self._record = replace(self._record, end=record, beat=self._record.beat + 1)
                 self._take_note(self._known)
             elif self._proposal is None or self._proposal.number != record.number:
                 self._proposal = record
-        self._awake["lines" if isinstance(record, End) else "proposals"].set()
+        self._awake["records" if isinstance(record, End) else "proposals"].set()
 
-    def receive(self, lines: Iterable[HostRecord]) -> None:
+    def receive(self, records: Iterable[HostRecord]) -> None:
         """Take note of what other hosts say by datagram, before storage shows it."""
         now_s = self._clock()
         with self._lock:
-            known = self._known
-            self._take_note(
-                replace(known, observed=observe_datagrams(known.observed, lines, own=self._entry.host, now_s=now_s))
-            )
+            observed = observe_datagrams(self._known.observed, records, own=self._record.host, now_s=now_s)
+            self._take_note(replace(self._known, observed=observed))
 
     def wake(self, generation: int = 0) -> None:
         """Look at once: hosts have something to say, or the one that knows this generation does."""
-        self._awake["lines"].set()
+        self._awake["records"].set()
         newest = self._known.newest
-        if generation > (newest.number if newest is not None else 0):
+        if generation > (0 if newest is None else newest.number):
             self._awake["generations"].set()
 
     def _run(self, name: str, turn: Callable[[bool], None]) -> None:
@@ -178,34 +165,34 @@ class HostRegistry:
             self._awake[name].clear()
             began_s = self._clock()
             last = self._closed.is_set()
+            trouble = ""
             try:
                 turn(last)
             except Exception as error:  # noqa: BLE001  # the edge of the thread: without it this host would wait for ever
                 trouble = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {reason_of(error)}"
-                self._complain(name, trouble)
-                if last:
-                    return
-                # Whoever cannot be answered asks again and again: storage is not to be asked as often.
-                self._closed.wait(self._poll_s)
-                continue
-            self._complain(name, "")
+            self._note_trouble(name, trouble)
             if last:
                 return
-            known = self._known
-            pause_s = self._poll_s
-            if known.newest is None or known.newest.terminal or known.ends:
-                took_s = self._clock() - began_s
-                # From begin to begin: where storage is slow, one look at the lines follows another.
-                idle_s = 0.0 if name == "lines" else _IDLE_SHARE * took_s
-                pause_s = max(min(self._poll_s, _HURRIED_S) - took_s, idle_s)
-            self._awake[name].wait(pause_s)
+            if trouble:
+                # Whoever cannot be answered asks again and again: storage is not to be asked as often.
+                self._closed.wait(self._poll_s)
+            else:
+                self._awake[name].wait(self._pause_s(name, took_s=self._clock() - began_s))
 
-    def _turn(self, last: bool) -> None:
-        """One look at the lines, in which nothing waits for anything else, however many hosts there are."""
+    def _pause_s(self, name: str, *, took_s: float) -> float:
+        known = self._known
+        if known.newest is not None and not known.newest.terminal and not known.ends:
+            return self._poll_s
+        # From begin to begin: where storage is slow, one look at the records follows another.
+        idle_s = 0.0 if name == "records" else _IDLE_SHARE * took_s
+        return max(min(self._poll_s, _HURRIED_S) - took_s, idle_s)
+
+    def _exchange_records(self, last: bool) -> None:
+        """One turn in which nothing waits for anything else, however many hosts there are."""
         self._look_for_address()
+        records = None
         if last or not self.attentive:
             self._write_record()
-            records = None
         else:
             # What is read beside a change of the own record says nothing of that record.
             _, records = side_by_side([self._write_record, self._membership.records])
@@ -213,18 +200,16 @@ class HostRegistry:
         with self._lock:
             known = self._known
             if records is not None:
-                known = replace(
-                    known, observed=observe(known.observed, records, own=self._entry.host, now_s=now_s), read_s=now_s
-                )
-            self._reads["lines"] += 1
+                observed = observe(known.observed, records, own=self._record.host, now_s=now_s)
+                known = replace(known, observed=observed, read_s=now_s)
+            self._reads["records"] += 1
             self._take_note(known)
             known = self._known
-        if records is not None:
-            there = {one.host for one in records}
-            for host in there.intersection(outdated(known.observed, now_s=now_s)):
-                # How the newest generation ended is told by its members' records alone.
-                if known.newest is None or known.newest.terminal or not known.newest.has(host):
-                    self._membership.remove(host)
+        there = {one.host for one in records or ()}
+        for host in there.intersection(outdated(known.observed, now_s=now_s)):
+            # How the newest generation ended is told by its members' records alone.
+            if known.newest is None or known.newest.terminal or not known.newest.has(host):
+                self._membership.remove(host)
 
     def _look_for_generations(self, last: bool) -> None:
         if last:
@@ -267,49 +252,45 @@ class HostRegistry:
                 self._take_note(replace(known, ends={}, ended_since_s=None))
 
     def _take_note(self, known: RegistrySnapshot) -> None:
-        """All that is known now, with the ends that lines tell; what was read once stays, whatever a later reading shows."""
+        """All that is known now, with the ends that records tell; what was read once stays, whatever a later reading shows."""
         ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
         if known.newest is not None and not known.newest.terminal:
-            lines = [self._entry, *(one.record for one in known.observed.values())]
-            told = [line.end for line in lines if line.end is not None and line.end.host == line.host]
+            records = [self._record, *(one.record for one in known.observed.values())]
+            told = [one.end for one in records if one.end is not None and one.end.host == one.host]
             ends |= {end.host: end for end in told if end.generation == known.newest.number}
         if ends and since_s is None:
-            # Another one may be there soon.
+            since_s = now_s
+            # Another generation may be there soon.
             self._awake["generations"].set()
         reads = min(self._reads.values())
-        self._known = replace(
-            known,
-            began_s=now_s if reads and not known.reads else known.began_s,
-            ends=ends,
-            ended_since_s=now_s if ends and since_s is None else since_s,
-            reads=reads,
-        )
+        began_s = now_s if reads and not known.reads else known.began_s
+        self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=reads)
 
     def _look_for_address(self) -> None:
         if self._find_address is None or self._clock() - self._found_s < self._lost_s:
             return
         address, self._found_s = self._find_address(), self._clock()
         with self._lock:
-            if address != self._entry.address:
-                self._entry = replace(self._entry, address=address, beat=self._entry.beat + 1)
+            if address != self._record.address:
+                self._record = replace(self._record, address=address, beat=self._record.beat + 1)
 
     def _write_record(self) -> None:
         now_s, before = self._clock(), self._written
         with self._lock:
             # While it trains a host is watched in another way; its record is only there for those who come.
-            interval_s = min(self._lost_s / 2, BEAT_S) if self._entry.state is HostState.BUSY else self._poll_s
-            line = replace(self._entry, hears=self.hears)
-            if line == before and now_s - self._written_s < interval_s:
+            interval_s = min(self._lost_s / 2, BEAT_S) if self._record.state is HostState.BUSY else self._poll_s
+            record = replace(self._record, hears=self.hears)
+            if record == before and now_s - self._written_s < interval_s:
                 return
-            if before is not None and line.beat == before.beat:
-                self._entry = replace(self._entry, beat=line.beat + 1)
-                line = replace(line, beat=line.beat + 1)
-        self._membership.write_record(line)
-        self._written, self._written_s = line, now_s
+            if before is not None and record.beat == before.beat:
+                record = replace(record, beat=record.beat + 1)
+                self._record = replace(self._record, beat=record.beat)
+        self._membership.write_record(record)
+        self._written, self._written_s = record, now_s
 
-    def _complain(self, name: str, trouble: str) -> None:
+    def _note_trouble(self, name: str, trouble: str) -> None:
         with self._lock:
             if trouble and trouble not in self._troubles.values():
-                logger.warning("the roster cannot be reached, and is tried again: %s", trouble)
+                logger.warning("the registry cannot be reached, and is tried again: %s", trouble)
             self._troubles[name] = trouble
             self._known = replace(self._known, trouble=next(filter(None, self._troubles.values()), ""))

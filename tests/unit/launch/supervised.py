@@ -112,10 +112,10 @@ class FakeRegistry:
         self.diary.note(f"hear {' '.join(line.host for line in lines)}")
 
     def wake(self, generation: int = 0) -> None:
-        self.diary.note(f"wake roster {generation}")
+        self.diary.note(f"wake registry {generation}")
 
     def close(self, *, limit_s: float) -> None:
-        self.diary.note("close roster")
+        self.diary.note("close registry")
 
 
 @dataclass
@@ -149,7 +149,7 @@ class FakeHeartbeat:
         return news
 
     def close(self) -> None:
-        self.diary.note("close watch")
+        self.diary.note("close heartbeat")
 
 
 @dataclass

@@ -52,7 +52,7 @@ def test_a_host_that_passes(config: RunConfig, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_storage_is_not_asked_here(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is away the roster says so, and waits; a host that leaves for it would be missed."""
+    """Where it is away the registry says so, and waits; a host that leaves for it would be missed."""
     asked = Asked()
     unfit(config, asked, monkeypatch)
     assert asked.asked[0].modes["storage"] == "off"

@@ -31,7 +31,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def rostering(
+def registering(
     store: Store, line: HostRecord | None = None, *, poll_s: float = POLL_S, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[HostRegistry]:
     before = threading.enumerate()
@@ -43,7 +43,7 @@ def rostering(
         if isinstance(store, FakeStore):
             store.before = nothing
         registry.close(limit_s=LIMIT_S)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("roster") and thread not in before]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("registry") and thread not in before]
 
 
 def tell(store: Store, told: End) -> None:
@@ -93,7 +93,7 @@ def test_nothing_is_known_before_storage_was_read() -> None:
 @pytest.mark.parametrize("kind", ["fake", "local"])
 def test_two_hosts_see_each_other(kind: str, tmp_path: Path) -> None:
     store = FakeStore() if kind == "fake" else open_store(str(tmp_path))
-    with rostering(store) as a, rostering(store, record("b")) as b:
+    with registering(store) as a, registering(store, record("b")) as b:
         eventually(lambda: "b" in a.known.observed and a.known.observed["b"].fresh)
         b.update(HostState.UNFIT, reason="no disk", ended=4)
         eventually(lambda: a.known.observed["b"].record.state is HostState.UNFIT)
@@ -132,7 +132,7 @@ def test_a_host_that_waits_shows_a_sign_of_life_at_each_poll_and_one_that_trains
         assert line is not None
         return line.beat
 
-    with rostering(store, clock=clock) as registry:
+    with registering(store, clock=clock) as registry:
         first = beat_after(0.0)
         assert beat_after(POLL_S / 2) == first
         assert beat_after(POLL_S / 2) == first + 1
@@ -146,7 +146,7 @@ def test_a_host_that_waits_shows_a_sign_of_life_at_each_poll_and_one_that_trains
 
 def test_times_are_of_the_first_sight() -> None:
     store, clock = FakeStore(), Stepped()
-    with rostering(store, clock=clock) as registry:
+    with registering(store, clock=clock) as registry:
         turn(registry)
         clock.now_s = 60.0
         MembershipStore(store).create(generation(1, "ab"))
@@ -169,7 +169,7 @@ def test_times_are_of_the_first_sight() -> None:
 
 def test_whether_a_generation_goes_on_with_a_launch() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         told = []
         for number, outcome in (
             (1, GenerationOutcome.RUN),
@@ -185,7 +185,7 @@ def test_whether_a_generation_goes_on_with_a_launch() -> None:
 
 def test_an_end_that_a_later_line_does_not_tell_stays() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         MembershipStore(store).create(generation(1, "ab"))
         tell(store, end("b", EndKind.FAILED, 70))
         turn(registry)
@@ -196,7 +196,7 @@ def test_an_end_that_a_later_line_does_not_tell_stays() -> None:
 
 def test_an_end_that_is_told_before_its_generation_is_known_counts() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         MembershipStore(store).create(generation(1, "ab"))
         turn(registry)
         tell(store, end("b", EndKind.FAILED, 70, number=2))
@@ -209,7 +209,7 @@ def test_an_end_that_is_told_before_its_generation_is_known_counts() -> None:
 
 def test_the_word_of_another_host_in_its_own_name_alone_counts() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         MembershipStore(store).create(generation(1, "abc"))
         MembershipStore(store).write_record(replace(record("b"), end=end("c", EndKind.FAILED, 70)))
         turn(registry)
@@ -219,7 +219,7 @@ def test_the_word_of_another_host_in_its_own_name_alone_counts() -> None:
 
 def test_what_is_heard_is_known_before_storage_shows_it_and_no_older_reading_takes_it_back() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         MembershipStore(store).create(generation(1, "abc"))
         MembershipStore(store).write_record(replace(record("b", HostState.BUSY, hears="ac"), beat=5))
         turn(registry)
@@ -237,7 +237,7 @@ def test_what_is_heard_is_known_before_storage_shows_it_and_no_older_reading_tak
 
 def test_a_group_that_forms_looks_more_often_and_one_that_trains_at_each_poll() -> None:
     store = FakeStore()
-    with rostering(store, poll_s=LONG_S) as registry:
+    with registering(store, poll_s=LONG_S) as registry:
         eventually(lambda: registry.known.reads >= 3)
         MembershipStore(store).create(generation(1, "ab"))
         eventually(lambda: registry.known.newest is not None)
@@ -255,7 +255,7 @@ def test_a_group_that_forms_looks_more_often_and_one_that_trains_at_each_poll() 
 
 def test_other_lines_are_not_read_without_need() -> None:
     store, clock = FakeStore(), Stepped()
-    with rostering(store, clock=clock) as registry:
+    with registering(store, clock=clock) as registry:
         MembershipStore(store).write_record(record("b"))
         turn(registry)
         registry.attentive = False
@@ -275,7 +275,7 @@ def test_other_lines_are_not_read_without_need() -> None:
 
 def test_a_proposal_becomes_the_generation_or_another_was_there_before() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         registry.post(generation(1, "ab"))
         eventually(lambda: registry.known.newest == generation(1, "ab"))
         assert registry.known.created == {1}
@@ -287,7 +287,7 @@ def test_a_proposal_becomes_the_generation_or_another_was_there_before() -> None
 
 def test_a_line_that_says_that_a_generation_has_ended_says_why() -> None:
     store = FakeStore()
-    with rostering(store) as registry:
+    with registering(store) as registry:
         turn(registry)
         registry.post(end("a", EndKind.FAILED, 70))
         registry.update(HostState.READY, ended=1)
@@ -305,7 +305,7 @@ def test_a_line_that_says_that_a_generation_has_ended_says_why() -> None:
 
 def test_while_storage_stalls_the_launcher_goes_on_and_nothing_is_lost() -> None:
     store, gate = FakeStore(), Gate("write launch/hosts")
-    with rostering(store) as registry:
+    with registering(store) as registry:
         turn(registry)
         store.before = gate
         registry.post(end("a", EndKind.FAILED, 70))
@@ -325,7 +325,7 @@ def test_while_storage_stalls_the_launcher_goes_on_and_nothing_is_lost() -> None
 
 def test_a_proposal_that_is_made_again_and_again_while_storage_stalls_is_made_once() -> None:
     store, gate = FakeStore(), Gate("create launch/generations")
-    with rostering(store) as registry:
+    with registering(store) as registry:
         turn(registry)
         store.before = gate
         for _ in range(20):
@@ -341,7 +341,7 @@ def test_a_proposal_that_is_made_again_and_again_while_storage_stalls_is_made_on
 
 def test_a_proposal_that_failed_is_not_made_later_by_itself() -> None:
     store, gate = FakeStore(), Gate("create launch/generations", TransientStorageError("away"))
-    with rostering(store) as registry:
+    with registering(store) as registry:
         turn(registry)
         store.before = gate
         registry.post(generation(1, "ab"))
@@ -366,7 +366,7 @@ def test_a_proposal_that_failed_is_not_made_later_by_itself() -> None:
 )
 def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble: str, caplog: pytest.LogCaptureFixture) -> None:
     store, gate = FakeStore(), Gate(part, error)
-    with rostering(store) as registry, caplog.at_level(logging.WARNING):
+    with registering(store) as registry, caplog.at_level(logging.WARNING):
         turn(registry)
         store.before = gate
         registry.post(end("a", EndKind.FAILED, 70))
@@ -377,7 +377,7 @@ def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble:
         eventually(lambda: len(gate.asked) >= 5)
         assert "generations" in part or registry.known.read_s == stalled.read_s
         said = [record.getMessage() for record in caplog.records]
-        assert said == [f"the roster cannot be reached, and is tried again: {trouble}"]
+        assert said == [f"the registry cannot be reached, and is tried again: {trouble}"]
         store.before = nothing
         eventually(lambda: registry.known.trouble == "")
         eventually(lambda: (line_in(store) or record("a")).ended == 1)
@@ -386,7 +386,7 @@ def test_storage_that_fails_is_tried_again(part: str, error: Exception, trouble:
 def test_storage_that_fails_is_not_asked_at_every_call() -> None:
     store, gate = FakeStore(), Gate("", TransientStorageError("away"))
     store.before = gate
-    with rostering(store, poll_s=LONG_S) as registry:
+    with registering(store, poll_s=LONG_S) as registry:
         eventually(lambda: registry.known.trouble == "away")
         asked = len(gate.asked)
         for number in range(10):
@@ -400,7 +400,7 @@ def test_storage_that_fails_is_not_asked_at_every_call() -> None:
 @pytest.mark.parametrize("kind", ["fake", "local"])
 def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> None:
     store = FakeStore() if kind == "fake" else open_store(str(tmp_path))
-    with rostering(store, poll_s=LONG_S) as registry:
+    with registering(store, poll_s=LONG_S) as registry:
         eventually(lambda: registry.known.reads > 0)
         began_s = time.monotonic()
         registry.post(end("a", EndKind.LEAVING))
@@ -414,7 +414,7 @@ def test_close_writes_what_is_still_to_be_written(kind: str, tmp_path: Path) -> 
 
 def test_close_does_not_wait_for_storage_that_stalls() -> None:
     store, gate = FakeStore(), Gate("write launch/hosts")
-    with rostering(store) as registry:
+    with registering(store) as registry:
         turn(registry)
         store.before = gate
         registry.update(HostState.GONE)
@@ -438,7 +438,7 @@ def test_close_does_not_insist_on_storage_that_fails(error: Exception) -> None:
 
 def test_lines_of_launchers_that_are_long_gone_are_removed() -> None:
     store, clock = FakeStore(), Stepped()
-    with rostering(store, clock=clock) as registry:
+    with registering(store, clock=clock) as registry:
         MembershipStore(store).write_record(replace(record("b"), state=HostState.GONE))
         MembershipStore(store).write_record(record("c"))
         turn(registry)
@@ -453,7 +453,7 @@ def test_lines_of_launchers_that_are_long_gone_are_removed() -> None:
 
 def test_its_line_tells_whom_it_hears() -> None:
     store = FakeStore()
-    with rostering(store, record("a", hears="")) as registry:
+    with registering(store, record("a", hears="")) as registry:
         turn(registry)
         registry.hears = ("b", "c")
         eventually(lambda: (line := line_in(store)) is not None and line.hears == ("b", "c"))
@@ -489,7 +489,7 @@ def in_a_row(num_hosts: int, *, ended: bool) -> int:
     membership = MembershipStore(store)
     members = tuple(replace(member("a"), host=host) for host in hosts)
     membership.create(replace(generation(1, ""), members=members))
-    with rostering(store, poll_s=LONG_S) as registry:
+    with registering(store, poll_s=LONG_S) as registry:
         for host in hosts:
             membership.write_record(replace(record("a"), host=host))
         # One turn may be under way, which has looked before they came; afterwards none is.

@@ -122,7 +122,7 @@ class TestUnfit:
         assert host.go(5.0) == 69
         assert host.diary.elapsed_s < 0.5
         assert host.diary.when("check") == []
-        assert host.diary.order("post failed", "say gone", "close roster") == ["post failed", "say gone", "close roster"]
+        assert host.diary.order("post failed", "say gone", "close registry") == ["post failed", "say gone", "close registry"]
         assert (host.registry.record.state, host.registry.record.reason) == (HostState.GONE, UNFIT.sentence)
         assert host.said[-1][1].startswith(f"stopped with exit code 69: {UNFIT.sentence}; ")
 
@@ -136,7 +136,7 @@ class TestAskedToLeave:
         assert host.go(60.0) == 75
         assert host.diary.elapsed_s == 1.0
         assert [what for _, what in host.diary.lines] == [
-            "close torchrun", "say gone", "close roster", "close watch", "wait 30 s",
+            "close torchrun", "say gone", "close registry", "close heartbeat", "wait 30 s",
         ]  # fmt: skip
         assert host.registry.record.reason == "asked to stop (spot)"
         assert host.said[-1][1].startswith("stopped with exit code 75: asked to stop (spot); runs/x holds no step")
@@ -672,7 +672,7 @@ def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> No
     host.run_workers(generation(1, "ab"))
     host.heartbeat.news = 2
     assert host.go(1.0) is None
-    assert host.diary.when("wake roster 2") == near(0.2)
+    assert host.diary.when("wake registry 2") == near(0.2)
 
 
 def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:
@@ -734,7 +734,11 @@ def test_it_makes_way_where_it_is_to_wait_for_a_run_that_was_faster(tmp_path: Pa
     host.learn(elsewhere(1))
     with pytest.raises(RunHeldError):
         host.go(1.0)
-    assert host.diary.order("say gone", "close roster", "close watch") == ["say gone", "close roster", "close watch"]
+    assert host.diary.order("say gone", "close registry", "close heartbeat") == [
+        "say gone",
+        "close registry",
+        "close heartbeat",
+    ]
     # Nothing was to be saved, and what waits to run workers is needed again.
     assert host.diary.order("ask to flush", "close torchrun") == []
 
