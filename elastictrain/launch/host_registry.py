@@ -126,10 +126,17 @@ class HostRegistry:
         committed_step: int | None = None,
     ) -> None:
         """Change this host's record; what is None stays as it is."""
-        numbers = {"ended": ended, "master_port": master_port, "committed_step": committed_step}
-        changed = {name: number for name, number in numbers.items() if number is not None}
         with self._lock:
-            self._record = replace(self._record, state=state, reason=reason, beat=self._record.beat + 1, **changed)
+            before = self._record
+            self._record = replace(
+                before,
+                state=state,
+                reason=reason,
+                ended=before.ended if ended is None else ended,
+                master_port=before.master_port if master_port is None else master_port,
+                committed_step=before.committed_step if committed_step is None else committed_step,
+                beat=before.beat + 1,
+            )
         self._awake["records"].set()
 
     def post(self, record: Generation | End) -> None:
