@@ -98,7 +98,7 @@ def encode_record(value: object) -> bytes:
 
     Raises: ValueError for a number that is not finite.
     """
-    return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), allow_nan=False).encode()
+    return json.dumps(msgspec.to_builtins(value, enc_hook=_plain), separators=(",", ":"), allow_nan=False).encode()
 
 
 def excess(raw: bytes, *, limits: JsonLimits) -> str | None:
@@ -109,6 +109,14 @@ def excess(raw: bytes, *, limits: JsonLimits) -> str | None:
     if count > limits.max_values:
         return f"must have at most {limits.max_values} brackets, commas and colons, but has {count}"
     return None
+
+
+def _plain(value: object) -> object:
+    """msgspec takes no subclasses, such as torch's version, which is a text, or the floats of numpy."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} cannot be JSON")
 
 
 def _too_deep(limits: JsonLimits) -> str:

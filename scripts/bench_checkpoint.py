@@ -51,7 +51,7 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.run import complain, leave_process
 from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
-from elastictrain.train.keepers import start_keeper
+from elastictrain.train.snapshot_memory import start_saver
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.step import PendingStep
 
@@ -305,7 +305,7 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
     context = meet_ranks(config, identity, tracker=tracker, stop_request=lambda: None)
     form_group(context)
     agent = os.getppid() if identity.launched else os.getpid()
-    loop = build(context, start_keeper(context, agent=agent))
+    loop = build(context, start_saver(context, agent=agent))
     return Bench(context, loop, folder, options.limit)
 
 

@@ -10,7 +10,15 @@ from functools import partial
 from elastictrain.checkpoint.folders import ROOT, read_listing
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.memory.folder import is_private, look, run_folder, run_name
-from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, encode
+from elastictrain.checkpoint.saver.messages import (
+    Flushed,
+    FlushRequest,
+    MalformedError,
+    MessageLines,
+    ToWorker,
+    WorkerRefused,
+    encode,
+)
 from elastictrain.checkpoint.saver.process import knock
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -69,20 +77,20 @@ class SaverConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._lines = MessageLines()
+        self._lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
         self._writes = True
         self.pid = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
         connection.setblocking(False)
         with suppress(OSError):
-            connection.send(encode({"op": "flush"}))
+            connection.send(encode(FlushRequest()))
 
     def writes(self) -> bool:
         """Whether it may still bring something to storage."""
         try:
             while self._writes:
                 data = self._connection.recv(65536)
-                received = [message["op"] for message in self._lines.feed(data)]
-                self._writes = bool(data) and not {"flushed", "refused"}.intersection(map(str, received))
+                answers = list(self._lines.feed(data))
+                self._writes = bool(data) and not any(isinstance(one, Flushed | WorkerRefused) for one in answers)
         except BlockingIOError:
             pass
         except (OSError, MalformedError):

@@ -21,15 +21,14 @@ from elastictrain.storage.appendlog import open_append_log
 from elastictrain.train.checks import store_config
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
-from elastictrain.train.keepers import SnapshotMemory, meet_keepers
 from elastictrain.train.loop import Loop
-from elastictrain.train.memory import make_saving
 from elastictrain.train.observing import Observer, SpeakingObserver
 from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.saving import SynchronousSaving
+from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
@@ -46,7 +45,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     with context.timings.phase("build"):
         wrapped, state = _build_state(context)
     with context.timings.phase("keeper"):
-        memory = meet_keepers(context, link)
+        memory = connect_savers(context, link)
     checkpointer = make_checkpointer(context)
     resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
     tokens_per_sample, flops_per_sample = _arithmetic(context, state.model)
@@ -100,7 +99,7 @@ def _restore(
         store_config(context.store, context.config)
         context.journal.record(_start_event(context))
     context.tracker.set_phase(Phase.RESTORE)
-    recall = memory.recall if memory is not None else None
+    recall = memory.restore if memory is not None else None
     resume = restore(checkpointer, state, on_change=context.config.run.on_change, recall=recall, reset=begin_again)
     if context.identity.speaks:
         context.journal.record(resume)

@@ -7,7 +7,7 @@ from elastictrain.checkpoint.exchange import from_first, gather_records
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.pending_saves import Saved, SaveFailure
+from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure
 from elastictrain.checkpoint.snapshot.boxes import local_part
 from elastictrain.checkpoint.snapshot.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
@@ -155,7 +155,7 @@ class SnapshotSaving:
                 return
             # One of this incarnation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
-            self._link.tell({"op": "old", "slots": sum(1 << slot for slot in self._slots)})
+            self._link.tell(OldSlots(sum(1 << slot for slot in self._slots)))
 
     def step_finished(self, step: int) -> None:
         now_s = self._clock()
@@ -232,11 +232,13 @@ class SnapshotSaving:
 
     def _take_news(self) -> None:
         """What has become of saves since this was asked before: rank 0 alone knows, and tells."""
-        failures, saved, sayings = self._link.take_failures(), self._link.take_saved(), self._link.take_sayings()
+        failures, saved, slow = self._link.take_failures(), self._link.take_saved(), self._link.take_slow()
         if not self._first:
             return
-        for saying in sayings:
-            self._synchronous.observer.say(saying)
+        for save in slow:
+            trouble = f" ({save.trouble})" if save.trouble else ""
+            text = f"step {save.step}: the checkpoint is not written yet after {save.seconds} s{trouble}"
+            self._synchronous.observer.say(text)
         self._note_saved(saved)
         # What is newer than a success came after it.
         fates: list[Saved | SaveFailure] = [*failures, *saved]

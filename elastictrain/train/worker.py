@@ -40,9 +40,9 @@ from elastictrain.train.build import build
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.hang_watch import Accusation, HangWatch
-from elastictrain.train.keepers import start_keeper
 from elastictrain.train.leaving import describe
 from elastictrain.train.loop import Loop
+from elastictrain.train.snapshot_memory import start_saver
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0
 _LEAST_END_S = 1.0
@@ -117,7 +117,7 @@ class Worker:
         self._hangs.begin(context)
         form_group(context)
         self._backend = context.backend
-        self._link = start_keeper(context, agent=self._starter())
+        self._link = start_saver(context, agent=self._starter())
         loop = self._loop = build(context, self._link)
         code, reason = EXIT_OK, "done"
         try:

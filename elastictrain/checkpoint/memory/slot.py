@@ -234,12 +234,14 @@ class Slot:
         mark(page, SlotState.COMPLETE)
 
     def close(self) -> None:
-        """Unmap and let go."""
+        """Unmap and let go; once."""
         if self._map is not None:
             # Tensors over the map keep it mapped until they go.
             with suppress(BufferError):
                 self._map.close()
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 def facts_in(path: str) -> SnapshotFacts | None:

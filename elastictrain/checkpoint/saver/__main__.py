@@ -8,8 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-from elastictrain.checkpoint.saver.messages import LOCK_NAME, load_facts
-from elastictrain.checkpoint.saver.process import clear_folder, sweep
+from elastictrain.checkpoint.saver.process import LOCK_NAME, clear_folder, load_config, sweep
 from elastictrain.checkpoint.saver.service import SaverService
 from elastictrain.checkpoint.signing import load_key
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ConfigError, ElasticTrainError, Problem
@@ -33,13 +32,13 @@ def main(folder: str) -> int:
     if lock < 0:
         return EXIT_OK
     try:
-        facts = load_facts(folder)
+        config = load_config(folder)
         sweep(os.path.dirname(folder))  # noqa: PTH120
         try:
-            signing = load_key(facts.key_env)
+            signing = load_key(config.key_env)
         except ValueError as error:
             raise ConfigError([Problem("checkpoint.key_env", str(error))]) from error
-        SaverService(folder, facts, open_store(facts.run_dir), signing=signing).run()
+        SaverService(folder, config, open_store(config.run_dir), signing=signing).run()
     except ElasticTrainError as error:
         logger.error("%s", error)
         return error.exit_code

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from elastictrain.checkpoint.saver.messages import SOCKET_NAME, MalformedError, Message, MessageLines, encode
+from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, ToSaver, ToWorker, WorkerRefused, encode
+from elastictrain.checkpoint.saver.process import SOCKET_NAME
 from elastictrain.net.pending import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class WorkerConnection:
 
     socket: socket.socket
     pid: int = 0
-    lines: MessageLines = field(default_factory=MessageLines)
+    lines: MessageLines[ToSaver] = field(default_factory=lambda: MessageLines(ToSaver))  # type: ignore[arg-type]
     rank: int = -1
     incarnation: str = ""
     said_goodbye: bool = False
@@ -43,7 +44,7 @@ class WorkerConnections:
         self,
         folder: str,
         *,
-        on_message: Callable[[WorkerConnection, Message], None],
+        on_message: Callable[[WorkerConnection, ToSaver], None],
         on_gone: Callable[[WorkerConnection], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -54,7 +55,7 @@ class WorkerConnections:
         self._selector = selectors.DefaultSelector()
         self._connections: list[WorkerConnection] = []
         self._pending: PendingConnections[WorkerConnection] = PendingConnections(PendingLimits())
-        self._agents: dict[int, int] = {}
+        self._agents: set[int] = set()
         self._listener = self._listen()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -81,19 +82,16 @@ class WorkerConnections:
             os.write(self._wake_writer, b"x")
 
     def watch(self, pid: int) -> None:
-        """Notice the end of a process; one that is gone already is not watched."""
-        if pid in self._agents.values():
-            return
-        # A number that can be no process's overflows.
-        with suppress(OSError, OverflowError):
-            descriptor = os.pidfd_open(pid)
-            self._agents[descriptor] = pid
-            self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._ended(descriptor))
+        """Count a process among the agents until its end."""
+        if pid not in self._agents:
+            self._agents.add(pid)
+            self.when_ended(pid, lambda: self._agents.discard(pid))
 
     def when_ended(self, pid: int, then: Callable[[], None]) -> None:
         """Call back once a process is gone; now, if it is gone already, or about to."""
         descriptor = -1
-        with suppress(OSError):
+        # A number that can be no process's overflows.
+        with suppress(OSError, OverflowError):
             descriptor = os.pidfd_open(pid)
         if descriptor < 0 or is_exiting(pid):
             if descriptor >= 0:
@@ -116,13 +114,12 @@ class WorkerConnections:
         for one in self._pending.take_overdue(now_s=self._clock()):
             self._drop(one)
 
-    def tell(self, message: Message, *, rank: int | None = None) -> None:
-        """Send to all workers, or to those of one rank."""
+    def send_all(self, message: ToWorker) -> None:
+        """Send to all workers."""
         for one in self.connections:
-            if rank is None or one.rank == rank:
-                self.answer(one, message)
+            self.send(one, message)
 
-    def answer(self, one: WorkerConnection, message: Message) -> None:
+    def send(self, one: WorkerConnection, message: ToWorker) -> None:
         """Send to one worker; who does not read loses the connection."""
         try:
             one.socket.sendall(encode(message))
@@ -131,7 +128,7 @@ class WorkerConnections:
             self._drop(one)
 
     def stop_listening(self) -> None:
-        """Nobody new is let in; who waits at the door is turned away, and will start another saver."""
+        """Nobody new is let in; a worker that waits to be let in is turned away, and starts another saver."""
         with suppress(KeyError):
             self._selector.unregister(self._listener)
         with suppress(OSError):
@@ -190,7 +187,7 @@ class WorkerConnections:
         except MalformedError as error:
             logger.warning("a connection is closed: %s", error)
             # A worker that is refused must not knock again and again.
-            self.answer(one, {"op": "refused", "reason": str(error)})
+            self.send(one, WorkerRefused(str(error)))
             self._drop(one)
         if one.rank >= 0 or one.asks_to_flush:
             self._pending.remove(one)
@@ -204,11 +201,6 @@ class WorkerConnections:
             one.socket.close()
             if one.rank >= 0:
                 self._on_gone(one)
-
-    def _ended(self, descriptor: int) -> None:
-        self._selector.unregister(descriptor)
-        os.close(descriptor)
-        del self._agents[descriptor]
 
     def _woken(self) -> None:
         with suppress(BlockingIOError):

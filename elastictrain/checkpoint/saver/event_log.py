@@ -4,8 +4,9 @@ import logging
 import threading
 from contextlib import suppress
 
-from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts
+from elastictrain.checkpoint.saver.messages import HostRanks
 from elastictrain.checkpoint.saver.pending_snapshots import SaveJob
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import StorageError
 from elastictrain.events import CheckpointSlow, Event, Journal
 from elastictrain.storage.appendlog import open_append_log
@@ -22,9 +23,9 @@ def journal_key(incarnation: str, *, first_rank: int) -> str:
 class SaverEventLogs:
     """Opens a log when it is first needed; safe to use from several threads."""
 
-    def __init__(self, store: Store, facts: RunFacts) -> None:
+    def __init__(self, store: Store, config: SaverConfig) -> None:
         self._store = store
-        self._facts = facts
+        self._config = config
         self._lock = threading.Lock()
         self._first_rank: dict[str, int] = {}
         self._open: dict[str, Journal] = {}
@@ -47,8 +48,8 @@ class SaverEventLogs:
                     log = open_append_log(
                         self._store,
                         journal_key(incarnation, first_rank=first_rank),
-                        flush_s=self._facts.flush_s,
-                        close_s=self._facts.grace_s / 2,
+                        flush_s=self._config.flush_s,
+                        close_s=self._config.grace_s / 2,
                     )
                 except StorageError as error:
                     logger.warning("not recorded (%s): %s", error, event)

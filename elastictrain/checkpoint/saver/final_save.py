@@ -13,8 +13,9 @@ from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol, steps_begun
-from elastictrain.checkpoint.saver.messages import HostRanks, RunFacts
+from elastictrain.checkpoint.saver.messages import HostRanks
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SlotLeases, cause_of
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, TransientStorageError
 from elastictrain.lease.starts import Starts
 from elastictrain.storage.opening import check_writable
@@ -109,7 +110,7 @@ def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
     if last is None:
         return None
     ranks = {one.rank for one in facts if one.incarnation == last.incarnation}
-    return HostRanks(last.incarnation, last.world_size, tuple(sorted(ranks)), heard=False)
+    return HostRanks(last.incarnation, last.world_size, tuple(sorted(ranks)), from_worker=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _wanted(store: Store, host_ranks: HostRanks, held: Sequence[Held]) -> list[t
     # What a deleted run of the same name left in memory has left no trace here.
     known = {
         *Starts(store).known(one[0].facts.incarnation for one in whole),
-        *((host_ranks.incarnation,) if host_ranks.heard else ()),
+        *((host_ranks.incarnation,) if host_ranks.from_worker else ()),
     }
     return [one for one in whole if one[0].facts.step > newest and one[0].facts.incarnation in known]
 
@@ -223,7 +224,7 @@ class FinalSaveLoop:
     def __init__(
         self,
         store: Store,
-        facts: RunFacts,
+        config: SaverConfig,
         leases: SlotLeases,
         *,
         begin: BeginSave,
@@ -233,7 +234,7 @@ class FinalSaveLoop:
         """`begin` is called in a task that is handed to `later`."""
         self._store = store
         self._run_folder = RunFolder(store)
-        self._facts = facts
+        self._config = config
         self._leases = leases
         self._begin = begin
         self._later = later
@@ -269,12 +270,12 @@ class FinalSaveLoop:
         """Begin to look for what is to be saved of what this host holds."""
         if host_ranks is None:
             # A saver was killed with its workers, and this one has heard of none: what lies there tells whose it is.
-            host_ranks = last_host_ranks(held, run=self._facts.run)
+            host_ranks = last_host_ranks(held, run=self._config.run)
         if host_ranks is None:
             self.over = True
             return
         since_s = self._since_s = self._clock() if self._since_s is None else self._since_s
-        own = [one for one in held if not one.replica and one.facts.run == self._facts.run]
+        own = [one for one in held if not one.replica and one.facts.run == self._config.run]
         own = [one for one in own if (one.facts.incarnation, one.facts.step) not in self._tried]
         self.busy = True
         done = {step for incarnation, step in self._tried if incarnation == host_ranks.incarnation}
@@ -289,7 +290,7 @@ class FinalSaveLoop:
 
     def failed(self, incarnation: str, step: int, *, cause: Cause, error: str = "") -> None:
         """A step could not be saved."""
-        if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._facts.save_timeout_s:
+        if cause is Cause.PASSING and self._since_s is not None and self._clock() - self._since_s < self._config.save_timeout_s:
             # Nobody is there who would try again, and an older step would fare no better.
             self._tried.discard((incarnation, step))
             self._pause_s = AGAIN_S
@@ -310,7 +311,7 @@ class FinalSaveLoop:
                     host_ranks,
                     own,
                     done=done,
-                    limits=FinalSaveLimits(leader_s=self._facts.grace_s, storage_s=self._facts.save_timeout_s),
+                    limits=FinalSaveLimits(leader_s=self._config.grace_s, storage_s=self._config.save_timeout_s),
                     needed_no_more=lambda: self._since_s != since_s,
                 )
         except Exception as error:
@@ -349,7 +350,7 @@ class FinalSaveLoop:
         readable = True
         for held in chosen:
             try:
-                one = self._pin_soon(held)
+                one = self._lease_soon(held)
             except (OSError, InvalidCheckpointError) as error:
                 logger.warning("%s cannot be read: %s", held.slot, error)
                 one, readable = None, False
@@ -358,7 +359,7 @@ class FinalSaveLoop:
             leased.append(one)
         if len(leased) < len(chosen):
             for one in leased:
-                self._leases.release(one)
+                one.release()
             # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
             self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=Cause.PASSING if readable else Cause.OTHER)
             return
@@ -366,15 +367,13 @@ class FinalSaveLoop:
         snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased)
         self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
 
-    def _pin_soon(self, held: Held) -> LeasedSnapshot | None:
+    def _lease_soon(self, held: Held) -> LeasedSnapshot | None:
         """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.
 
         Raises: OSError, InvalidCheckpointError if that snapshot is not there, or cannot be read.
         """
-        deadline = self._clock() + _LETTING_GO_S
-        while (leased := self._leases.lease(held.slot)) is None and self._clock() < deadline:
-            time.sleep(0.01)
+        leased = self._leases.lease(held.slot, wait_s=_LETTING_GO_S)
         if leased is not None and leased.facts != held.facts:
-            self._leases.release(leased)
+            leased.release()
             raise InvalidCheckpointError(f"{held.slot} holds another snapshot now")
         return leased

@@ -7,9 +7,34 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from elastictrain.checkpoint.saver.messages import MalformedError, Message, MessageLines, RunFacts, count, encode
-from elastictrain.checkpoint.saver.pending_saves import PendingSaves, Saved, SaveFailure
-from elastictrain.checkpoint.saver.process import SaverStarter, clear_if_abandoned, knock, log_tail
+import msgspec
+
+from elastictrain.checkpoint.saver.messages import (
+    Goodbye,
+    MalformedError,
+    MessageLines,
+    RankLost,
+    ReplicasSent,
+    ReplicateSwitch,
+    RosterKnown,
+    RunFinished,
+    Saved,
+    SaveFailure,
+    SaverRoster,
+    SaverWelcome,
+    SendReplicas,
+    SlotsReleased,
+    SlowSave,
+    SnapshotSeen,
+    StepTook,
+    ToSaver,
+    ToWorker,
+    WorkerHello,
+    WorkerRefused,
+    encode,
+)
+from elastictrain.checkpoint.saver.pending_saves import PendingSaves
+from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter, clear_if_abandoned, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
@@ -21,13 +46,13 @@ _ANSWER_S = 30.0
 
 
 class SaverLink:
-    """What one worker knows of its saver. One thread reads; any thread may tell."""
+    """What one worker knows of its saver. One thread reads; any thread may send."""
 
     def __init__(
         self,
         folder: str,
-        facts: RunFacts,
-        hello: Message,
+        config: SaverConfig,
+        hello: WorkerHello,
         *,
         starts: bool,
         record: Callable[[Event], None],
@@ -35,7 +60,7 @@ class SaverLink:
     ) -> None:
         """`hello` introduces this worker; `starts`: whether this worker starts savers for its host."""
         self._folder = folder
-        self._facts = facts
+        self._config = config
         self._hello = hello
         self._starts = starts
         self._record = record
@@ -43,23 +68,23 @@ class SaverLink:
         self._changed = threading.Condition()
         # All guarded by the condition.
         self._socket: socket.socket | None = None
-        self._standing: dict[str, Message] = {}
-        """What every saver of this incarnation has to know, by `op`."""
+        self._roster: SaverRoster | None = None
+        self._switch: ReplicateSwitch | None = None
+        self._roster_known = False
         self._pending_saves = PendingSaves()
-        self._sayings: list[str] = []
+        self._slow: list[SlowSave] = []
         self.replicates = False
         self._sending: int | None = None
         self._sending_failed = False
         self._closing = False
         self._broken = ""
-        self._met = False
         self._welcomed = False
         self.pid = 0
         self.port = 0
         """Where other hosts reach the saver; 0 until it has answered."""
         self.lost: tuple[int, float] | None = None
         """A rank of this host that is gone without a word, and since when."""
-        self._process = SaverStarter(folder, facts, clock=clock)
+        self._process = SaverStarter(folder, config, clock=clock)
         self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
 
     def start(self) -> None:
@@ -81,13 +106,12 @@ class SaverLink:
         """Why there is no saver any more, and none is tried; empty as long as there is hope."""
         return self._broken
 
-    def meet(self, roster: Message, timeout_s: float = _ANSWER_S) -> None:
+    def send_roster(self, roster: SaverRoster, timeout_s: float = _ANSWER_S) -> None:
         """Tell the saver who the others are. Raises: CheckpointError if it does not take note."""
         with self._changed:
-            self._standing["roster"] = roster
-            self._met = False
+            self._roster, self._roster_known = roster, False
             self._send(roster)
-            if not self._changed.wait_for(lambda: self._met or self._broken, timeout_s):
+            if not self._changed.wait_for(lambda: self._roster_known or self._broken, timeout_s):
                 raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
 
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
@@ -97,19 +121,18 @@ class SaverLink:
             if self._broken:
                 self._pending_saves.give_up(self._broken)
 
-    def tell(self, message: Message, *, standing: bool = False) -> None:
-        """Send, if there is a saver; only what is `standing` is told its successor, too."""
+    def tell(self, message: ToSaver) -> None:
+        """Send, if there is a saver; its successor is not told."""
         with self._changed:
-            if standing:
-                self._standing[str(message["op"])] = message
             self._send(message)
 
     def replicate(self, *, on: bool, unpaced: bool = False) -> None:
         """Whether snapshots are to be kept on another host, too; `unpaced`: as fast as they can be sent."""
         with self._changed:
             self.replicates = on
-        if self._starts:
-            self.tell({"op": "replicate", "on": on, "unpaced": unpaced}, standing=True)
+            if self._starts:
+                self._switch = ReplicateSwitch(on, unpaced)
+                self._send(self._switch)
 
     def send(self, step: int) -> None:
         """Have the saver send the snapshots of a step to its buddy; `sending` tells when that is over."""
@@ -118,7 +141,7 @@ class SaverLink:
                 # A saver that is not there will not answer, and its successor is not told.
                 there = self._socket is not None
                 self._sending, self._sending_failed = (step, False) if there else (None, True)
-                self._send({"op": "send", "step": step})
+                self._send(SendReplicas(step))
 
     def sending(self) -> tuple[bool, bool]:
         """Whether the saver still sends what it was asked to, and whether that failed."""
@@ -128,8 +151,8 @@ class SaverLink:
     def step_took(self, seconds: float) -> None:
         """How long a step took, for a saver that sends replicas: they must not slow it down."""
         with self._changed:
-            if self._starts and self._standing.get("replicate", {}).get("on"):
-                self._send({"op": "step", "micros": round(1e6 * seconds)})
+            if self._starts and self.replicates:
+                self._send(StepTook(round(1e6 * seconds)))
 
     def needs(self, slot: int, step: int) -> bool:
         """Whether the saver still has to look at a snapshot, or to write it."""
@@ -144,18 +167,18 @@ class SaverLink:
     def take_failures(self) -> list[SaveFailure]:
         """What failed since the last call."""
         with self._changed:
-            limit_s = self._facts.save_timeout_s
+            limit_s = self._config.save_timeout_s
             overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
             if overdue is not None and not self._broken:
                 # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
             return self._pending_saves.take_failures()
 
-    def take_sayings(self) -> list[str]:
-        """What a person should be told."""
+    def take_slow(self) -> list[SlowSave]:
+        """Saves that take long, since the last call."""
         with self._changed:
-            sayings, self._sayings = self._sayings, []
-            return sayings
+            slow, self._slow = self._slow, []
+            return slow
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Until something was saved, failed or released, or the time is over."""
@@ -167,7 +190,7 @@ class SaverLink:
         with self._changed:
             self._closing = True
             if self._starts:
-                self._send({"op": "finish"})
+                self._send(RunFinished())
         self.close()
         if self._starts and self.pid:
             self._process.wait_for_end(self.pid, timeout_s=timeout_s)
@@ -179,7 +202,7 @@ class SaverLink:
         """Say goodbye; the saver stays for whoever comes next."""
         with self._changed:
             self._closing = True
-            self._send({"op": "bye"})
+            self._send(Goodbye())
             if self._socket is not None:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
@@ -187,7 +210,7 @@ class SaverLink:
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: ToSaver) -> None:
         connection = self._socket
         if connection is None:
             return
@@ -226,7 +249,7 @@ class SaverLink:
 
     def _talk(self, connection: socket.socket) -> None:
         """Until the connection ends."""
-        lines = MessageLines()
+        lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
         with self._changed:
             self._socket = connection
             self._welcomed = False
@@ -234,7 +257,7 @@ class SaverLink:
         try:
             while data := connection.recv(65536):
                 for message in lines.feed(data):
-                    self._hear(message)
+                    self._receive(message)
         except OSError:
             pass
         finally:
@@ -254,57 +277,44 @@ class SaverLink:
         if self._starts:
             self._record(KeeperLost(pid=pid))
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: ToWorker) -> None:
         with self._changed:
-            match message["op"]:
-                case "welcome":
+            match message:
+                case SaverWelcome():
                     self._welcome(message)
-                case "met":
-                    self._met = True
-                case "seen":
-                    self._pending_saves.seen(count(message, "slot"), message.get("step"))
-                case "released":
-                    self._pending_saves.released(count(message, "step"), done=message.get("done") is True)
-                case "lost":
-                    self.lost = self.lost or (count(message, "rank"), self._clock())
-                case "refused":
-                    raise CheckpointError(f"it refuses this worker: {message.get('reason')}")
-                case _:
-                    self._hear_news(message)
+                case RosterKnown():
+                    self._roster_known = True
+                case SnapshotSeen():
+                    self._pending_saves.seen(message.slot, message.step)
+                case SlotsReleased():
+                    self._pending_saves.released(message.step, done=message.done)
+                case RankLost():
+                    self.lost = self.lost or (message.rank, self._clock())
+                case WorkerRefused():
+                    raise CheckpointError(f"it refuses this worker: {message.reason}")
+                case Saved():
+                    self._pending_saves.saved(message)
+                case SaveFailure():
+                    self._pending_saves.failed(message)
+                case ReplicasSent() if self._sending == message.step:
+                    self._sending, self._sending_failed = None, not message.whole
+                case SlowSave():
+                    self._slow.append(message)
             self._changed.notify_all()
-        if message["op"] == "welcome" and self._starts:
+        if isinstance(message, SaverWelcome) and self._starts:
             # Not with the condition held: storage that hangs would stop whoever asks what the saver needs.
             self._record(KeeperStarted(pid=self.pid))
 
-    def _hear_news(self, message: Message) -> None:
-        """What became of snapshots; the condition is held."""
-        match message["op"]:
-            case "saved":
-                saved = Saved(count(message, "step"), str(message["checkpoint"]), count(message, "bytes"))
-                self._pending_saves.saved(saved)
-            case "failed":
-                self._pending_saves.failed(SaveFailure(count(message, "step"), str(message["error"])))
-            case "sent":
-                if self._sending == message.get("step"):
-                    self._sending, self._sending_failed = None, not message.get("whole")
-            case "slow":
-                trouble = f" ({message.get('trouble')})" if message.get("trouble") else ""
-                seconds = float(count(message, "seconds"))
-                self._sayings.append(
-                    f"step {count(message, 'step')}: the checkpoint is not written yet after {seconds:.0f} s{trouble}"
-                )
-            case other:
-                raise MalformedError(f"{other!r} is no message to a worker")
-
-    def _welcome(self, message: Message) -> None:
+    def _welcome(self, message: SaverWelcome) -> None:
         self._welcomed = True
-        before, self.pid, self.port = self.pid, count(message, "pid"), count(message, "port")
+        before, self.pid, self.port = self.pid, message.pid, message.port
         if before not in (0, self.pid):
             self._pending_saves.succeed("its saver ended before it was committed")
         # The other hosts know this port, so a successor is asked to take it over.
-        self._hello = {**self._hello, "port": self.port}
-        for standing in self._standing.values():
-            self._send(standing)
+        self._hello = msgspec.structs.replace(self._hello, port=self.port)
+        for known in (self._roster, self._switch):
+            if known is not None:
+                self._send(known)
         for announcement in self._pending_saves.announcements():
             self._send(announcement)
 

@@ -1,112 +1,21 @@
-"""What workers and their saver tell each other: one JSON object per line over a Unix socket."""
+"""What workers and their saver send each other: one JSON object per line over a Unix socket, whose `op` names its kind."""
 
-import json
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
 
-from elastictrain.bounded_json import parse_json
+import msgspec
+
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.records import read_file, write_file
-from elastictrain.errors import InvalidCheckpointError
-
-Message: TypeAlias = dict[str, JsonValue]
+from elastictrain.checkpoint.memory.layout import Count
+from elastictrain.checkpoint.peers.placement import Peer, check_roster
 
 LONGEST_BYTES = 1 << 20
-_MOST = 1 << 63
-SOCKET_NAME = "keeper.sock"
-LOCK_NAME = "keeper.lock"
-FACTS_NAME = "run.json"
-LOG_NAME = "keeper.log"
 
 
 class MalformedError(ValueError):
-    """The other side does not speak our language."""
-
-
-def encode(message: Message) -> bytes:
-    """One line."""
-    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
-
-
-class MessageLines:
-    """Puts messages together from what a socket gives."""
-
-    def __init__(self) -> None:
-        self._waiting = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """The messages that are whole now. Raises: MalformedError."""
-        self._waiting += data
-        while (end := self._waiting.find(b"\n")) >= 0:
-            line = bytes(self._waiting[:end])
-            del self._waiting[: end + 1]
-            yield _message(line)
-        if len(self._waiting) > LONGEST_BYTES:
-            raise MalformedError(f"a message has more than {LONGEST_BYTES} bytes")
-
-
-def _message(line: bytes) -> Message:
-    try:
-        message = parse_json(line)
-    except (ValueError, RecursionError) as error:
-        raise MalformedError(f"a message is no JSON: {error}") from error
-    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
-        raise MalformedError("a message must be an object with the text `op`")
-    return message
-
-
-def count(message: Message, name: str) -> int:
-    """A field that must be a whole number >= 0, and below 2^63. Raises: MalformedError."""
-    value = message.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-        raise MalformedError(f"`{name}` of {message.get('op')!r} must be a count, but is {value!r}")
-    return value
-
-
-def text(message: Message, name: str) -> str:
-    """A field that must be a text. Raises: MalformedError."""
-    value = message.get(name)
-    if not isinstance(value, str):
-        raise MalformedError(f"`{name}` of {message.get('op')!r} must be a text, but is {value!r}")
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """The same for all incarnations that use one configuration."""
-
-    run_dir: str
-    run: str
-    """Name of the run in host memory."""
-
-    keep_last: int
-    keep_every: int
-    save_timeout_s: float
-    flush_s: float
-    grace_s: float
-    versions: dict[str, str]
-
-    key_env: str = ""
-    """The environment variable with the key that signs checkpoints; empty for none."""
-
-
-def store_facts(folder: str, facts: RunFacts) -> None:
-    """Raises: OSError."""
-    write_file(f"{folder}/{FACTS_NAME}", json.dumps(asdict(facts)).encode())
-
-
-def load_facts(folder: str) -> RunFacts:
-    """Raises: InvalidCheckpointError naming the file."""
-    path = f"{folder}/{FACTS_NAME}"
-    try:
-        document = parse_json(read_file(path, most_bytes=1 << 20))
-        if document.keys() != {field.name for field in fields(RunFacts)}:
-            raise TypeError(f"its fields are {sorted(document)}")
-        return RunFacts(**document)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidCheckpointError(f"{path} does not say what to keep ({type(error).__name__}: {error})") from error
+    """The other side sends what it must not; the connection is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +25,8 @@ class HostRanks:
     incarnation: str
     world_size: int
     ranks: tuple[int, ...]
-    heard: bool = True
-    """Whether one of its workers has spoken to this saver; else only what lies in memory tells of it."""
+    from_worker: bool = True
+    """Whether one of its workers has told this saver; else only what lies in memory tells of it."""
 
     @property
     def leader(self) -> bool:
@@ -125,20 +34,224 @@ class HostRanks:
         return 0 in self.ranks
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerHello:
+class _Message(msgspec.Struct, frozen=True, tag_field="op", tag=""):
+    pass
+
+
+class WorkerHello(_Message, frozen=True, tag="hello"):
     """One worker, and the group that it belongs to."""
 
-    rank: int
-    host_ranks: HostRanks
-    agent: int
+    rank: Count
+    ranks: tuple[Count, ...]
+    world_size: Count
+    incarnation: str
+    agent: Count
     """The process that would start the worker again."""
 
     address: str
     """Where other hosts reach this one; empty where there are none."""
 
-    port: int
+    port: Count = 0
     """To be taken over from a saver that is gone; 0 for any."""
+
+    key: str = ""
+    """Proof of the key that signs checkpoints."""
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.ranks or max(self.ranks) >= self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} is not among {self.ranks}")
+
+    @property
+    def host_ranks(self) -> HostRanks:
+        return HostRanks(self.incarnation, self.world_size, tuple(sorted(self.ranks)))
+
+
+class SnapshotTaken(_Message, frozen=True, tag="snapshot"):
+    """A snapshot is whole, or came to nothing."""
+
+    slot: Count
+    step: Count
+    durable: bool = False
+
+
+class SaverRoster(_Message, frozen=True, tag="roster"):
+    """The savers of all hosts."""
+
+    hosts: tuple[Peer, ...]
+    own: Count
+    """The number of this host's saver among them."""
+
+    token: str
+    """In hexadecimal; the savers let in only whoever has it."""
+
+    def __post_init__(self) -> None:
+        check_roster(self.hosts)
+        if not bytes.fromhex(self.token) or self.own not in [peer.number for peer in self.hosts]:
+            raise ValueError("a roster must have a token, and this host in it")
+
+
+class ReplicateSwitch(_Message, frozen=True, tag="replicate"):
+    """Whether snapshots are sent to another host on request; `unpaced`: as fast as they can be sent."""
+
+    on: bool
+    unpaced: bool = False
+
+
+class SendReplicas(_Message, frozen=True, tag="send"):
+    """Send the snapshots of a step to the other host."""
+
+    step: Count
+
+
+class StepTook(_Message, frozen=True, tag="step"):
+    """How long a step took."""
+
+    micros: Count
+
+
+class OldSlots(_Message, frozen=True, tag="old"):
+    """Only the slots in this bit mask hold what this worker still needs."""
+
+    slots: Count
+
+
+class RunFinished(_Message, frozen=True, tag="finish"):
+    """The run is complete."""
+
+
+class Goodbye(_Message, frozen=True, tag="bye"):
+    """This worker ends on purpose."""
+
+
+class FlushRequest(_Message, frozen=True, tag="flush"):
+    """From a launcher that starts nobody again: write what is only in memory."""
+
+
+class SaverWelcome(_Message, frozen=True, tag="welcome"):
+    """The answer to hello; `port`: where other hosts reach the saver, 0 if nowhere."""
+
+    pid: Count
+    port: Count
+
+
+class RosterKnown(_Message, frozen=True, tag="met"):
+    """The answer to a roster."""
+
+
+class SnapshotSeen(_Message, frozen=True, tag="seen"):
+    """The saver holds the snapshot, or has found that it is of no use."""
+
+    slot: Count
+    step: Count
+
+
+class SlotsReleased(_Message, frozen=True, tag="released"):
+    """The saver needs the slots of a step no more. `done`: it sends nothing else about the step."""
+
+    step: Count
+    done: bool = False
+
+
+class RankLost(_Message, frozen=True, tag="lost"):
+    """A rank of this host has ended without a goodbye."""
+
+    rank: Count
+
+
+class WorkerRefused(_Message, frozen=True, tag="refused"):
+    """The saver closes this connection, and is to be asked no more."""
+
+    reason: str
+
+
+class Saved(_Message, frozen=True, tag="saved"):
+    """A checkpoint that this host's saver has committed."""
+
+    step: Count
+    checkpoint: str
+    bytes: Count
+
+
+class SaveFailure(_Message, frozen=True, tag="failed"):
+    """A save that came to nothing."""
+
+    step: Count
+    error: str
+
+
+class ReplicasSent(_Message, frozen=True, tag="sent"):
+    """The snapshots of a step are no longer being sent; `whole`: they have all arrived."""
+
+    step: Count
+    whole: bool
+
+
+class SlowSave(_Message, frozen=True, tag="slow"):
+    """A save takes long; `trouble`: what storage complained of last."""
+
+    step: Count
+    seconds: Count
+    trouble: str = ""
+
+
+class Flushed(_Message, frozen=True, tag="flushed"):
+    """The answer to a flush: nothing is left to be written, or can be now."""
+
+
+ToSaver: TypeAlias = (
+    WorkerHello
+    | SnapshotTaken
+    | SaverRoster
+    | ReplicateSwitch
+    | SendReplicas
+    | StepTook
+    | OldSlots
+    | RunFinished
+    | Goodbye
+    | FlushRequest
+)
+ToWorker: TypeAlias = (
+    SaverWelcome
+    | RosterKnown
+    | SnapshotSeen
+    | SlotsReleased
+    | RankLost
+    | WorkerRefused
+    | Saved
+    | SaveFailure
+    | ReplicasSent
+    | SlowSave
+    | Flushed
+)
+
+
+def encode(message: ToSaver | ToWorker) -> bytes:
+    """One line."""
+    return encode_record(message) + b"\n"
+
+
+T = TypeVar("T")
+
+
+class MessageLines(Generic[T]):
+    """Puts messages of one `kind` together from what a socket gives."""
+
+    def __init__(self, kind: type[T]) -> None:
+        self._kind = kind
+        self._waiting = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[T]:
+        """The messages that are whole now. Raises: MalformedError."""
+        self._waiting += data
+        while (end := self._waiting.find(b"\n")) >= 0:
+            line = bytes(self._waiting[:end])
+            del self._waiting[: end + 1]
+            try:
+                yield parse_record(line, self._kind)
+            except MalformedJsonError as error:
+                raise MalformedError(f"a message {error}") from error
+        if len(self._waiting) > LONGEST_BYTES:
+            raise MalformedError(f"a message has more than {LONGEST_BYTES} bytes")
 
 
 def is_past(incarnation: str, *, present: str, left: Collection[str], connected: bool) -> bool:
@@ -149,19 +262,3 @@ def is_past(incarnation: str, *, present: str, left: Collection[str], connected:
     """
     its, ours = number_of(incarnation), number_of(present)
     return incarnation != present and (incarnation in left or its < ours or (its == ours and connected))
-
-
-def read_hello(message: Message) -> WorkerHello:
-    """Raises: MalformedError."""
-    ranks = message.get("ranks")
-    if not isinstance(ranks, list) or not all(isinstance(rank, int) and rank >= 0 for rank in ranks) or not ranks:
-        raise MalformedError(f"`ranks` must be a list of ranks, but is {ranks!r}")
-    host_ranks = HostRanks(
-        text(message, "incarnation"),
-        count(message, "world_size"),
-        tuple(sorted(rank for rank in ranks if isinstance(rank, int))),
-    )
-    rank = count(message, "rank")
-    if rank not in host_ranks.ranks or max(host_ranks.ranks) >= host_ranks.world_size:
-        raise MalformedError(f"rank {rank} of {host_ranks.world_size} is not among {host_ranks.ranks}")
-    return WorkerHello(rank, host_ranks, count(message, "agent"), text(message, "address"), count(message, "port"))

@@ -1,25 +1,6 @@
 """What the snapshots that a worker has announced still wait for, and what became of them. Pure; the times are handed in."""
 
-from dataclasses import dataclass
-
-from elastictrain.checkpoint.saver.messages import Message
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A checkpoint that this host's saver has committed."""
-
-    step: int
-    checkpoint: str
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SaveFailure:
-    """A save that came to nothing."""
-
-    step: int
-    error: str
+from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SnapshotTaken
 
 
 class PendingSaves:
@@ -45,7 +26,7 @@ class PendingSaves:
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
 
-    def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> Message:
+    def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> SnapshotTaken:
         """A snapshot is whole: what the saver is told of it."""
         self._unseen[slot] = step
         overwritten, self._in_slot[slot] = self._in_slot.get(slot), step
@@ -56,7 +37,7 @@ class PendingSaves:
             self._unsaved[step] = now_s
         return self._announcement(slot, step)
 
-    def announcements(self) -> list[Message]:
+    def announcements(self) -> list[SnapshotTaken]:
         """What a saver has to be told that was not there before."""
         return [self._announcement(slot, step) for slot, step in self._unseen.items()]
 
@@ -64,7 +45,7 @@ class PendingSaves:
         """Whether the saver still has to look at a snapshot, or to write it."""
         return self._unseen.get(slot) == step or step in self._unreleased
 
-    def seen(self, slot: int, step: object) -> None:
+    def seen(self, slot: int, step: int) -> None:
         """The saver has looked at a snapshot; one that came after it stays announced."""
         if self._unseen.get(slot) == step:
             del self._unseen[slot]
@@ -124,5 +105,5 @@ class PendingSaves:
         self._unsaved.pop(step, None)
         self._left_over.pop(step, None)
 
-    def _announcement(self, slot: int, step: int) -> Message:
-        return {"op": "snapshot", "slot": slot, "step": step, "durable": step in self._unreleased}
+    def _announcement(self, slot: int, step: int) -> SnapshotTaken:
+        return SnapshotTaken(slot, step, durable=step in self._unreleased)

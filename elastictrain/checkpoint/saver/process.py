@@ -9,21 +9,61 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
+from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.memory.folder import make_private
-from elastictrain.checkpoint.saver.messages import LOCK_NAME, LOG_NAME, SOCKET_NAME, RunFacts, store_facts
-from elastictrain.errors import CheckpointError
+from elastictrain.checkpoint.memory.records import read_file, write_file
+from elastictrain.errors import CheckpointError, InvalidCheckpointError
+
+SOCKET_NAME = "keeper.sock"
+LOCK_NAME = "keeper.lock"
+LOG_NAME = "keeper.log"
+_CONFIG_NAME = "run.json"
 
 _TRIES = 3
 _TRIES_WITHIN_S = 60.0
 
 
+@dataclass(frozen=True, slots=True)
+class SaverConfig:
+    """The same for all incarnations that use one configuration."""
+
+    run_dir: str
+    run: str
+    """Name of the run in host memory."""
+
+    keep_last: int
+    keep_every: int
+    save_timeout_s: float
+    flush_s: float
+    grace_s: float
+    versions: dict[str, str]
+
+    key_env: str = ""
+    """The environment variable with the key that signs checkpoints; empty for none."""
+
+
+def store_config(folder: str, config: SaverConfig) -> None:
+    """Raises: OSError."""
+    write_file(f"{folder}/{_CONFIG_NAME}", encode_record(config))
+
+
+def load_config(folder: str) -> SaverConfig:
+    """Raises: InvalidCheckpointError naming the file."""
+    path = f"{folder}/{_CONFIG_NAME}"
+    try:
+        return parse_record(read_file(path, most_bytes=1 << 20), SaverConfig)
+    except (OSError, MalformedJsonError) as error:
+        raise InvalidCheckpointError(f"{path} does not say what to keep: {error}") from error
+
+
 class SaverStarter:
     """Starts savers for one folder, each when the one before it is gone."""
 
-    def __init__(self, folder: str, facts: RunFacts, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, folder: str, config: SaverConfig, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
-        self._facts = facts
+        self._config = config
         self._clock = clock
         self._child: subprocess.Popen[bytes] | None = None
         self._started: list[float] = []
@@ -38,7 +78,7 @@ class SaverStarter:
             raise CheckpointError(f"it ended {_TRIES} times within {_TRIES_WITHIN_S:g} s")
         self._started.append(now)
         make_private(self._folder)
-        store_facts(self._folder, self._facts)
+        store_config(self._folder, self._config)
         environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
         with open(f"{self._folder}/{LOG_NAME}", "ab") as log:  # noqa: PTH123
             self._child = subprocess.Popen(  # noqa: S603

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.peers.pace import PaceOptions
-from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of, roster_from_json
+from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of
 from elastictrain.checkpoint.peers.replicator import Replicator, Reports
 from elastictrain.checkpoint.peers.server import PeerServer
-from elastictrain.checkpoint.saver.messages import MalformedError, Message, count, text
+from elastictrain.checkpoint.saver.messages import SaverRoster
 from elastictrain.errors import TransportError
 from elastictrain.events import Event, Replicated, ReplicationFailed
 
@@ -58,21 +58,15 @@ class ReplicaService:
             return server.port
         return 0
 
-    def meet(self, message: Message) -> None:
-        """Learn who the others are. Raises: MalformedError."""
-        try:
-            roster = roster_from_json(message.get("hosts"))
-            token = bytes.fromhex(text(message, "token"))
-        except ValueError as error:
-            raise MalformedError(str(error)) from error
-        own = next((peer for peer in roster if peer.number == count(message, "own")), None)
-        if own is None or not token:
-            raise MalformedError("a roster must have a token, and this host in it")
+    def set_roster(self, roster: SaverRoster) -> None:
+        """Learn who the others are."""
+        own = next(peer for peer in roster.hosts if peer.number == roster.own)
         self._stop_sending()
-        self._own, self._buddy, self._token = own, replica_target_of(own, roster), token
+        self._own, self._buddy = own, replica_target_of(own, roster.hosts)
+        self._token = bytes.fromhex(roster.token)
         if self._server is not None:
-            self._server.set_token(token)
-            self._server.set_kept(rank for ward in replica_sources_of(own, roster) for rank in ward.ranks)
+            self._server.set_token(self._token)
+            self._server.set_kept(rank for source in replica_sources_of(own, roster.hosts) for rank in source.ranks)
 
     def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
         """Be ready to send snapshots to the buddy from now on, or send no more; `unpaced`: nobody trains who could be slowed

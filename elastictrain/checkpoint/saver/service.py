@@ -1,27 +1,52 @@
-"""The saver at work: what it does when a worker says something, when something is written, and when all are gone."""
+"""The saver at work: what it does when a worker sends something, when something is written, and when all are gone."""
 
 import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
 from elastictrain.checkpoint.saver.commit_protocol import Deadline
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
 from elastictrain.checkpoint.saver.event_log import SaverEventLogs, SlowSaves
 from elastictrain.checkpoint.saver.final_save import FinalSaveLoop, SaverClients, decide
-from elastictrain.checkpoint.saver.messages import MalformedError, Message, RunFacts, count, is_past, read_hello
+from elastictrain.checkpoint.saver.messages import (
+    Flushed,
+    FlushRequest,
+    Goodbye,
+    MalformedError,
+    OldSlots,
+    RankLost,
+    ReplicasSent,
+    ReplicateSwitch,
+    RosterKnown,
+    RunFinished,
+    Saved,
+    SaveFailure,
+    SaverRoster,
+    SaverWelcome,
+    SendReplicas,
+    SlotsReleased,
+    SlowSave,
+    SnapshotSeen,
+    SnapshotTaken,
+    StepTook,
+    ToSaver,
+    WorkerHello,
+    is_past,
+)
 from elastictrain.checkpoint.saver.pending_snapshots import (
     Cause,
-    DigestThread,
+    IncarnationSaves,
     LeasedSnapshot,
-    PendingSnapshots,
     RefusedSave,
     SaveJob,
     SlotLeases,
-    StepOutcomes,
+    with_digests,
 )
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.saver.replication import ReplicaService
 from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
 from elastictrain.checkpoint.signing import SigningKey, proof_of
@@ -39,43 +64,43 @@ class SaverService:
     def __init__(
         self,
         folder: str,
-        facts: RunFacts,
+        config: SaverConfig,
         store: Store,
         *,
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """`signing` signs checkpoints; it is the key that `facts` names, and only workers with the same one are served."""
+        """`signing` signs checkpoints; it is the key that `config` names, and only workers with the same one are served."""
         self._proof = proof_of(signing)
         self._folder = folder
-        self._facts = facts
+        self._config = config
         self._store = store
         self._clock = clock
         self._began_s = clock()
-        self._pending = PendingSnapshots()
+        self._saves: IncarnationSaves | None = None
+        """Of the present incarnation."""
         self._leases = SlotLeases(folder)
-        self._event_logs = SaverEventLogs(store, facts)
+        self._event_logs = SaverEventLogs(store, config)
         self._workers = WorkerConnections(folder, on_message=self._on_message, on_gone=self._on_gone)
         self._tasks: deque[Callable[[], None]] = deque()
-        self._digest_thread = DigestThread(lambda leased: self._later(lambda: self._on_digested(leased)))
+        self._digest_thread = ThreadPoolExecutor(1, thread_name_prefix="digest")
         self._num_digesting = 0
         self._left: set[str] = set()
         """Incarnations that others have followed."""
         self._ever = self._finished = False
         self._lost = False
         """Whether the group of the present incarnation is broken: other hosts may be gone, too."""
-        self._outcomes = StepOutcomes()
-        """Of the present incarnation."""
-        self._final_save = FinalSaveLoop(store, facts, self._leases, begin=self._begin, later=self._later, clock=clock)
+        self._final_save = FinalSaveLoop(store, config, self._leases, begin=self._begin, later=self._later, clock=clock)
         self._slow = SlowSaves()
         self._missing: dict[int, WorkerConnection] = {}
-        self._held: dict[tuple[str, int], tuple[LeasedSnapshot, ...]] = {}
+        self._jobs: set[SaveJob] = set()
+        """Those that still need their snapshots."""
         self._writer = SnapshotWriter(
             store,
-            facts,
+            config,
             SaveCallbacks(
                 record=self._event_logs.record,
-                written=lambda job: self._later(lambda: self._let_go(job)),
+                written=lambda job: self._later(lambda: self._release(job)),
                 saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
                 failed=lambda job, error, cause: self._later(lambda: self._on_failed(job, error, cause)),
             ),
@@ -83,14 +108,14 @@ class SaverService:
         )
         self._replicas = ReplicaService(
             folder,
-            facts.run,
+            config.run,
             record=self._event_logs.record,
             ended=lambda incarnation, step, whole: self._later(lambda: self._on_sent(incarnation, step, whole)),
         )
 
     @property
     def _incarnation(self) -> str:
-        return self._pending.host_ranks.incarnation if self._pending.host_ranks is not None else ""
+        return self._saves.host_ranks.incarnation if self._saves is not None else ""
 
     def run(self) -> None:
         """Until nobody needs a saver any more; then nothing of the run is left in host memory."""
@@ -103,36 +128,35 @@ class SaverService:
             if self._ever and not self._workers.connections and not self._workers.agents:
                 self._writer.shorten_deadline()
             life = self._life()
-            self._tell_flushed(life)
+            self._answer_flush_requests(life)
             decision = decide(life)
             if decision == "flush":
-                self._final_save.look(self._pending.host_ranks, look(self._folder, host=0))
+                self._final_save.look(self._saves.host_ranks if self._saves is not None else None, look(self._folder, host=0))
             elif decision == "keep":
                 self._final_save.try_again()
-            elif decision == "leave" and self._nobody_at_the_door():
+            elif decision == "leave" and self._nobody_comes():
                 break
         self._workers.stop_listening()
         self._writer.close()
         self._replicas.close()
         self._event_logs.close()
         self._workers.close()
-        self._digest_thread.close()
-        self._leases.close()
+        self._digest_thread.shutdown(wait=False, cancel_futures=True)
 
-    def _nobody_at_the_door(self) -> bool:
-        """Whether it is still to leave after a last look: who came in the meantime needs what is here."""
+    def _nobody_comes(self) -> bool:
+        """Whether it is still to leave after a last look: a worker that came in the meantime needs what is here."""
         for _ in range(2):
-            # One to let somebody in, one to hear who it is.
+            # One to let it in, one to receive its hello.
             self._workers.turn(0.0)
         return decide(self._life()) == "leave"
 
     def _watch_save(self) -> None:
-        """Tell of a save that takes long, once."""
+        """Report a save that takes long, once."""
         under_way = self._writer.under_way
         slow = self._slow.look(under_way)
         if under_way is not None and slow is not None:
             self._event_logs.record(under_way[0].incarnation, slow)
-            self._workers.tell({"op": "slow", "step": slow.step, "seconds": round(slow.seconds), "trouble": slow.trouble or ""})
+            self._workers.send_all(SlowSave(slow.step, round(slow.seconds), slow.trouble or ""))
 
     def _life(self) -> SaverClients:
         return SaverClients(
@@ -147,94 +171,92 @@ class SaverService:
             unsaved=self._final_save.unsaved,
         )
 
-    def _tell_flushed(self, life: SaverClients) -> None:
-        """A launcher waits for nothing any more; what storage refuses it waits for, since it is tried again."""
+    def _answer_flush_requests(self, life: SaverClients) -> None:
+        """A launcher waits for nothing any more; for what storage refuses it waits, since that is tried again."""
         if life.saving or not life.flushed or life.unsaved:
             return
         for one in self._workers.asking:
             if not one.told_flushed:
                 one.told_flushed = True
-                self._workers.answer(one, {"op": "flushed"})
+                self._workers.send(one, Flushed())
 
     def _later(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
         self._workers.wake()
 
-    def _on_message(self, one: WorkerConnection, message: Message) -> None:
-        match message["op"]:
-            case "hello":
+    def _on_message(self, one: WorkerConnection, message: ToSaver) -> None:
+        match message:
+            case WorkerHello():
                 self._on_hello(one, message)
-            case "snapshot":
-                if one.rank < 0 or one.incarnation != self._incarnation:
-                    raise MalformedError("a snapshot was announced by a worker of no living incarnation")
-                slot, step = count(message, "slot"), count(message, "step")
-                if message.get("durable"):
-                    self._outcomes.announced(step)
-                if (error := self._take(one.rank, slot, step)) and message.get("durable"):
-                    self._give_up(step, f"the snapshot of rank {one.rank}: {error}")
-            case "roster" | "replicate" | "send" | "step":
-                self._on_peer_message(one, message)
-            case "old":
-                if one.rank < 0 or one.incarnation != self._incarnation:
-                    raise MalformedError("slots were given up by a worker of no living incarnation")
-                self._drop_old(one.rank, count(message, "slots"))
-            case "finish":
-                if one.rank >= 0 and one.incarnation == self._incarnation:
-                    self._finished = True
-            case "bye" | "flush" as op:
-                one.said_goodbye, one.asks_to_flush = op == "bye", op == "flush"
-            case other:
-                raise MalformedError(f"{other!r} is no message to a saver")
+            case Goodbye() | FlushRequest():
+                one.said_goodbye, one.asks_to_flush = isinstance(message, Goodbye), isinstance(message, FlushRequest)
+            case _ if one.rank >= 0 and one.incarnation == self._incarnation and self._saves is not None:
+                self._on_worker_message(one, message, self._saves)
+            case RunFinished():
+                # Of the past: what the present incarnation has is still wanted.
+                pass
+            case _:
+                raise MalformedError("the sender is no worker of the present incarnation")
 
-    def _on_peer_message(self, one: WorkerConnection, message: Message) -> None:
-        """What concerns other hosts."""
-        if one.rank < 0 or one.incarnation != self._incarnation:
-            raise MalformedError("a worker of no living incarnation speaks of other hosts")
-        match message["op"]:
-            case "roster":
-                self._replicas.meet(message)
-                self._workers.answer(one, {"op": "met"})
-            case "replicate":
-                self._replicas.switch(
-                    on=bool(message.get("on")), unpaced=bool(message.get("unpaced")), incarnation=self._incarnation
-                )
-            case "send":
-                self._replicas.send(count(message, "step"), incarnation=self._incarnation)
-            case "step":
-                self._replicas.step_took(count(message, "micros") / 1e6)
+    def _on_worker_message(self, one: WorkerConnection, message: ToSaver, saves: IncarnationSaves) -> None:
+        match message:
+            case SnapshotTaken():
+                self._on_snapshot(one, message, saves)
+            case OldSlots():
+                self._drop_old(one.rank, message.slots, saves)
+            case RunFinished():
+                self._finished = True
+            case SaverRoster():
+                self._replicas.set_roster(message)
+                self._workers.send(one, RosterKnown())
+            case ReplicateSwitch():
+                self._replicas.switch(on=message.on, unpaced=message.unpaced, incarnation=self._incarnation)
+            case SendReplicas():
+                self._replicas.send(message.step, incarnation=self._incarnation)
+            case StepTook():
+                self._replicas.step_took(message.micros / 1e6)
 
-    def _on_hello(self, one: WorkerConnection, message: Message) -> None:
-        hello = read_hello(message)
-        if message.get("key", "") != self._proof:
+    def _on_hello(self, one: WorkerConnection, hello: WorkerHello) -> None:
+        if hello.key != self._proof:
             raise MalformedError("the saver on this host was started with another `checkpoint.key_env`, and has not ended yet")
-        rank, host_ranks = hello.rank, hello.host_ranks
         connected = any(other.incarnation == self._incarnation for other in self._workers.connections)
-        if is_past(host_ranks.incarnation, present=self._incarnation, left=self._left, connected=connected):
-            raise MalformedError(f"incarnation {host_ranks.incarnation} is past: {self._incarnation} has begun")
-        if host_ranks.incarnation != self._incarnation:
+        if is_past(hello.incarnation, present=self._incarnation, left=self._left, connected=connected):
+            raise MalformedError(f"incarnation {hello.incarnation} is past: {self._incarnation} has begun")
+        if self._saves is None or hello.incarnation != self._incarnation:
             self._left.add(self._incarnation)
             self._writer.shorten_deadline()
             self._lost = False
-            self._outcomes.clear()
-            for leased in self._pending.move_to(host_ranks):
-                self._leases.release(leased)
-            self._event_logs.move_to(host_ranks)
-        one.rank, one.incarnation = rank, host_ranks.incarnation
-        self._missing.pop(rank, None)
+            if self._saves is not None:
+                self._saves.release_all()
+            # It may go on from an older step than the one before it has saved.
+            self._saves = IncarnationSaves(hello.host_ranks)
+            self._event_logs.move_to(hello.host_ranks)
+        one.rank, one.incarnation = hello.rank, hello.incarnation
+        self._missing.pop(hello.rank, None)
         self._ever, self._finished = True, False
         self._final_save.interrupt()
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
-        self._workers.answer(one, {"op": "welcome", "pid": os.getpid(), "port": listening})
-        for told in self._outcomes.to_tell_again:
-            # It may have been said while this worker was not connected.
-            self._workers.answer(one, told)
-        # After a saver was killed its successor finds out from the slots what it would have been told.
-        self._take_all(rank)
+        self._workers.send(one, SaverWelcome(os.getpid(), listening))
+        for outcome in self._saves.outcomes:
+            # It may have been sent while this worker was not connected.
+            self._workers.send(one, outcome)
+        # After a saver was killed its successor finds out from the slots what workers told the one before it.
+        self._take_all(hello.rank)
+
+    def _on_snapshot(self, one: WorkerConnection, message: SnapshotTaken, saves: IncarnationSaves) -> None:
+        if message.durable:
+            saves.announced(message.step)
+        error = self._take(one.rank, message.slot, message.step)
+        # Also of one that is of no use: its worker waits for this before it uses the slot again.
+        self._workers.send(one, SnapshotSeen(message.slot, message.step))
+        if error:
+            logger.warning("%s", error)
+            if message.durable:
+                self._give_up(message.step, f"the snapshot of rank {one.rank}: {error}", saves)
 
     def _on_gone(self, one: WorkerConnection) -> None:
-        host_ranks = self._pending.host_ranks
-        if host_ranks is None or one.incarnation != host_ranks.incarnation:
+        if one.incarnation != self._incarnation:
             return
         # The last thing that it did may have been a snapshot.
         self._take_all(one.rank)
@@ -250,7 +272,7 @@ class SaverService:
             del self._missing[one.rank]
             self._lost = True
             self._writer.shorten_deadline()
-            self._workers.tell({"op": "lost", "rank": one.rank})
+            self._workers.send_all(RankLost(one.rank))
 
     def _take_all(self, rank: int) -> None:
         names = {str(name): name for name in slot_names(self._folder) if name.kind == "own" and name.rank == rank}
@@ -260,111 +282,111 @@ class SaverService:
             self._take(rank, names[slot].index, None)
 
     def _take(self, rank: int, index: int, step: int | None) -> str:
-        """Pin a snapshot, digest it, and see what is to be done with it; returns why it cannot be used, if so."""
+        """Lease a snapshot, and have it digested to see what is to be done with it; returns why it cannot be used, if so."""
         name = str(SlotName("own", rank, index))
-        error, leased = f"{name} holds nothing whole", None
         try:
             leased = self._leases.lease(name)
-        except (OSError, InvalidCheckpointError) as exception:
-            error = f"{name} cannot be read: {exception}"
-        if step is not None:
-            # Also of one that is of no use: its worker waits for this before it uses the slot again.
-            self._workers.tell({"op": "seen", "slot": index, "step": step}, rank=rank)
+        except (OSError, InvalidCheckpointError) as error:
+            return f"{name} cannot be read: {error}"
         if leased is None:
-            if step is not None:
-                logger.warning("%s", error)
-            return error
+            return f"{name} holds nothing whole"
         facts = leased.facts
         if facts.incarnation != self._incarnation or facts.rank != rank or (step is not None and facts.step != step):
-            self._leases.release(leased)
+            leased.release()
             return f"{name} holds another snapshot"
+
+        def digest() -> None:
+            digested = with_digests(leased)
+            self._later(lambda: self._on_digested(digested))
+
         self._num_digesting += 1
-        self._digest_thread.begin(leased)
+        self._digest_thread.submit(digest)
         return ""
 
-    def _give_up(self, step: int, error: str) -> None:
-        """A step cannot become durable: whoever waits for it is told, and what of it is here is let go."""
-        for leased in self._pending.give_up(step):
-            self._leases.release(leased)
-        self._tell_outcome({"op": "failed", "step": step, "error": error})
-        host_ranks = self._pending.host_ranks
-        if host_ranks is not None and not host_ranks.leader:
-            deadline = Deadline(self._facts.save_timeout_s, clock=self._clock)
+    def _give_up(self, step: int, error: str, saves: IncarnationSaves) -> None:
+        """A step cannot become durable: the workers that wait for it are told, and what of it is here is released."""
+        saves.give_up(step)
+        self._send_outcome(SaveFailure(step, error), saves)
+        host_ranks = saves.host_ranks
+        if not host_ranks.leader:
+            deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
             self._writer.begin(RefusedSave(host_ranks.incarnation, step, min(host_ranks.ranks), error, deadline))
 
-    def _tell_outcome(self, message: Message) -> None:
-        """What became of a step; who is not connected now is told when it comes again."""
-        self._outcomes.told(count(message, "step"), message)
-        self._workers.tell(message)
+    def _send_outcome(self, outcome: Saved | SaveFailure | SlotsReleased, saves: IncarnationSaves) -> None:
+        """What became of a step; a worker that is not connected now gets it when it comes again."""
+        saves.sent(outcome.step, outcome)
+        self._workers.send_all(outcome)
 
     def _on_digested(self, leased: LeasedSnapshot) -> None:
         self._num_digesting -= 1
-        facts, host_ranks = leased.facts, self._pending.host_ranks
-        if host_ranks is None or facts.incarnation != host_ranks.incarnation:
-            self._leases.release(leased)
+        facts, saves = leased.facts, self._saves
+        if saves is None or facts.incarnation != self._incarnation:
+            leased.release()
             return
-        self._pending.newest[facts.rank] = max(facts.step, self._pending.newest.get(facts.rank, -1))
-        known = facts.rank in self._pending.waiting.get(facts.step, {}) or self._outcomes.is_handed_over(facts.step)
-        if facts.durable and not known and facts.step > self._pending.saved_step:
-            job = self._pending.arrived(leased)
-            if job:
-                self._begin(job, leader=host_ranks.leader, reason=facts.reason)
+        saves.newest[facts.rank] = max(facts.step, saves.newest.get(facts.rank, -1))
+        if saves.is_wanted(facts):
+            whole = saves.arrived(leased)
+            if whole:
+                self._begin(whole, leader=saves.host_ranks.leader, reason=facts.reason)
         else:
-            self._leases.release(leased)
-        for step in self._pending.overtaken():
-            self._give_up(step, "a rank has no snapshot of this step")
+            leased.release()
+        for step in saves.overtaken():
+            self._give_up(step, "a rank has no snapshot of this step", saves)
+
+    def _present(self, job: SaveJob) -> IncarnationSaves | None:
+        """What is known of the job's incarnation, if it is the present one: the next one may come to the same step."""
+        return self._saves if job.incarnation == self._incarnation else None
 
     def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
-        self._let_go(job)
-        if job.incarnation == self._incarnation:
-            self._pending.saved_step = max(self._pending.saved_step, job.step)
-            self._tell_outcome({"op": "saved", "step": job.step, "checkpoint": name, "bytes": size_bytes})
+        self._release(job)
+        if (saves := self._present(job)) is not None:
+            saves.saved_step = max(saves.saved_step, job.step)
+            self._send_outcome(Saved(job.step, name, size_bytes), saves)
 
     def _on_failed(self, job: SaveJob, error: str, cause: Cause) -> None:
         logger.warning("step %d could not be saved: %s", job.step, error)
-        self._let_go(job)
+        self._release(job)
         self._final_save.failed(job.incarnation, job.step, cause=cause, error=error)
-        if job.incarnation != self._incarnation:
-            return
-        self._outcomes.failed(job.step)
-        if job.leader:
-            self._tell_outcome({"op": "failed", "step": job.step, "error": error})
+        if (saves := self._present(job)) is not None:
+            saves.failed(job.step)
+            if job.leader:
+                self._send_outcome(SaveFailure(job.step, error), saves)
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
         if incarnation == self._incarnation:
-            self._workers.tell({"op": "sent", "step": step, "whole": whole})
+            self._workers.send_all(ReplicasSent(step, whole))
 
-    def _drop_old(self, rank: int, slots: int) -> None:
+    def _drop_old(self, rank: int, slots: int, saves: IncarnationSaves) -> None:
         """All ranks have a whole snapshot of this incarnation: what older ones left is of no use. Each rank tells its slots."""
-        host_ranks = self._pending.host_ranks
-        if host_ranks is None:
-            return
         for name in slot_names(self._folder):
             unused = name.rank == rank and not slots >> name.index & 1
-            if name.kind == "own" and (unused or name.rank not in host_ranks.ranks):
+            if name.kind == "own" and (unused or name.rank not in saves.host_ranks.ranks):
                 remove_slot(self._folder, name)
         self._replicas.drop_others()
 
     def _begin(self, snapshots: tuple[LeasedSnapshot, ...], *, leader: bool, reason: str) -> None:
-        deadline = Deadline(self._facts.save_timeout_s, clock=self._clock)
+        deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
         job = SaveJob(snapshots, leader=leader, reason=reason, deadline=deadline)
-        present = job.incarnation == self._incarnation
-        if present:
-            self._outcomes.handed_over(job.step)
-        if self._lost or not present:
+        if (saves := self._present(job)) is not None:
+            saves.handed_over(job.step)
+        if self._lost or saves is None:
             deadline.shorten()
-        self._held[(job.incarnation, job.step)] = job.snapshots
+        self._jobs.add(job)
         self._writer.begin(job)
 
-    def _let_go(self, job: SaveJob) -> None:
+    def _release(self, job: SaveJob) -> None:
         """The job needs its snapshots no more."""
-        for leased in self._held.pop((job.incarnation, job.step), ()):
-            self._leases.release(leased)
-        if job.incarnation != self._incarnation:
-            # Those who train now may come to the same step.
+        if job not in self._jobs:
             return
-        if not job.leader:
-            self._outcomes.done_here(job.step)
-        # Only the leader hears what became of the step: for the ranks of other hosts it ends here.
-        released: Message = {"op": "released", "step": job.step, "done": not job.leader}
-        self._workers.tell(released) if job.leader else self._tell_outcome(released)
+        self._jobs.remove(job)
+        for leased in job.snapshots:
+            leased.release()
+        if (saves := self._present(job)) is None:
+            return
+        released = SlotsReleased(job.step, done=not job.leader)
+        if job.leader:
+            self._workers.send_all(released)
+        else:
+            # Only the leader learns what became of the step: for the ranks of other hosts it ends here.
+            saves.done_here(job.step)
+            self._send_outcome(released, saves)

@@ -16,8 +16,8 @@ from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.retention import Pruner, read_manifest
 from elastictrain.checkpoint.run_folder import RunFolder
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart
-from elastictrain.checkpoint.saver.messages import RunFacts
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, RefusedSave, SaveJob, cause_of
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, build_manifest, check_files, commit, write_file
 from elastictrain.errors import (
@@ -141,7 +141,7 @@ class SnapshotWriter:
     def __init__(
         self,
         store: Store,
-        facts: RunFacts,
+        config: SaverConfig,
         reports: SaveCallbacks,
         *,
         clock: Callable[[], float] = time.monotonic,
@@ -151,10 +151,10 @@ class SnapshotWriter:
         self._signing = signing
         self._store = store
         self._run_folder = RunFolder(store)
-        self._facts = facts
+        self._config = config
         self._reports = reports
         self._clock = clock
-        self._pruner = Pruner(store, keep_last=facts.keep_last, keep_every=facts.keep_every, signing=signing)
+        self._pruner = Pruner(store, keep_last=config.keep_last, keep_every=config.keep_every, signing=signing)
         self._fence = Fence(store)
         self._jobs: queue.Queue[SaveJob | RefusedSave | None] = queue.Queue()
         self._current: SaveJob | None = None
@@ -387,7 +387,7 @@ class SnapshotWriter:
             incarnation=job.incarnation,
             created=first.created,
             config_digest=first.config_digest,
-            versions=self._facts.versions,
+            versions=self._config.versions,
             state=first.state,
         )
         return build_manifest(written, facts=facts)

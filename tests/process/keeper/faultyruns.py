@@ -33,7 +33,7 @@ NOTE_DIGESTS = f"{_CHECKPOINT}.memory.records:store_digests"
 WRITE = "elastictrain.storage.local:_Writer.write"
 COMMIT = f"{_CHECKPOINT}.commit:commit"
 PRUNE = f"{_CHECKPOINT}.prune:Pruner._delete"
-FACTS = f"{_CHECKPOINT}.saver.messages:load_facts"
+FACTS = f"{_CHECKPOINT}.saver.process:load_config"
 LOAD = f"{_CHECKPOINT}.restore:CheckpointLoader.load"
 
 

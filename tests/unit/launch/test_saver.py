@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.memory.folder import make_private, run_folder
-from elastictrain.checkpoint.saver.messages import SOCKET_NAME, encode
+from elastictrain.checkpoint.saver.messages import Flushed, FlushRequest, RankLost, WorkerRefused, encode
+from elastictrain.checkpoint.saver.process import SOCKET_NAME
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.launch.final_save import ask_to_flush
@@ -99,15 +100,15 @@ def test_what_storage_refuses_is_waited_for(
         again.bye()
 
 
-@pytest.mark.parametrize("answer", [encode({"op": "flushed"}), encode({"op": "refused", "reason": "?"}), b"nonsense\n", b""])
+@pytest.mark.parametrize("answer", [encode(Flushed()), encode(WorkerRefused("?")), b"nonsense\n", b""])
 def test_it_is_waited_for_until_it_says_so_or_hangs_up(answer: bytes, listener: socket.socket, config: RunConfig) -> None:
     saver = ask_to_flush(config)
     assert saver is not None
     assert saver.writes()
     with listener.accept()[0] as connection:
-        assert connection.recv(100) == encode({"op": "flush"})
+        assert connection.recv(100) == encode(FlushRequest())
         assert saver.writes()
-        connection.sendall(encode({"op": "lost", "rank": 1}))
+        connection.sendall(encode(RankLost(1)))
         assert saver.writes()
         connection.sendall(answer)
     until(lambda: not saver.writes())

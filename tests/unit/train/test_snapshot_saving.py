@@ -12,7 +12,7 @@ from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.pending_saves import Saved, SaveFailure
+from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
 from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
@@ -103,7 +103,7 @@ class FakeLink:
 
     saved: list[Saved] = field(default_factory=list)
     failures: list[SaveFailure] = field(default_factory=list)
-    sayings: list[str] = field(default_factory=list)
+    slow: list[SlowSave] = field(default_factory=list)
     told: list[Mapping[str, object]] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
     sends: tuple[bool, bool] = (False, False)
@@ -126,8 +126,8 @@ class FakeLink:
         taken, self.failures = self.failures, []
         return taken
 
-    def take_sayings(self) -> list[str]:
-        taken, self.sayings = self.sayings, []
+    def take_slow(self) -> list[SlowSave]:
+        taken, self.slow = self.slow, []
         return taken
 
     def sending(self) -> tuple[bool, bool]:
@@ -138,7 +138,7 @@ class FakeLink:
 
     def step_took(self, seconds: float) -> None: ...
 
-    def tell(self, message: Mapping[str, object], *, standing: bool = False) -> None:
+    def tell(self, message: OldSlots) -> None:
         self.told.append(message)
 
     def wait_for_news(self, timeout_s: float) -> None:
@@ -229,7 +229,7 @@ def test_snapshots_go_round_the_slots_and_carry_their_reason() -> None:
     for step in range(1, 10):
         one.step(step, reason=INTERVAL if step == 5 else None)
     assert one.snapshots.began == [(0, 2, ""), (1, 4, ""), (0, 5, "interval"), (1, 6, ""), (0, 8, "")]
-    assert one.link.told == [{"op": "old", "slots": 3}]
+    assert one.link.told == [OldSlots(3)]
     assert (one.said, one.checkpointer.saved, one.saving.requires_finished_step) == ([], [], False)
 
 
@@ -245,7 +245,7 @@ def test_older_snapshots_stay_until_a_new_one_is_whole_and_stays(slots: int) -> 
     for step in range(8, 12):
         one.step(step)
     # Where there is one slot, nothing is whole while a copy goes on.
-    assert one.link.told == ([{"op": "old", "slots": 2**slots - 1}] if slots > 1 else [])
+    assert one.link.told == ([OldSlots(2**slots - 1)] if slots > 1 else [])
 
 
 def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
@@ -257,7 +257,7 @@ def test_a_snapshot_of_the_incarnation_before_is_none_of_this_one() -> None:
     one.snapshots.slow = False
     one.step(16)
     assert one.snapshots.began[2:] == [(0, 16, "")]
-    assert one.link.told == [{"op": "old", "slots": 7}]
+    assert one.link.told == [OldSlots(7)]
 
 
 def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
@@ -269,7 +269,7 @@ def test_older_snapshots_stay_until_other_hosts_hold_a_new_one() -> None:
     one.link.sends = (False, False)
     for step in range(8, 10):
         one.step(step)
-    assert one.link.told == [{"op": "old", "slots": 7}]
+    assert one.link.told == [OldSlots(7)]
 
 
 def test_a_save_that_finds_no_slot_is_pending_and_comes_with_the_next_step() -> None:
@@ -405,9 +405,9 @@ def test_what_a_person_is_told_is_what_the_ranks_count(seed: int) -> None:
 
 def test_what_the_keeper_wants_to_be_told_is_told() -> None:
     one = stage()
-    one.link.sayings = ["step 2: the checkpoint is not written yet after 20 s"]
+    one.link.slow = [SlowSave(2, 20, "503")]
     one.step(3)
-    assert one.said == ["step 2: the checkpoint is not written yet after 20 s"]
+    assert one.said == ["step 2: the checkpoint is not written yet after 20 s (503)"]
 
 
 def test_a_save_that_cannot_be_put_off_is_tried_again() -> None:

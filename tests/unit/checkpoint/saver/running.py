@@ -12,13 +12,14 @@ import pytest
 
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.saver import snapshot_writer as saving
-from elastictrain.checkpoint.saver.messages import Message, MessageLines, RunFacts, encode
+from elastictrain.checkpoint.saver.messages import MessageLines, encode
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.saver.service import SaverService
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.memory.madeslots import RUN
 
-FACTS = RunFacts("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
+FACTS = SaverConfig("unused", RUN, keep_last=9, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=0.5, versions={})
 NOBODY = 0
 """An agent that is no process: a saver does not wait for it."""
 
@@ -39,8 +40,8 @@ class Worker:
         key: str = "",
     ) -> None:
         """`settle`: wait until the saver has looked for what this rank had before. `key` is the proof of a key."""
-        self._lines = MessageLines()
-        self._waiting: list[Message] = []
+        self._lines = MessageLines(dict)
+        self._waiting: list[dict[str, object]] = []
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)
         self.socket.connect(str(folder / "keeper.sock"))
@@ -62,7 +63,7 @@ class Worker:
     def say(self, **message: object) -> None:
         self.socket.sendall(encode(message))  # type: ignore[arg-type]
 
-    def hear(self, op: str) -> Message:
+    def hear(self, op: str) -> dict[str, object]:
         while True:
             for message in self._waiting:
                 if message["op"] == op:
@@ -78,7 +79,9 @@ class Worker:
 
 
 @contextmanager
-def keeping(memory: Path, run: Path, *, facts: RunFacts = FACTS, signing: SigningKey | None = None) -> Iterator[SaverService]:
+def keeping(
+    memory: Path, run: Path, *, facts: SaverConfig = FACTS, signing: SigningKey | None = None
+) -> Iterator[SaverService]:
     saver = SaverService(str(memory), facts, open_store(str(run)), signing=signing)
     thread = threading.Thread(target=saver.run, daemon=True)
     thread.start()

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
-from elastictrain.checkpoint.saver.messages import Message, encode
+from elastictrain.checkpoint.saver.messages import SaverWelcome, ToSaver, WorkerHello, encode
 from elastictrain.checkpoint.saver.process import knock
 
 
@@ -17,9 +17,10 @@ class SaverService:
         self.now_s = 100.0
         self.workers = WorkerConnections(self.folder, on_message=self._hear, on_gone=lambda one: None, clock=lambda: self.now_s)
 
-    def _hear(self, one: WorkerConnection, message: Message) -> None:
-        one.rank = int(str(message["rank"]))
-        self.workers.answer(one, {"op": "welcome"})
+    def _hear(self, one: WorkerConnection, message: ToSaver) -> None:
+        assert isinstance(message, WorkerHello)
+        one.rank = message.rank
+        self.workers.send(one, SaverWelcome(1, 0))
 
     def turn(self, seconds: float = 0.05) -> None:
         deadline = time.monotonic() + seconds
@@ -33,7 +34,7 @@ class SaverService:
 
     def welcomes(self, connection: socket.socket) -> bool:
         connection.settimeout(2.0)
-        connection.sendall(encode({"op": "hello", "rank": 3}))
+        connection.sendall(encode(WorkerHello(3, (3,), 4, "000001-aa", 0, "")))
         self.turn()
         return bool(connection.recv(4096))
 

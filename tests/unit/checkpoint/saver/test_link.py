@@ -10,19 +10,21 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.messages import Message, MessageLines, RunFacts, encode
+from elastictrain.checkpoint.saver.messages import MessageLines, StepTook, WorkerHello, encode
+from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
 
-FACTS = RunFacts("unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={})
-WELCOME: Message = {"op": "welcome", "pid": 4242, "port": 7}
+FACTS = SaverConfig("unused", "run", keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={})
+HELLO = WorkerHello(rank=0, ranks=(0,), world_size=1, incarnation="000001-aa", agent=0, address="")
+WELCOME = {"op": "welcome", "pid": 4242, "port": 7}
 
 
 class FakeSaver:
     """Listens where a saver would; notes what it hears, and says what it is told to."""
 
     def __init__(self, folder: Path, *, answers: bool = True) -> None:
-        self.heard: list[Message] = []
+        self.heard: list[dict[str, object]] = []
         self.connections: list[socket.socket] = []
         self.deaf = False
         self._answers = answers
@@ -41,7 +43,7 @@ class FakeSaver:
                 threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
 
     def _hear(self, connection: socket.socket) -> None:
-        lines = MessageLines()
+        lines = MessageLines(dict)
         with suppress(OSError):
             while data := connection.recv(65536):
                 for message in lines.feed(data):
@@ -51,7 +53,7 @@ class FakeSaver:
                 if self.deaf:
                     return
 
-    def say(self, message: Message) -> None:
+    def say(self, message: dict[str, object]) -> None:
         self.connections[-1].sendall(encode(message))
 
     def hang_up(self) -> None:
@@ -75,12 +77,10 @@ class FakeSaver:
 
 @contextmanager
 def linked(
-    folder: Path, *, starts: bool = False, facts: RunFacts = FACTS, clock: Callable[[], float] = time.monotonic
+    folder: Path, *, starts: bool = False, facts: SaverConfig = FACTS, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[tuple[SaverLink, list[Event]]]:
     events: list[Event] = []
-    link = SaverLink(
-        str(folder), facts, {"op": "hello", "rank": 0, "port": 0}, starts=starts, record=events.append, clock=clock
-    )
+    link = SaverLink(str(folder), facts, HELLO, starts=starts, record=events.append, clock=clock)
     link.start()
     try:
         yield link, events
@@ -204,7 +204,7 @@ def test_a_keeper_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
 
 def test_what_is_to_be_sent_while_there_is_no_keeper_has_failed(folder: Path) -> None:
     """Nobody would ever say that it is over, and no other step would be sent."""
-    link = SaverLink(str(folder), FACTS, {"op": "hello"}, starts=True, record=lambda _: None)
+    link = SaverLink(str(folder), FACTS, HELLO, starts=True, record=lambda _: None)
     link.send(5)
     assert link.sending() == (False, True)
 
@@ -296,7 +296,7 @@ def test_a_keeper_that_does_not_read_does_not_stop_training(folder: Path) -> Non
         link.wait(5)
         began = time.monotonic()
         for micros in range(5000):
-            link.tell({"op": "step", "micros": micros})
+            link.tell(StepTook(micros))
         assert time.monotonic() - began < 5
         until(lambda: len(deaf.connections) > 1)
     deaf.end()

@@ -1,16 +1,17 @@
-from elastictrain.checkpoint.saver.pending_saves import PendingSaves, Saved, SaveFailure
+from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SnapshotTaken
+from elastictrain.checkpoint.saver.pending_saves import PendingSaves
 
 
 def test_a_successor_is_told_what_nobody_has_looked_at_and_whether_it_is_still_to_be_written() -> None:
     books = PendingSaves()
     first = books.announce(0, 10, durable=True, now_s=1.0)
-    assert first == {"op": "snapshot", "slot": 0, "step": 10, "durable": True}
+    assert first == SnapshotTaken(0, 10, durable=True)
     books.announce(1, 20, durable=False, now_s=2.0)
     books.seen(1, 10)
-    assert [one["slot"] for one in books.announcements()] == [0, 1], "another step was in that slot"
+    assert [one.slot for one in books.announcements()] == [0, 1], "another step was in that slot"
     books.seen(1, 20)
     books.saved(Saved(10, "c", 5))
-    assert books.announcements() == [{**first, "durable": False}]
+    assert books.announcements() == [SnapshotTaken(0, 10, durable=False)]
 
 
 def test_only_what_is_to_be_durable_and_neither_saved_nor_failed_is_overdue() -> None:

@@ -1,13 +1,12 @@
 """Leases on slots, snapshots that wait for the other ranks of their host, and what became of their steps."""
 
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.saver.messages import HostRanks, Message
-from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, PendingSnapshots, SlotLeases, StepOutcomes
+from elastictrain.checkpoint.saver.messages import HostRanks, Saved
+from elastictrain.checkpoint.saver.pending_snapshots import IncarnationSaves, LeasedSnapshot, SlotLeases
 from elastictrain.errors import InvalidCheckpointError
 from tests.unit.checkpoint.memory.madeslots import facts_of, fill, layout_of, put
 
@@ -16,7 +15,7 @@ def writer_of(folder: Path, name: str) -> Slot:
     return Slot.make(f"{folder}/{name}", size_bytes=layout_of().size_bytes)
 
 
-def test_a_pinned_snapshot_cannot_be_written_until_the_last_pin_goes(tmp_path: Path) -> None:
+def test_a_leased_snapshot_cannot_be_written_until_the_last_lease_ends(tmp_path: Path) -> None:
     name = put(tmp_path, facts_of(3))
     leases, writer = SlotLeases(str(tmp_path)), writer_of(tmp_path, name)
     first, second = leases.lease(name), leases.lease(name)
@@ -24,9 +23,10 @@ def test_a_pinned_snapshot_cannot_be_written_until_the_last_pin_goes(tmp_path: P
     assert second is not None
     assert first.facts == facts_of(3)
     assert first.layout == layout_of()
-    leases.release(first)
-    assert not writer.lock(shared=False)
-    leases.release(second)
+    first.release()
+    first.release()
+    assert not writer.lock(shared=False), "a second release of one lease ends no other one"
+    second.release()
     assert writer.lock(shared=False)
     assert leases.lease(name) is None
     writer.begin()
@@ -34,7 +34,6 @@ def test_a_pinned_snapshot_cannot_be_written_until_the_last_pin_goes(tmp_path: P
     assert leases.lease(name) is None, "it is torn"
     assert writer.lock(shared=False), "and not held for that"
     writer.close()
-    leases.close()
 
 
 def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None:
@@ -44,24 +43,19 @@ def test_a_slot_made_anew_under_the_same_name_is_another(tmp_path: Path) -> None
     assert old is not None
     (tmp_path / name).unlink()
     put(tmp_path, facts_of(8))
-    new, again = leases.lease(name), leases.lease(name)
+    new = leases.lease(name)
     assert new is not None
-    assert again is not None
     assert (old.slot.facts, new.facts) == (facts_of(3), facts_of(8))
     # Letting go of the old one lets go of nothing else.
-    leases.release(old)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        old.slot.lock(shared=True)
-    leases.release(again)
+    old.release()
     writer = writer_of(tmp_path, name)
     assert not writer.lock(shared=False)
-    leases.release(new)
+    new.release()
     assert writer.lock(shared=False)
     writer.close()
-    leases.close()
 
 
-def test_what_cannot_be_pinned(tmp_path: Path) -> None:
+def test_what_cannot_be_leased(tmp_path: Path) -> None:
     leases = SlotLeases(str(tmp_path))
     with pytest.raises(OSError):
         leases.lease("own-r00000-s0")
@@ -74,94 +68,109 @@ def test_what_cannot_be_pinned(tmp_path: Path) -> None:
     assert writer.lock(shared=False), "a failure holds nothing"
     fill(writer, facts_of(4), layout_of())
     writer.close()
-    leases.close()
 
 
-STATION = HostRanks("000001-aa", 4, (2, 3))
+RANKS = HostRanks("000001-aa", 4, (2, 3))
+
+
+class FakeSlot:
+    def __init__(self) -> None:
+        self.closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 def leased(rank: int, step: int) -> LeasedSnapshot:
-    return LeasedSnapshot(cast(Slot, None), facts_of(step, rank=rank, world_size=4, reason="interval"), layout_of())
+    return LeasedSnapshot(FakeSlot(), facts_of(step, rank=rank, world_size=4, reason="interval"), layout_of())  # type: ignore[arg-type]
 
 
 def test_a_step_is_handed_over_when_the_last_rank_of_the_host_has_it() -> None:
-    desk = PendingSnapshots(STATION)
-    assert desk.arrived(leased(3, 5)) == ()
-    assert desk.arrived(leased(2, 6)) == ()
-    job = desk.arrived(leased(2, 5))
+    saves = IncarnationSaves(RANKS)
+    assert saves.arrived(leased(3, 5)) == ()
+    assert saves.arrived(leased(2, 6)) == ()
+    job = saves.arrived(leased(2, 5))
     assert [(one.facts.rank, one.facts.step) for one in job] == [(2, 5), (3, 5)]
-    assert set(desk.waiting) == {6}
-    assert not STATION.leader
+    assert set(saves.waiting) == {6}
+    assert not RANKS.leader
 
 
-def test_a_new_incarnation_gives_up_what_waits_and_may_begin_at_an_older_step() -> None:
-    desk = PendingSnapshots(STATION, saved_step=9)
+def test_a_snapshot_is_wanted_once_and_only_if_it_is_durable_and_newer_than_what_is_saved() -> None:
+    saves = IncarnationSaves(RANKS, saved_step=4)
+    one = leased(3, 5)
+    assert saves.is_wanted(one.facts)
+    saves.arrived(one)
+    assert not saves.is_wanted(one.facts)
+    assert not saves.is_wanted(leased(3, 4).facts)
+    assert not saves.is_wanted(facts_of(6, rank=3, world_size=4))
+    saves.handed_over(7)
+    assert not saves.is_wanted(leased(3, 7).facts)
+
+
+def test_a_new_incarnation_releases_what_waits() -> None:
+    saves = IncarnationSaves(RANKS)
     waiting = leased(3, 12)
-    desk.arrived(waiting)
-    assert desk.move_to(STATION) == []
-    assert desk.waiting
-    assert desk.move_to(HostRanks("000002-bb", 4, (2, 3))) == [waiting]
-    assert not desk.waiting
-    assert desk.saved_step == -1
+    saves.arrived(waiting)
+    saves.release_all()
+    assert not saves.waiting
+    assert waiting.slot.closed == 1  # type: ignore[attr-defined]
 
 
 def test_what_all_ranks_have_passed_is_overtaken() -> None:
-    desk = PendingSnapshots(STATION)
+    saves = IncarnationSaves(RANKS)
     late = leased(3, 5)
-    desk.arrived(late)
-    desk.newest = {3: 8}
-    assert desk.overtaken() == [], "nothing is known of rank 2"
-    desk.newest = {2: 5, 3: 8}
-    assert desk.overtaken() == []
-    desk.newest = {2: 6, 3: 8}
-    assert desk.overtaken() == [late.facts.step]
-    desk.give_up(late.facts.step)
-    assert desk.overtaken() == []
+    saves.arrived(late)
+    saves.newest = {3: 8}
+    assert saves.overtaken() == [], "nothing is known of rank 2"
+    saves.newest = {2: 5, 3: 8}
+    assert saves.overtaken() == []
+    saves.newest = {2: 6, 3: 8}
+    assert saves.overtaken() == [late.facts.step]
+    saves.give_up(late.facts.step)
+    assert saves.overtaken() == []
 
 
-def test_a_step_is_given_up() -> None:
-    desk = PendingSnapshots(STATION)
+def test_a_step_is_given_up_and_released_once() -> None:
+    saves = IncarnationSaves(RANKS)
     one = leased(3, 5)
-    desk.arrived(one)
-    assert desk.give_up(4) == []
-    assert desk.give_up(5) == [one]
-    assert desk.give_up(5) == []
-    assert PendingSnapshots().overtaken() == []
+    saves.arrived(one)
+    for step, closed in ((4, 0), (5, 1), (5, 1)):
+        saves.give_up(step)
+        assert one.slot.closed == closed  # type: ignore[attr-defined]
 
 
-def said(step: int) -> Message:
-    return {"op": "saved", "step": step}
+def is_handed_over(saves: IncarnationSaves, step: int) -> bool:
+    return not saves.is_wanted(leased(2, step).facts)
 
 
 def test_a_step_is_saved_once_and_again_where_it_failed() -> None:
-    books = StepOutcomes()
-    books.announced(5)
-    assert not books.is_handed_over(5)
-    books.handed_over(5)
-    books.announced(5)
-    assert books.is_handed_over(5), "it is announced once more by a worker that was not connected"
-    books.failed(5)
-    assert not books.is_handed_over(5)
+    saves = IncarnationSaves(RANKS)
+    saves.announced(5)
+    assert not is_handed_over(saves, 5)
+    saves.handed_over(5)
+    saves.announced(5)
+    assert is_handed_over(saves, 5), "it is announced once more by a worker that was not connected"
+    saves.failed(5)
+    assert not is_handed_over(saves, 5)
 
 
-def test_who_has_done_its_part_takes_part_in_the_next_attempt() -> None:
-    books = StepOutcomes()
-    books.handed_over(5)
-    books.done_here(5)
-    assert books.is_handed_over(5)
-    books.announced(5)
-    assert not books.is_handed_over(5)
-    books.handed_over(5)
-    books.announced(5)
-    assert books.is_handed_over(5)
+def test_a_host_that_has_done_its_part_takes_part_in_the_next_attempt() -> None:
+    saves = IncarnationSaves(RANKS)
+    saves.handed_over(5)
+    saves.done_here(5)
+    assert is_handed_over(saves, 5)
+    saves.announced(5)
+    assert not is_handed_over(saves, 5)
+    saves.handed_over(5)
+    saves.announced(5)
+    assert is_handed_over(saves, 5)
 
 
-def test_the_newest_outcomes_are_told_again_until_a_step_is_tried_again() -> None:
-    books = StepOutcomes()
-    for step in range(12):
-        books.told(step, said(step))
-    assert [message["step"] for message in books.to_tell_again] == list(range(4, 12))
-    books.announced(7)
-    assert said(7) not in books.to_tell_again
-    books.clear()
-    assert books.to_tell_again == ()
+def test_the_newest_outcomes_are_sent_again_until_a_step_is_tried_again() -> None:
+    saves = IncarnationSaves(RANKS)
+    outcomes = [Saved(step, "c", 1) for step in range(12)]
+    for outcome in outcomes:
+        saves.sent(outcome.step, outcome)
+    assert list(saves.outcomes) == outcomes[4:]
+    saves.announced(7)
+    assert outcomes[7] not in saves.outcomes

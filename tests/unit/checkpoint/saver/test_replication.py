@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.saver.messages import Message
+from elastictrain.checkpoint.peers.placement import Peer
+from elastictrain.checkpoint.saver.messages import SaverRoster
 from elastictrain.checkpoint.saver.replication import ReplicaService
 from tests.unit.checkpoint.peers.hosts import RUN, TOKEN, facts_of, fill_slot, host
 
@@ -21,12 +22,8 @@ def test_a_host_that_trains_no_more_sends_as_fast_as_it_can(tmp_path: Path, monk
         str(folder), RUN, record=lambda incarnation, event: None, ended=lambda *arguments: ended.put(arguments)
     )
     with host(tmp_path / "b", kept=(0,)) as buddy:
-        hosts = [
-            {"host": "a", "address": "127.0.0.1", "port": 1, "number": 0, "ranks": [0]},
-            {"host": "b", "address": "127.0.0.1", "port": buddy.peer.port, "number": 1, "ranks": [1]},
-        ]
-        message: Message = {"op": "roster", "hosts": hosts, "own": 0, "token": TOKEN.hex()}  # type: ignore[dict-item]
-        replicas.meet(message)
+        hosts = (Peer("a", "127.0.0.1", 1, (0,), 0), Peer("b", "127.0.0.1", buddy.peer.port, (1,), 1))
+        replicas.set_roster(SaverRoster(hosts, 0, TOKEN.hex()))
         replicas._rate = 1000.0
         replicas.switch(on=True, incarnation=INCARNATION, unpaced=True)
         replicas.send(7, incarnation=INCARNATION)

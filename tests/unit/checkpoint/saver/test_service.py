@@ -204,7 +204,7 @@ def test_a_worker_of_the_past_is_refused(memory: Path, run: Path) -> None:
         new.hear("welcome")
         put(memory, facts_of(5))
         old.say(op="snapshot", slot=0, step=5, durable=False)
-        assert "no living incarnation" in str(old.hear("refused")["reason"])
+        assert "no worker of the present incarnation" in str(old.hear("refused")["reason"])
         assert old.socket.recv(10) == b""
         late = Worker(memory, settle=False)
         assert "is past" in str(late.hear("refused")["reason"])
@@ -419,7 +419,7 @@ def test_words_of_the_past_do_not_count(memory: Path, run: Path) -> None:
         put(memory, replace(facts_of(5), incarnation="000002-bb"))
         old.say(op="finish")
         old.say(op="replicate", on=False, unpaced=False)
-        assert "no living incarnation" in str(old.hear("refused")["reason"])
+        assert "no worker of the present incarnation" in str(old.hear("refused")["reason"])
         old.socket.close()
         new.socket.close()
     assert checkpoints(run) == [5], "saved, as nobody of this incarnation said that the run is complete"

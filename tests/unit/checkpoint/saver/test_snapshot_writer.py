@@ -14,8 +14,8 @@ from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.saver import snapshot_writer as module
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline
-from elastictrain.checkpoint.saver.messages import RunFacts, load_facts, store_facts
 from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, RefusedSave, SaveJob, SlotLeases
+from elastictrain.checkpoint.saver.process import SaverConfig, load_config, store_config
 from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
 from elastictrain.checkpoint.verified_read import CheckpointFolder, read_chunks, verify_headers
@@ -25,7 +25,7 @@ from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, flip, put
 
-FACTS = RunFacts("unused", RUN, keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={"x": "1"})
+FACTS = SaverConfig("unused", RUN, keep_last=2, keep_every=0, save_timeout_s=5.0, flush_s=1.0, grace_s=1.0, versions={"x": "1"})
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Heard:
 
 @contextmanager
 def saving(
-    store: Store, *, facts: RunFacts = FACTS, signing: SigningKey | None = None
+    store: Store, *, facts: SaverConfig = FACTS, signing: SigningKey | None = None
 ) -> Iterator[tuple[SnapshotWriter, Heard]]:
     heard = Heard()
     saver = SnapshotWriter(store, facts, heard.reports(), signing=signing)
@@ -427,13 +427,13 @@ def test_a_save_clears_what_older_ones_said_and_nothing_newer(store: Store) -> N
     assert left == ["000002-bb-000000006", "000003-cc-000000001"]
 
 
-def test_facts_of_a_run(tmp_path: Path) -> None:
-    store_facts(str(tmp_path), FACTS)
-    assert load_facts(str(tmp_path)) == FACTS
+def test_a_configuration_is_stored_and_loaded(tmp_path: Path) -> None:
+    store_config(str(tmp_path), FACTS)
+    assert load_config(str(tmp_path)) == FACTS
     for garbled in (b"", b"[]", b"{}", b"7", b"[" * 5000):
         (tmp_path / "run.json").write_bytes(garbled)
         with pytest.raises(InvalidCheckpointError, match=r"run\.json does not say what to keep"):
-            load_facts(str(tmp_path))
+            load_config(str(tmp_path))
 
 
 KEY = SigningKey("A_KEY", b"k" * LEAST_BYTES)

@@ -1,14 +1,19 @@
-"""Room for snapshots in host memory: how much of it, in which slots, and what is in them already."""
+"""Snapshots in host memory at a start: the savers of all hosts are made known to each other, and room is found for slots."""
 
 import logging
 import os
+import platform
+import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.bounded_json import as_record
+from elastictrain.checkpoint.exchange import from_first, gather_json, gather_records
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import (
     REPLICA_SLOTS,
@@ -19,8 +24,15 @@ from elastictrain.checkpoint.memory.budget import (
     memory_of,
     most_buffers,
 )
-from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look
+from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory_restore import MemoryRestore
+from elastictrain.checkpoint.peers.client import OtherHosts
+from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of
+from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.saver.messages import SaverRoster, WorkerHello
+from elastictrain.checkpoint.saver.process import SaverConfig
+from elastictrain.checkpoint.signing import proof_of
 from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.snapshot.boxes import own_items
 from elastictrain.checkpoint.snapshot.copier import Copier
@@ -29,12 +41,145 @@ from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort
+from elastictrain.identity import Identity
+from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.interfaces import own_address
+from elastictrain.storage.opening import absolute_url
+from elastictrain.train.checks import signing_key
 from elastictrain.train.context import TrainContext
-from elastictrain.train.keepers import SnapshotMemory
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_saving import Saving, SnapshotSaving
+from elastictrain.version import __version__
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotMemory:
+    """This rank's way to host memory."""
+
+    link: SaverLink | None
+    restore: MemoryRestore
+    others: OtherHosts | None = None
+    """The way to other hosts' memory, where there are others."""
+
+    trouble: str = ""
+    """Why no snapshots can be taken, though those that are there can be read: a host has no saver. The same on all ranks."""
+
+    kept: tuple[int, ...] = ()
+    """The ranks of other hosts whose replicas this host keeps."""
+
+    @property
+    def folder(self) -> str:
+        """Of the run in host memory."""
+        return self.restore.folder
+
+
+def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
+    """Begin to reach this host's saver; None if this host keeps nothing in memory. `agent` is the process that would start
+    this worker again. Raises: ConfigError if host memory cannot be used as configured."""
+    config, identity = context.config, context.identity
+    options = config.checkpoint
+    if options.buffers == 0:
+        return None
+    if not os.path.isdir(options.memory_dir) or platform.system() != "Linux":  # noqa: PTH112
+        logger.warning("no snapshots in host memory: `checkpoint.memory_dir` = %s is no folder here", options.memory_dir)
+        return None
+    folder = run_folder(options.memory_dir, config.run.dir)
+    make_private(folder)
+    saver = SaverConfig(
+        run_dir=absolute_url(config.run.dir),
+        run=run_name(config.run.dir),
+        keep_last=options.keep_last,
+        keep_every=options.keep_every,
+        save_timeout_s=config.fault.save_timeout_s,
+        flush_s=config.telemetry.flush_s,
+        grace_s=config.fault.shutdown_grace_s,
+        versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        key_env=options.key_env,
+    )
+    hello = WorkerHello(
+        rank=identity.rank,
+        ranks=tuple(identity.host_ranks),
+        world_size=identity.world_size,
+        incarnation=context.incarnation.name,
+        agent=agent,
+        address=_address(identity),
+        key=proof_of(signing_key(config)),
+    )
+    link = SaverLink(folder, saver, hello, starts=identity.local_rank == 0, record=context.journal.record)
+    link.start()
+    return link
+
+
+def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMemory | None:
+    """Make the savers of all hosts known to each other; None if no snapshots are wanted. Collective: yes."""
+    config, identity, group = context.config, context.identity, context.group.control
+    if config.checkpoint.buffers == 0:
+        return None
+    error = "a host keeps nothing in memory" if link is None else ""
+    if link is not None:
+        try:
+            link.wait()
+        except CheckpointError as exception:
+            error = str(exception)
+    port = link.port if link is not None else 0
+    told = gather_json([error, identity.host, _address(identity), port, identity.local_rank], group=group)
+    rows = as_record(told, list[tuple[str, str, str, int, int]])
+    trouble = next((row[0] for row in rows if row[0]), "")
+    roster = _roster(rows)
+    own = identity.host_ranks.start
+    token = from_first(lambda: secrets.token_hex(32).encode(), group=group).decode()
+    others: OtherHosts | None = None
+    kept: tuple[int, ...] = ()
+    if not trouble and len(roster) > 1 and all(peer.port for peer in roster):
+        others = OtherHosts(roster, token=bytes.fromhex(token))
+        sources = (one for peer in roster if peer.number == own for one in replica_sources_of(peer, roster))
+        kept = tuple(rank for one in sources for rank in one.ranks)
+        if link is not None and identity.local_rank == 0:
+            error = _send_roster(link, SaverRoster(roster, own, token))
+        # The others must not wait in vain for a rank whose saver took no note.
+        trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
+    if trouble and identity.speaks:
+        logger.warning("checkpoints are written while training waits: %s", trouble)
+    restore = MemoryRestore(
+        run_folder(config.checkpoint.memory_dir, config.run.dir),
+        run=run_name(config.run.dir),
+        host=own,
+        speaks_for_host=identity.local_rank == 0 and link is not None,
+        group=group,
+        remote=others,
+        names=[row[1] for row in rows],
+    )
+    return SnapshotMemory(link, restore, others, trouble, kept)
+
+
+def _send_roster(link: SaverLink, roster: SaverRoster) -> str:
+    """Why the saver did not take note of the others; empty if it did."""
+    try:
+        link.send_roster(roster)
+    except CheckpointError as error:
+        return str(error)
+    return link.broken
+
+
+def _address(identity: Identity) -> str:
+    """By which other hosts reach this one, if there are any."""
+    if identity.only_host:
+        return ""
+    # A name of this host that means loopback here would lead the others to themselves.
+    return own_address(tuple(filter(None, [os.environ.get("MASTER_ADDR")])), surroundings=Surroundings())
+
+
+def _roster(rows: Sequence[tuple[str, str, str, int, int]]) -> tuple[Peer, ...]:
+    """The savers in the order of their ranks, each numbered by its first rank."""
+    ranks: dict[int, list[int]] = {}
+    for rank, (*_, local_rank) in enumerate(rows):
+        ranks.setdefault(rank - local_rank, []).append(rank)
+    return tuple(
+        Peer(host=rows[number][1], address=rows[number][2], port=rows[number][3], ranks=tuple(of_host), number=number)
+        for number, of_host in ranks.items()
+    )
 
 
 def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *, in_storage: bool) -> Saving:
@@ -67,7 +212,7 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
     if memory.others is not None:
         memory.others.close()
         link.replicate(on=buffers.replicate)
-    restored = None if in_storage else memory.recall.best()
+    restored = None if in_storage else memory.restore.best()
     steps = _agree_on_steps(memory, indices, synchronous, restored=restored, layout=layout.digest)
     device = context.group.device
     arena = Arena(memory.folder, layout, rank=identity.rank, indices=indices, device=device)
@@ -76,7 +221,7 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         Copier(layout, changing=state.changed_by_forward(), device=device),
         link,
         origin=SnapshotOrigin(
-            run=memory.run,
+            run=memory.restore.run,
             incarnation=context.incarnation.name,
             world_size=identity.world_size,
             rank=identity.rank,
@@ -126,9 +271,8 @@ def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: Train
     host = identity.host_ranks.start
     sizes: dict[int, int] = {}
     held = held_replicas = 0
-    for rank, row in enumerate(gather_json([host, layout.file_bytes, len(fitting)], group=group)):
-        assert isinstance(row, list)  # noqa: S101
-        its_host, size_bytes, there = (int(str(value)) for value in row)
+    rows = as_record(gather_json([host, layout.file_bytes, len(fitting)], group=group), list[tuple[int, int, int]])
+    for rank, (its_host, size_bytes, there) in enumerate(rows):
         sizes[its_host] = sizes.get(its_host, 0) + size_bytes
         held += size_bytes * there if its_host == host else 0
         held_replicas += size_bytes * _replicas_held(memory, rank=rank, size_bytes=size_bytes)
@@ -139,8 +283,7 @@ def _agree_on_buffers(memory: SnapshotMemory, layout: RankLayout, context: Train
         snapshot_bytes=sizes[host],
         replica_bytes=max(sizes.values()),
     )
-    told = gather_json([choice.per_rank, choice.replicate, choice.shortage], group=group)
-    return least([Buffers(int(str(row[0])), bool(row[1]), str(row[2])) for row in told if isinstance(row, list)])
+    return least(gather_records(choice, group=group))
 
 
 def _choose_slots(
@@ -151,7 +294,7 @@ def _choose_slots(
     with suppress(OSError):
         free_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted, restored_step=restored_step)
     indices, _ = slot_indices(memory.folder, rank=rank, size_bytes=size_bytes, wanted=wanted)
-    return indices[: min(int(str(count)) for count in gather_json(len(indices), group=context.group.control))]
+    return indices[: min(as_record(gather_json(len(indices), group=context.group.control), list[int]))]
 
 
 def _replicas_held(memory: SnapshotMemory, *, rank: int, size_bytes: int) -> int:
@@ -174,9 +317,9 @@ def _agree_on_steps(
     """
     context, step, whole = synchronous.context, synchronous.state.step, list[JsonValue]()
     wanted = (restored.incarnation, restored.world_size, step, layout) if restored is not None else None
-    held = {one.slot: one.facts for one in look(memory.folder, host=0) if one.facts.run == memory.run}
+    held = {one.slot: one.facts for one in look(memory.folder, host=0) if one.facts.run == memory.restore.run}
     for index in indices:
         facts = held.get(str(SlotName("own", context.identity.rank, index)))
         whole.append(facts is not None and (facts.incarnation, facts.world_size, facts.step, facts.layout) == wanted)
-    rows = [row for row in gather_json(whole, group=context.group.control) if isinstance(row, list)]
+    rows = as_record(gather_json(whole, group=context.group.control), list[list[bool]])
     return [step if all(row[place] for row in rows) else None for place in range(len(indices))]

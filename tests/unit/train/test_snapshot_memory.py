@@ -17,13 +17,18 @@ from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.errors import CheckpointError, SavesFailingError, StorageError
 from elastictrain.identity import Identity
-from elastictrain.train import keepers as train_keepers
-from elastictrain.train import memory as train_memory
-from elastictrain.train.keepers import SnapshotMemory, meet_keepers
-from elastictrain.train.memory import _agree_on_buffers, _agree_on_steps, _choose_slots, make_saving
+from elastictrain.train import snapshot_memory as module
 from elastictrain.train.observing import Observer
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
+from elastictrain.train.snapshot_memory import (
+    SnapshotMemory,
+    _agree_on_buffers,
+    _agree_on_steps,
+    _choose_slots,
+    connect_savers,
+    make_saving,
+)
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState
 from tests.unit.checkpoint.memory.madeslots import RUN, facts_of, layout_of, put
@@ -48,7 +53,7 @@ class FakeState:
 
 @dataclass
 class Scene:
-    """A keeper's link, other hosts and storage in one: what was done with them, in its order."""
+    """A saver's link, other hosts and storage in one: what was done with them, in its order."""
 
     did: list[str] = field(default_factory=list)
     storage_works: bool = True
@@ -63,8 +68,8 @@ class Scene:
         if self.silent:
             raise CheckpointError(self.silent)
 
-    def meet(self, roster: object) -> None:
-        self.did.append("meet")
+    def send_roster(self, roster: object) -> None:
+        self.did.append("roster")
         if self.takes_no_note:
             raise CheckpointError(self.takes_no_note)
 
@@ -97,13 +102,13 @@ def synchronous(scene: Scene, **parts: object) -> SynchronousSaving:
 
 def saving_of(scene: Scene, folder: Path, *, in_storage: bool, **facts: object) -> Saving:
     recall = MemoryRestore(str(folder), run="a-run", host=0, speaks_for_host=True, group=None, remote=None)
-    memory = SnapshotMemory(str(folder), "a-run", cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
+    memory = SnapshotMemory(cast(SaverLink, scene), recall, cast(OtherHosts, scene), **facts)  # type: ignore[arg-type]
     return make_saving(memory, synchronous(scene), in_storage=in_storage)
 
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_memory, "memory_of", lambda folder, **held: HostMemory(10**9, 0, 0))
+    monkeypatch.setattr(module, "memory_of", lambda folder, **held: HostMemory(10**9, 0, 0))
 
 
 @pytest.mark.usefixtures("no_memory")
@@ -131,7 +136,7 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     put(tmp_path, facts_of(STEP - 1, incarnation="000002-bb"), index=2)
     recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
     recall.look()
-    memory = SnapshotMemory(str(tmp_path), RUN, cast(SaverLink, Scene()), recall, None)
+    memory = SnapshotMemory(cast(SaverLink, Scene()), recall, None)
 
     def steps(restored: SnapshotSet | None, layout: str = layout_of().digest) -> list[int | None]:
         return _agree_on_steps(memory, [0, 1, 2], synchronous(Scene()), restored=restored, layout=layout)
@@ -141,29 +146,29 @@ def test_of_what_lies_in_slots_only_what_was_restored_counts(tmp_path: Path) -> 
     assert steps(None) == [None] * 3
 
 
-def keepers_met(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> SnapshotMemory:
-    """With another host whose keeper has a port, and says `others` to every question of what is wrong."""
+def savers_connected(scene: Scene | None, folder: Path, monkeypatch: pytest.MonkeyPatch, *, others: str = "") -> SnapshotMemory:
+    """With another host whose saver has a port, and says `others` to every question of what is wrong."""
 
     def gather(value: JsonValue, *, group: object) -> list[JsonValue]:
         if isinstance(value, list):
             return [value, [others, "there", "10.0.0.2", 4001, 0]]
         return [value, others]
 
-    monkeypatch.setattr(train_keepers, "gather_json", gather)
-    monkeypatch.setattr(train_keepers, "_address", lambda identity: "10.0.0.1")
+    monkeypatch.setattr(module, "gather_json", gather)
+    monkeypatch.setattr(module, "_address", lambda identity: "10.0.0.1")
     plain = config(steps=100)
     of_run = replace(
         plain, run=replace(plain.run, dir=str(folder / "run")), checkpoint=replace(plain.checkpoint, memory_dir=str(folder))
     )
     context = context_of(config=of_run, identity=Identity(0, 2, 0, 1, "here", launched=True))
-    memory = meet_keepers(context, cast(SaverLink, scene))
+    memory = connect_savers(context, cast(SaverLink, scene))
     assert memory is not None
     return memory
 
 
-def test_keepers_of_two_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = keepers_met(scene := Scene(), tmp_path, monkeypatch)
-    assert (memory.trouble, memory.kept, scene.did) == ("", (1,), ["meet"])
+def test_savers_of_two_hosts_are_connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = savers_connected(scene := Scene(), tmp_path, monkeypatch)
+    assert (memory.trouble, memory.kept, scene.did) == ("", (1,), ["roster"])
     assert memory.others is not None
 
 
@@ -177,21 +182,21 @@ def test_keepers_of_two_hosts_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (Scene(broken="it ended 3 times"), "", "it ended 3 times"),
     ],
 )
-def test_without_a_keeper_memory_can_be_read_and_is_not_written(
+def test_without_a_saver_memory_can_be_read_and_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: Scene | None, others: str, said: str
 ) -> None:
-    memory = keepers_met(scene, tmp_path, monkeypatch, others=others)
+    memory = savers_connected(scene, tmp_path, monkeypatch, others=others)
     assert memory.trouble == said
     Path(memory.folder).mkdir(parents=True)
-    put(Path(memory.folder), facts_of(STEP, run=memory.run))
-    memory.recall.look()
-    assert (memory.recall.best() is not None) == (scene is not None)
+    put(Path(memory.folder), facts_of(STEP, run=memory.restore.run))
+    memory.restore.look()
+    assert (memory.restore.best() is not None) == (scene is not None)
 
 
-def test_without_a_keeper_memory_stays_until_storage_has_what_was_in_it(tmp_path: Path) -> None:
+def test_without_a_saver_memory_stays_until_storage_has_what_was_in_it(tmp_path: Path) -> None:
     for in_storage, did in ((False, ["close", f"save {STEP}", "finish"]), (True, ["close", "close"])):
         scene = Scene()
-        assert isinstance(saving_of(scene, tmp_path, in_storage=in_storage, trouble="no keeper"), SynchronousSaving)
+        assert isinstance(saving_of(scene, tmp_path, in_storage=in_storage, trouble="no saver"), SynchronousSaving)
         assert scene.did == did
 
 
@@ -212,10 +217,10 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
         asked.append(HostMemory(10 * size_bytes, size_bytes, 0, **held))
         return asked[-1]
 
-    monkeypatch.setattr(train_memory, "gather_json", gather)
-    monkeypatch.setattr(train_memory, "memory_of", memory_of)
+    monkeypatch.setattr(module, "gather_json", gather)
+    monkeypatch.setattr(module, "memory_of", memory_of)
     recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
-    memory = SnapshotMemory(str(tmp_path), RUN, None, recall, cast(OtherHosts, Scene()), kept=(1,))
+    memory = SnapshotMemory(None, recall, cast(OtherHosts, Scene()), kept=(1,))
     context = context_of(config=config(steps=100), identity=Identity(0, 3, 0, 1, "here", launched=True))
     found = _agree_on_buffers(memory, layout, context)
     assert (asked[0].held_bytes, asked[0].held_replica_bytes) == (3 * size_bytes, 2 * size_bytes)
@@ -224,11 +229,11 @@ def test_what_a_start_before_has_taken_is_not_asked_for_again(tmp_path: Path, mo
 
 def test_all_ranks_have_as_many_slots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recall = MemoryRestore(str(tmp_path), run=RUN, host=0, speaks_for_host=True, group=None, remote=None)
-    memory = SnapshotMemory(str(tmp_path), RUN, None, recall, None)
+    memory = SnapshotMemory(None, recall, None)
     for index in range(10):
         put(tmp_path, facts_of(STEP - index), index=index)
     layout = layout_of(rows=600)
     assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8, 9]
     assert (tmp_path / "own-r00000-s0").exists()
-    monkeypatch.setattr(train_memory, "gather_json", lambda value, *, group: [value, 1])
+    monkeypatch.setattr(module, "gather_json", lambda value, *, group: [value, 1])
     assert _choose_slots(memory, layout, context_of(), wanted=2, restored_step=STEP) == [8]
