@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -160,3 +161,13 @@ def test_a_record_is_bounded_like_any_document() -> None:
         parse_record('{"number":1,"number":1,"kind":"slow","inner":[]}', Outer)
     with pytest.raises(ValueError, match="JSON"):
         encode_record(Inner("a", (float("nan"),)))
+
+
+class Version(str):
+    """A text that knows how to compare itself, as torch's version does."""
+
+
+def test_subclasses_of_texts_and_numbers_are_encoded_as_what_they_are() -> None:
+    assert encode_record({"torch": Version("2.9"), "loss": np.float64(0.5)}) == b'{"torch":"2.9","loss":0.5}'
+    with pytest.raises(TypeError):
+        encode_record({"one": object()})
