@@ -25,7 +25,7 @@ from elastictrain.config.preflight import PreflightChecks
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
-from elastictrain.preflight.links.speedtest import PORT, Listener, measure_speed, parse_size
+from elastictrain.preflight.links.speedtest import PORT, listen, measure_speed, parse_size
 from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
@@ -85,13 +85,8 @@ def _run_speed(parsed: argparse.Namespace) -> int:
         return _listen(parsed)
     size_bytes = parse_size(parsed.size)
     speeds = measure_speed(parsed.to, port=parsed.port, token=parsed.token or "", size_bytes=size_bytes)
-    rows = (
-        (f"to {parsed.to}", speeds.there),
-        (f"from {parsed.to}", speeds.back),
-        (f"to {parsed.to}, both ways at once", speeds.both_there),
-        (f"from {parsed.to}, both ways at once", speeds.both_back),
-    )
-    for what, transfer in rows:
+    ways = (f"to {parsed.to}", f"from {parsed.to}")
+    for what, transfer in zip((*ways, *(f"{way}, both ways at once" for way in ways)), speeds, strict=True):
         amount = f"({transfer.num_bytes / 2**20:.0f} MiB in {transfer.seconds:.2f} s)"
         sys.stdout.write(f"{what:<48} {transfer.gbps:8.2f} Gbit/s  {amount}\n")
     return EXIT_OK
@@ -99,17 +94,15 @@ def _run_speed(parsed: argparse.Namespace) -> int:
 
 def _listen(parsed: argparse.Namespace) -> int:
     token = parsed.token or secrets.token_hex(8)
-    listener = Listener(parsed.listen, port=parsed.port, token=token)
+    responder = listen(parsed.listen, port=parsed.port, token=token)
     try:
-        port = listener.start()
-        command = (
-            f"python -m elastictrain.preflight speed --to {parsed.listen} --port {port} --token {token} --size {parsed.size}"
-        )
+        place = f"--to {parsed.listen} --port {responder.tcp_ports[0]}"
+        command = f"python -m elastictrain.preflight speed {place} --token {token} --size {parsed.size}"
         sys.stdout.write(f"listening; on the other host type\n\n    {command}\n\nCtrl-C ends it.\n")
         sys.stdout.flush()
         threading.Event().wait()
     finally:
-        listener.close()
+        responder.close()
     return EXIT_OK
 
 

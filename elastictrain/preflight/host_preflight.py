@@ -18,8 +18,9 @@ from elastictrain.distributed.bounded import within
 from elastictrain.errors import PreflightError
 from elastictrain.preflight.host.alike import Likeness, compare, describe
 from elastictrain.preflight.host_checks import OwnChecks, check_host
+from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
+from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
 from elastictrain.preflight.surroundings import Exchange, Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
@@ -324,17 +325,17 @@ class HostPreflight:
             # The first host may meet the others at a name that means loopback to itself.
             route = find_route(_ANYWHERE, interfaces=facts.interfaces, probe=ask_kernel)
             interface = facts.interface(route.interface)
-        member = LinkMember(
+        host = HostIntroduction(
             name=self.layout.host,
             node_rank=self.layout.node_rank,
-            num_hosts=len(self.layout.hosts),
             address=route.local or "127.0.0.1",
             interface=interface.name if interface is not None else "",
             mtu=interface.mtu_bytes if interface is not None else None,
-            ports=(0, *self.asked.ports),
+            tcp_ports=(0, *self.asked.ports),
         )
         session = LinkSession(
-            member=member,
+            host=host,
+            num_hosts=len(self.layout.hosts),
             exchange=self.exchange,
             full=self.asked.own.level is Level.FULL,
             options=replace(self.links, roster_s=self.asked.wait_s),

@@ -11,23 +11,24 @@ from pathlib import Path
 
 from word_folder import WordFolder
 
+from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkMember, LinkSession
+from elastictrain.preflight.links.session import LinkSession
 
 
 def main() -> None:
     facts = json.loads(sys.argv[1])
     interface, folder = facts["interface"], Path(facts["folder"])
     report = LinkSession(
-        member=LinkMember(
+        host=HostIntroduction(
             name=facts["name"],
             node_rank=facts["node_rank"],
-            num_hosts=facts["num_hosts"],
             address=facts["address"],
             interface=interface,
             mtu=int(Path(f"/sys/class/net/{interface}/mtu").read_text()),
-            ports=tuple(facts["ports"]),
+            tcp_ports=tuple(facts["ports"]),
         ),
+        num_hosts=facts["num_hosts"],
         exchange=WordFolder(folder, stop_at=facts["stop_at"]),
         full=facts["full"],
         options=LinkOptions(roster_s=facts["roster_s"]),

@@ -19,8 +19,7 @@ from elastictrain.checkpoint.peers.requests import (
 )
 from elastictrain.errors import CheckpointError, TransportError
 from elastictrain.net.channel import FRAME_BYTES, Channel, Secret
-from elastictrain.net.pending import PendingLimits
-from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer
+from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer, PendingLimits
 
 
 @contextmanager

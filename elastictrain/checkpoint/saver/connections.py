@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, ToSaver, ToWorker, WorkerRefused, encode
 from elastictrain.checkpoint.saver.process import SOCKET_NAME
-from elastictrain.net.pending import PendingConnections, PendingLimits
+from elastictrain.net.server import PendingConnections, PendingLimits
 
 logger = logging.getLogger(__name__)
 

@@ -102,10 +102,10 @@ def unheard(host: str, *, why: str) -> Verdict:
     return _ON_ROSTER(host, Status.FAIL, why, "word from and to all hosts", remedy)
 
 
-def no_port(host: str, *, address: str, interface: str, why: str) -> Verdict:
+def no_port(host: HostIntroduction, *, why: str) -> Verdict:
     """By a host that cannot listen for the others."""
-    remedy = f"see who has the address and the ports: `ip address show dev {interface}`, `ss -ltnp`; choose others"
-    return Reporter("reachable")(host, Status.FAIL, why, f"a listener on {address}", remedy)
+    remedy = f"see who has the address and the ports: `ip address show dev {host.interface}`, `ss -ltnp`; choose others"
+    return Reporter("reachable")(host.name, Status.FAIL, why, f"a listener on {host.address}", remedy)
 
 
 def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdict]:

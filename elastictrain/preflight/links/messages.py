@@ -26,9 +26,9 @@ class HostIntroduction:
     address: str
     interface: str
     mtu: int | None
-    tcp_ports: Annotated[tuple[int, ...], Meta(min_length=1)]
-    udp_port: int
-    nonce: str
+    tcp_ports: Annotated[tuple[int, ...], Meta(min_length=1)] = (0,)
+    udp_port: int = 0
+    nonce: str = ""
     """Of this start, in hexadecimal: two hosts that claim the same node rank differ in it."""
 
     def __post_init__(self) -> None:

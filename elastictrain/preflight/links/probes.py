@@ -5,6 +5,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 from elastictrain.net.channel import Channel, ChannelError, connect
@@ -32,9 +33,13 @@ LARGEST = 65535
 WELL_KNOWN = (1280, 1400, 1420, 1440, 1450, 1460, 1472, 1480, 1492, 1500, 2000, 4000, 8000, 8500, 8896, 8950, 9000, 9001)
 """MTUs of tunnels, PPPoE, Ethernet and clouds; of each, one byte more is tried as well, so that one round finds it."""
 
-_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 # Linux; Python's socket module has no names for them before 3.14.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
+_FORBID_FRAGMENTS = {
+    socket.AF_INET: (socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE),
+}
+_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 _TRIES = 3
 _NUM_BETWEEN = 6
 _MOST_SEARCHES = 5
@@ -59,13 +64,11 @@ class PathProbe:
         source: str,
         key: ResponderKey,
         wait_s: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = (address, port)
         self._source = source
         self._key = key
         self._wait_s = wait_s
-        self._clock = clock
         self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
 
     def largest(self, intended: int) -> int:
@@ -75,7 +78,7 @@ class PathProbe:
         """
         top = max(SMALLEST, min(intended, LARGEST))
         with socket.socket(self._family, socket.SOCK_DGRAM) as datagrams:
-            self._forbid_fragments(datagrams)
+            datagrams.setsockopt(*_FORBID_FRAGMENTS[self._family])
             datagrams.bind((self._source, 0))
             datagrams.connect(self._place)
             passed = self._ask(datagrams, [SMALLEST, top], enough=top, wait_s=self._wait_s)
@@ -91,22 +94,16 @@ class PathProbe:
                 lost = min([lost, *(size for size in sizes if size > passing)])
             return passing
 
-    def _forbid_fragments(self, datagrams: socket.socket) -> None:
-        if self._family == socket.AF_INET6:
-            datagrams.setsockopt(socket.IPPROTO_IPV6, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE)
-        else:
-            datagrams.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PMTUDISC_PROBE)
-
     def _ask(self, datagrams: socket.socket, sizes: Sequence[int], *, enough: int, wait_s: float) -> set[int]:
         """Which sizes arrived. Each is sent a few times, for any packet may be lost; `enough` ends the waiting."""
         passed: set[int] = set()
-        began = self._clock()
+        began = time.monotonic()
         for attempt in range(_TRIES):
             for size in sizes:
                 if size not in passed:
                     self._send(datagrams, size)
             until = began + wait_s * (attempt + 1) / _TRIES
-            while enough not in passed and (left_s := until - self._clock()) > 0:
+            while enough not in passed and (left_s := until - time.monotonic()) > 0:
                 number = self._hear(datagrams, limit_s=left_s)
                 if number in sizes:
                     passed.add(number)
@@ -164,14 +161,19 @@ class PeerProbe:
 
     def contact(self) -> Contact:
         """Reach, latency, clock and MTU of the way there. Never raises for what the network does."""
-        blocked, timed = self._reach()
-        answering = len(blocked) < len(self._target.tcp_ports)
-        latency_s, offset_s = timed or (None, None)
-        intended = self._intended()
+        ports = self._target.tcp_ports
+        # All at the same time: each that is blocked in silence takes the whole limit.
+        with ThreadPoolExecutor(len(ports), thread_name_prefix="link-port") as threads:
+            found = dict(zip(ports, threads.map(self._try_port, ports), strict=True))
+        timed = {port: result for port, result in found.items() if not isinstance(result, str)}
+        self._port = next(iter(timed), self._port)
+        latency_s, offset_s = min(timed.values(), default=(None, None))
+        known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
+        intended = min([*known, LARGEST]) if known else _DEFAULT_MTU
         return Contact(
             link=self._link,
-            blocked=tuple(sorted(blocked.items())),
-            largest=self._largest(intended) if answering else None,
+            blocked=tuple(sorted((port, result) for port, result in found.items() if isinstance(result, str))),
+            largest=self._largest(intended) if timed else None,
             intended=intended,
             latency_s=latency_s,
             offset_s=offset_s,
@@ -190,31 +192,13 @@ class PeerProbe:
         asking.join(self._options.stream_s + self._options.connect_s + 3 * self._options.answer_s)
         return (*one_way, *(there or [self._flow(self._link, None, both=True)]), back)
 
-    def _intended(self) -> int:
-        known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
-        return min([*known, LARGEST]) if known else _DEFAULT_MTU
-
-    def _reach(self) -> tuple[dict[int, str], tuple[float, float] | None]:
-        """Ports with the reason why they cannot be used, and round trip and clock by the first one that can. All are tried at
-        the same time: each that is blocked in silence takes the whole limit."""
-        blocked: dict[int, str] = {}
-        timed: dict[int, tuple[float, float]] = {}
-
-        def attempt(port: int) -> None:
-            try:
-                with self._connected(port) as channel:
-                    timed[port] = self._time(channel)
-            except ChannelError as error:
-                blocked[port] = str(error)
-
-        threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in self._target.tcp_ports[1:]]
-        for thread in threads:
-            thread.start()
-        attempt(self._target.tcp_ports[0])
-        for thread in threads:
-            thread.join()
-        self._port = next((port for port in self._target.tcp_ports if port in timed), self._port)
-        return blocked, min(timed.values(), default=None)
+    def _try_port(self, port: int) -> tuple[float, float] | str:
+        """Round trip and clock, or why the port cannot be used."""
+        try:
+            with self._connected(port) as channel:
+                return self._time(channel)
+        except ChannelError as error:
+            return str(error)
 
     def _time(self, channel: Channel) -> tuple[float, float]:
         """Median round trip in seconds, and their clock minus ours by the fastest one."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
@@ -55,20 +55,6 @@ _DOING = {Task.CONTACT: "contacts were made", Task.MEASURE: "bandwidth was measu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkMember:
-    """This host. `address` is where the others reach it, on `interface` with `mtu` (None: unknown). `ports`: the TCP ports that
-    training will use, as far as they are known and free; 0 is any."""
-
-    name: str
-    node_rank: int
-    num_hosts: int
-    address: str
-    interface: str
-    mtu: int | None
-    ports: tuple[int, ...] = (0,)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LinkReport:
     """What all hosts go by. `roster` is None if there was none. `num_rounds` is known to the first host.
 
@@ -83,13 +69,13 @@ class LinkReport:
 
 @dataclass(slots=True)
 class LinkSession:
-    """`prefix` of the keys must be new for each bring-up: nothing is ever removed. `full` measures bandwidth; `names`: hosts by
-    node rank, if known.
-
-    `wall` is the clock that the hosts compare.
+    """`host`: this one, with the TCP ports that training will use, as far as they are known and free; 0 is any. `prefix` of the
+    keys must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: hosts by node rank, if
+    known. `wall`: the clock that the hosts compare.
     """
 
-    member: LinkMember
+    host: HostIntroduction
+    num_hosts: int
     exchange: Exchange
     prefix: str = "links"
     full: bool = False
@@ -100,16 +86,14 @@ class LinkSession:
 
     def run(self) -> LinkReport:
         """Never raises for what hosts or the network do, and every wait in it has a limit."""
-        responder = Responder(self.member.address, ports=self.member.ports, wall=self.wall)
+        responder = Responder(self.host.address, ports=self.host.tcp_ports, wall=self.wall)
         try:
             responder.start()
             return self._run(responder)
         except HostUnfitError as error:
-            member = self.member
-            verdict = no_port(member.name, address=member.address, interface=member.interface, why=str(error))
-            return LinkReport(verdicts=(verdict,))
+            return LinkReport(verdicts=(no_port(self.host, why=str(error)),))
         except (TransportError, MalformedJsonError) as error:
-            return LinkReport(verdicts=(unheard(self.member.name, why=str(error)),))
+            return LinkReport(verdicts=(unheard(self.host.name, why=str(error)),))
         finally:
             responder.close()
 
@@ -127,7 +111,7 @@ class LinkSession:
 
     def _run(self, responder: Responder) -> LinkReport:
         began = self.clock()
-        own = self._introduction(responder)
+        own = replace(self.host, tcp_ports=responder.tcp_ports, udp_port=responder.udp_port, nonce=responder.nonce.hex())
         leads = own.node_rank == 0
         self.put(f"hello/{own.node_rank}", own)
         # The first host may have begun a whole limit after us.
@@ -135,7 +119,7 @@ class LinkSession:
         roster = self._gather_roster(own) if leads else self.get("roster", Roster, limit_s=late_s)
         if roster is None:
             leader = self.names.get(0, "node rank 0")
-            return LinkReport(verdicts=(leaderless(self.member.name, waited_s=self.clock() - began, leader=leader),))
+            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=self.clock() - began, leader=leader),))
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
             return LinkReport(verdicts=(unheard(own.name, why="it came too late"),), roster=roster)
@@ -149,21 +133,9 @@ class LinkSession:
         seconds = round(self.clock() - complete, 4)
         return LinkReport(verdicts=verdicts, roster=roster, num_rounds=coordinator.num_rounds, seconds=seconds)
 
-    def _introduction(self, responder: Responder) -> HostIntroduction:
-        return HostIntroduction(
-            name=self.member.name,
-            node_rank=self.member.node_rank,
-            address=self.member.address,
-            interface=self.member.interface,
-            mtu=self.member.mtu,
-            tcp_ports=responder.tcp_ports,
-            udp_port=responder.udp_port,
-            nonce=responder.nonce.hex(),
-        )
-
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
-        began, num_hosts = self.clock(), self.member.num_hosts
+        began, num_hosts = self.clock(), self.num_hosts
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
             try:
@@ -190,7 +162,7 @@ class LinkSession:
             patience_s = limit_s + 2 * self.options.grace_s
             order = self.get(f"order/{number}", Order, limit_s=patience_s)
             if order is None:
-                return (leaderless(self.member.name, waited_s=patience_s, leader=roster.labels()[0]),)
+                return (leaderless(self.host.name, waited_s=patience_s, leader=roster.labels()[0]),)
             if order.task is Task.END:
                 return order.verdicts
             _check_places(order.links, roster)

@@ -20,10 +20,8 @@ _CONTAINER_NAME = re.compile(
     r"(docker|br-[0-9a-f]{12}$|cni|podman|nerdctl|virbr|lxcbr|lxdbr|incusbr|kube-bridge|veth|cali|lxc)"
 )
 """The host's ends of containers and virtual machines: the peer behind the same address is another one on every host."""
-_OVERLAY_TYPES = {"vxlan", "wireguard", "geneve", "bareudp", "ppp"}
 _LOOPBACK_TYPE, _IPOIB_TYPE = 772, 32
-_TUNNEL_TYPES = {65534, 768, 769, 776, 778, 823}
-"""No link layer, IP in IP, IPv6 in IP, SIT, GRE, IPv6 GRE. Source: linux/if_arp.h."""
+"""Source: linux/if_arp.h."""
 
 _UP = 0x1
 _FASTEST_MBPS = 10_000_000
@@ -37,22 +35,11 @@ class Kind(StrEnum):
     CONTAINER = "container bridge"
     """A bridge to containers or virtual machines, or the host's end of one of their cables."""
 
-    BRIDGE = "bridge"
-    BOND = "bond"
-    VLAN = "vlan"
-    OVERLAY = "overlay"
-    """A tunnel: Tailscale, WireGuard, VXLAN."""
+    CARD = "card"
+    """A device, a bond, a VLAN or IP over InfiniBand: only these know their speed."""
 
-    IPOIB = "IP over InfiniBand"
-    PHYSICAL = "physical"
-    VIRTUAL = "virtual"
-    """Anything else without a device: inside a container its own cable is such a one."""
-
-    UNKNOWN = "unknown"
-
-
-_SPEED_IS_REAL = {Kind.PHYSICAL, Kind.BOND, Kind.VLAN, Kind.IPOIB}
-"""A tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is below them."""
+    OTHER = "other"
+    """A tunnel says 10 Mbit/s and a veth 10 Gbit/s, whatever is below them. Inside a container its own cable is such a one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +47,7 @@ class NetworkInterface:
     """One interface; None is unknown. `addresses` are without scope, IPv4 first: gloo and NCCL listen at the first one."""
 
     name: str
-    kind: Kind = Kind.UNKNOWN
+    kind: Kind = Kind.OTHER
     running: bool | None = None
     """Up, and something is at the other end."""
     mtu_bytes: int | None = None
@@ -115,7 +102,7 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
     folder = f"{_FOLDER}/{name}"
     kind = _kind(surroundings, name, addresses)
     flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
-    speed = _at_least(1, surroundings.read(f"{folder}/speed")) if kind in _SPEED_IS_REAL else None
+    speed = _at_least(1, surroundings.read(f"{folder}/speed")) if kind is Kind.CARD else None
     return NetworkInterface(
         name=name,
         kind=kind,
@@ -137,19 +124,8 @@ def _kind(surroundings: Surroundings, name: str, addresses: tuple[str, ...]) -> 
         return Kind.LOOPBACK
     if "device" not in entries and _CONTAINER_NAME.match(name):
         return Kind.CONTAINER
-    if word == "bridge" or "bridge" in entries:
-        return Kind.BRIDGE
-    if word == "bond" or "bonding" in entries:
-        return Kind.BOND
-    if word == "vlan":
-        return Kind.VLAN
-    if word in _OVERLAY_TYPES or "tun_flags" in entries or hardware in _TUNNEL_TYPES:
-        return Kind.OVERLAY
-    if hardware == _IPOIB_TYPE:
-        return Kind.IPOIB
-    if "device" in entries:
-        return Kind.PHYSICAL
-    return Kind.VIRTUAL if entries else Kind.UNKNOWN
+    is_card = "device" in entries or word in ("bond", "vlan") or "bonding" in entries or hardware == _IPOIB_TYPE
+    return Kind.CARD if is_card else Kind.OTHER
 
 
 def _running(flags: int | None, operstate: str | None) -> bool | None:

@@ -14,7 +14,7 @@ from elastictrain.checkpoint.saver.process import SOCKET_NAME
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.launch.final_save import ask_to_flush
-from elastictrain.net.pending import PendingLimits
+from elastictrain.net.server import PendingLimits
 from tests.unit.checkpoint.memory.madeslots import facts_of, put
 from tests.unit.checkpoint.saver.running import Worker, checkpoints, keeping, until
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.net.pending import PendingConnections, PendingLimits
+from elastictrain.net.server import PendingConnections, PendingLimits
 
 LIMITS = PendingLimits(handshake_s=2.0, most=4, most_per_address=3)
 

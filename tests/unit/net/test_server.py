@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.net.channel import Channel, ChannelError, Handshake, Secret, connect
-from elastictrain.net.pending import PendingLimits
-from elastictrain.net.server import ChannelServer
+from elastictrain.net.server import ChannelServer, PendingLimits
 
 HANDSHAKE = Handshake(magic=b"who?", nonce_bytes=4)
 SECRET = Secret(b"open sesame")

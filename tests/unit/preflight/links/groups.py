@@ -1,28 +1,28 @@
 """A group of hosts in one process: threads on loopback, and a shared table in memory."""
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.session import LinkMember, LinkReport, LinkSession
+from elastictrain.preflight.links.session import LinkReport, LinkSession
 from tests.unit.preflight.table import Table
 
 QUICK = LinkOptions(roster_s=5.0, stream_s=0.05)
 """Short streams: on loopback, bytes flow at once."""
 
 
-def member(rank: int, num_hosts: int, **changed: Any) -> LinkMember:
+def host(rank: int, **changed: Any) -> HostIntroduction:
     """Host `h1` of node rank 0, `h2` of 1 and so on: with addresses of their own on loopback."""
     facts: dict[str, Any] = {
         "name": f"h{rank + 1}",
         "node_rank": rank,
-        "num_hosts": num_hosts,
         "address": f"127.0.0.{rank + 1}",
         "interface": "lo",
         "mtu": 65536,
     }
-    return LinkMember(**{**facts, **changed})
+    return HostIntroduction(**{**facts, **changed})
 
 
 def run_group(
@@ -30,7 +30,6 @@ def run_group(
     *,
     options: LinkOptions = QUICK,
     started: tuple[int, ...] | None = None,
-    members: Mapping[int, LinkMember] = {},
     session: Callable[[LinkSession], None] = lambda session: None,
     **changed: Any,
 ) -> list[LinkReport]:
@@ -40,7 +39,7 @@ def run_group(
     reports: dict[int, LinkReport] = {}
 
     def run(rank: int) -> None:
-        one = LinkSession(member=members.get(rank, member(rank, num_hosts)), exchange=table, options=options, **changed)
+        one = LinkSession(host=host(rank), num_hosts=num_hosts, exchange=table, options=options, **changed)
         session(one)
         reports[rank] = one.run()
 

@@ -1,6 +1,5 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.streams import ResponderKey
 
 TOKEN = b"a token"
+UDP_HEADERS = 28
 
 
 @given(passing=st.integers(576, 9000), gap=st.integers(1, 9000))
@@ -26,14 +26,13 @@ def test_common_sizes_are_found_in_one_round() -> None:
 
 @contextmanager
 def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iterator[PathProbe]:
-    """Loopback, on which datagrams are lost by their size."""
-    real = PathProbe._send
+    """Loopback, on which packets are lost by their size."""
+    real = ResponderKey.answer
 
-    def send(self: PathProbe, datagrams: Any, size: int) -> None:
-        if passes(size):
-            real(self, datagrams, size)
+    def answer(self: ResponderKey, data: bytes) -> bytes | None:
+        return real(self, data) if passes(len(data) + UDP_HEADERS) else None
 
-    monkeypatch.setattr(PathProbe, "_send", send)
+    monkeypatch.setattr(ResponderKey, "answer", answer)
     responder = Responder("127.0.0.1")
     responder.start()
     responder.set_token(TOKEN)

@@ -12,7 +12,7 @@ from elastictrain.errors import TransportError
 from elastictrain.preflight.links.messages import Order, Roster, Task
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
-from tests.unit.preflight.links.groups import QUICK, member, run_group
+from tests.unit.preflight.links.groups import QUICK, host, run_group
 from tests.unit.preflight.links.made import introduction
 from tests.unit.preflight.table import Table
 
@@ -73,7 +73,7 @@ def test_without_the_first_host_nobody_waits_for_ever() -> None:
 
 def test_a_clock_that_is_off_is_named() -> None:
     def skew(session: LinkSession) -> None:
-        if session.member.name == "h1":
+        if session.host.name == "h1":
             session.wall = lambda: time.time() + 20.0
 
     reports = run_group(3, session=skew)
@@ -85,7 +85,7 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
     table = Table()
     board = table.rows
     other = introduction(1, name="other", nonce="ab")
-    session = LinkSession(member=member(1, 2), exchange=table, options=replace(QUICK, roster_s=0.2))
+    session = LinkSession(host=host(1), num_hosts=2, exchange=table, options=replace(QUICK, roster_s=0.2))
     board["links/roster"] = encode_record(Roster(hosts=(introduction(0), other), absent=(), waited_s=0.0, token="00"))
     report = session.run()
     assert failed(report) == [("roster", "h2, other")]
@@ -95,7 +95,7 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
 def test_an_address_that_is_not_ours() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        report = LinkSession(member=member(0, 1, ports=(port,)), exchange=Table()).run()
+        report = LinkSession(host=host(0, tcp_ports=(port,)), num_hosts=1, exchange=Table()).run()
     assert failed(report) == [("reachable", "h1")]
     assert "already in use" in str(report.verdicts[0].measured)
 
@@ -111,7 +111,7 @@ class Broken:
 
 
 def test_a_table_that_cannot_be_reached_is_a_verdict() -> None:
-    report = LinkSession(member=member(0, 2), exchange=Broken()).run()
+    report = LinkSession(host=host(0), num_hosts=2, exchange=Broken()).run()
     assert failed(report) == [("roster", "h1")]
     assert report.verdicts[0].scope is Scope.HOST
     assert report.verdicts[0].measured == "the store is gone"

@@ -126,7 +126,7 @@ def mapped(address: str) -> str:
     return "0000:0000:0000:0000:0000:ffff:" + ipaddress.IPv6Address(f"::ffff:{address}").exploded[-9:]
 
 
-def ethernet(name: str, *addresses: str, kind: Kind = Kind.PHYSICAL) -> NetworkInterface:
+def ethernet(name: str, *addresses: str, kind: Kind = Kind.CARD) -> NetworkInterface:
     return NetworkInterface(name=name, kind=kind, running=True, addresses=addresses)
 
 

@@ -28,7 +28,7 @@ def test_a_card(tmp_path: Path) -> None:
     host.card("ens1f0np0", ("10.0.0.1", "fd00::1"), speed="100000")
     assert read(host)["ens1f0np0"] == NetworkInterface(
         name="ens1f0np0",
-        kind=Kind.PHYSICAL,
+        kind=Kind.CARD,
         running=True,
         mtu_bytes=1500,
         speed_gbps=100.0,
@@ -64,15 +64,15 @@ def test_kinds(tmp_path: Path) -> None:
         "veth3f2a91c": Kind.CONTAINER,
         "cali4b9": Kind.CONTAINER,
         "virbr0": Kind.CONTAINER,
-        "br0": Kind.BRIDGE,
-        "bond0": Kind.BOND,
-        "eth0.100": Kind.VLAN,
-        "tailscale0": Kind.OVERLAY,
-        "wg0": Kind.OVERLAY,
-        "flannel.1": Kind.OVERLAY,
-        "ib0": Kind.IPOIB,
-        "eth0": Kind.VIRTUAL,
-        "docker_card": Kind.PHYSICAL,
+        "br0": Kind.OTHER,
+        "bond0": Kind.CARD,
+        "eth0.100": Kind.CARD,
+        "tailscale0": Kind.OTHER,
+        "wg0": Kind.OTHER,
+        "flannel.1": Kind.OTHER,
+        "ib0": Kind.CARD,
+        "eth0": Kind.OTHER,
+        "docker_card": Kind.CARD,
     }
 
 
@@ -112,7 +112,7 @@ def test_without_sysfs_names_and_addresses_are_what_is_known(tmp_path: Path) -> 
     addresses = {"lo": ("127.0.0.1", "10.5.0.1"), "eth0": ("10.0.0.1",), "docker0": ("172.17.0.1",)}
     found = read_interfaces(Surroundings(root=tmp_path), addresses=lambda: addresses)
     kinds = {one.name: one.kind for one in found}
-    assert kinds == {"lo": Kind.LOOPBACK, "eth0": Kind.UNKNOWN, "docker0": Kind.CONTAINER}
+    assert kinds == {"lo": Kind.LOOPBACK, "eth0": Kind.OTHER, "docker0": Kind.CONTAINER}
     assert all(one.running is None for one in found)
 
 
