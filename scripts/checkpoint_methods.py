@@ -66,7 +66,7 @@ class Bench:
             group=self.group,
             rank=self.identity.rank,
             world_size=self.identity.world_size,
-            incarnation=self.context.incarnation.name,
+            incarnation=self.context.generation.name,
             config_digest=config_digest(self.config),
             record=lambda _: None,
         )

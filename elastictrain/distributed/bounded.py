@@ -1,23 +1,49 @@
 """Calls that may never return, made from where waiting for ever is not an option."""
 
 import threading
+import time
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from typing import TypeVar
+
+_POLL_S = 0.1
+_LEAST_S = 0.001
 
 T = TypeVar("T")
 
 
-def within(limit_s: float, act: Callable[[], T]) -> T | None:
-    """What `act` returns; None if it does not return within `limit_s` or raises. Its thread is then left behind."""
-    results: list[T] = []
+def call_until(act: Callable[[], T], *, left_s: Callable[[], float], poll: Callable[[], None] = lambda: None) -> T:
+    """What `act` returns or raises, in a thread of its own that is left behind where there is no answer in time.
+
+    `left_s`: how much time is left. `poll` is called by the waiting thread again and again, and may raise to leave early.
+    Raises: TimeoutError.
+    """
+    answers: SimpleQueue[tuple[T] | BaseException] = SimpleQueue()
 
     def run() -> None:
         try:
-            results.append(act())
-        except Exception:  # noqa: BLE001  # the edge of a thread; the caller reports that there is no result
-            return
+            answers.put((act(),))
+        except BaseException as error:  # noqa: BLE001  # the edge of a thread; it is raised where it was asked for
+            answers.put(error)
 
-    thread = threading.Thread(target=run, name="bounded", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    return results[0] if results else None
+    threading.Thread(target=run, name="bounded", daemon=True).start()
+    while True:
+        try:
+            answer = answers.get(timeout=max(_LEAST_S, min(_POLL_S, left_s())))
+        except Empty:
+            poll()
+            if left_s() <= 0:
+                raise TimeoutError from None
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer[0]
+
+
+def within(limit_s: float, act: Callable[[], T]) -> T | None:
+    """What `act` returns; None if it does not return within `limit_s` or raises."""
+    deadline_s = time.monotonic() + limit_s
+    try:
+        return call_until(act, left_s=lambda: deadline_s - time.monotonic())
+    except Exception:  # noqa: BLE001  # the caller reports that there is no result
+        return None

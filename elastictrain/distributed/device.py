@@ -1,4 +1,4 @@
-"""Starts this rank's device while the rest of the program is still being imported, and asks torch which GPUs it can use."""
+"""This rank's device and collective library: which there is, its early start, and the environment that both read."""
 
 import logging
 import threading
@@ -8,10 +8,13 @@ from typing import Literal
 
 import torch
 
-from elastictrain.distributed.environment import Backend, choose_backend
-from elastictrain.distributed.gpus import read_gpus, why_no_gpu
+from elastictrain.config.fault import FaultGroup
+from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
+from elastictrain.errors import ConfigError, HostUnfitError, Problem
 
 logger = logging.getLogger(__name__)
+
+Backend = Literal["nccl", "gloo"]
 
 
 def start_device(
@@ -54,6 +57,47 @@ def find_backend(
     reason = why_no_gpu(gpus, error=_error_of_torch())
     backend = choose_backend(wanted, usable_gpus=0, local_world_size=local_world_size, why_none=reason)
     return backend, reason if gpus.files and not gpus.all_hidden else ""
+
+
+def choose_backend(
+    wanted: Literal["auto", "nccl", "gloo"], *, usable_gpus: int, local_world_size: int, why_none: str
+) -> Backend:
+    """The collective library. `why_none`: why no GPU is usable.
+
+    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs.
+    """
+    if wanted == "gloo" or (wanted == "auto" and not usable_gpus):
+        return "gloo"
+    if not usable_gpus:
+        raise HostUnfitError(needs_gpu(why_none))
+    if usable_gpus < local_world_size:
+        message = f"must be <= {usable_gpus}, the CUDA devices that this host shows, but is {local_world_size}"
+        raise ConfigError([Problem("--nproc-per-node", message)])
+    return "nccl"
+
+
+def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:
+    """What to set before a process group is made; what the user has set already is kept.
+
+    `dump_prefix` is a local path, to which the rank is appended.
+    """
+    wanted = {
+        # The store's client looks up the name of 127.0.0.1: a resolver that does not answer costs a second, not five each time.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        # The last collectives, for the report after a failure.
+        "TORCH_FR_BUFFER_SIZE": str(options.flight_recorder_entries),
+        "TORCH_FR_DUMP_TEMP_FILE": dump_prefix,
+    }
+    if backend == "nccl":
+        wanted |= {
+            # Before the communicator is torn down.
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            # Abort on a collective that failed or timed out, instead of hanging.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            # The end of a failed group is reported once, by us.
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        }
+    return {name: value for name, value in wanted.items() if name not in present}
 
 
 def _error_of_torch() -> str:

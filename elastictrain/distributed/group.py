@@ -1,4 +1,4 @@
-"""The process group of one incarnation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
+"""The process group of one generation: made over a fresh prefix, with two-phase timeouts, and ended cleanly."""
 
 import logging
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.environment import Backend
+from elastictrain.distributed.device import Backend
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity
 from elastictrain.torch_private import read_flight_recorders, set_group_timeout
@@ -27,9 +27,6 @@ class Group:
     training's group would be paired with the wrong ones.
     """
 
-    store: dist.Store
-    """The shared store under this incarnation's prefix."""
-
     control: dist.ProcessGroup
     backend: Backend
     device: torch.device
@@ -38,7 +35,7 @@ class Group:
 def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
     """The store that torchrun provides, or a private one in a world of one. Raises: TransportError naming the address.
 
-    A store whose host is frozen keeps this call for ever: `StoreAnswers` bounds it. Where nobody listens, it ends later than
+    A store whose host is frozen keeps this call for ever: `BoundedStore` bounds it. Where nobody listens, it ends later than
     `timeout_s`, so that whoever bounds it speaks first.
     """
     if not identity.launched:
@@ -55,7 +52,7 @@ def connect(identity: Identity, *, timeout_s: float) -> dist.Store:
 def make_group(
     store: dist.Store, identity: Identity, *, backend: Backend, init_timeout_s: float, save_timeout_s: float
 ) -> Group:
-    """Make the training group and its control group over a store that no other incarnation uses. Collective: yes."""
+    """Make the training group and its control group over a store that no other generation uses. Collective: yes."""
     device = torch.device("cuda", identity.local_rank) if backend == "nccl" else torch.device("cpu")
     if backend == "nccl":
         torch.cuda.set_device(device)
@@ -69,7 +66,7 @@ def make_group(
         device_id=device if backend == "nccl" else None,
     )
     control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(init_timeout_s, save_timeout_s)))
-    return Group(store, control, backend, device)
+    return Group(control, backend, device)
 
 
 def limit_collectives(groups: Sequence[dist.ProcessGroup], *, backend: Backend, timeout_s: float) -> None:

@@ -1,26 +1,26 @@
-"""Activation checkpointing, compilation and DDP / FSDP2 / HSDP, applied to a model without changing a parameter's name."""
+"""The mesh of ranks; checkpointing, compilation and DDP / FSDP2 / HSDP, which change no parameter's name."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.mesh import MeshShape, make_mesh
 
 _MATRIX_PRODUCTS = frozenset((torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default))
 _ATTENTION = frozenset(
-    op
-    for op in (
+    (
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
@@ -29,6 +29,31 @@ _ATTENTION = frozenset(
 )
 
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshShape:
+    """`replicas` copies of the model, each sharded over `shards` ranks; their product is the world size."""
+
+    replicas: int
+    shards: int
+
+
+def mesh_shape(kind: Literal["ddp", "fsdp", "hsdp"], *, world_size: int, local_world_size: int, shard_size: int) -> MeshShape:
+    """The mesh for whatever world there is. A world that the shard size does not divide is sharded whole."""
+    if kind == "ddp":
+        return MeshShape(world_size, 1)
+    wanted = shard_size or local_world_size
+    if kind == "fsdp" or wanted == 1 or world_size % wanted:
+        return MeshShape(1, world_size)
+    return MeshShape(world_size // wanted, wanted)
+
+
+def make_mesh(shape: MeshShape, *, device_type: str) -> DeviceMesh:
+    """The mesh over the default group; two-dimensional where there are several copies. Collective: yes."""
+    if shape.replicas == 1:
+        return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("data",))
+    return init_device_mesh(device_type, (shape.replicas, shape.shards), mesh_dim_names=("replica", "shard"))
 
 
 @dataclass(frozen=True, slots=True)

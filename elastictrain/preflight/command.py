@@ -7,12 +7,10 @@ import sys
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.distributed.answers import BoundedStore, StoreAnswers
-from elastictrain.distributed.device import find_backend
-from elastictrain.distributed.environment import Backend
-from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.device import Backend, find_backend
+from elastictrain.distributed.generation import Introduction, agree, check_alike
 from elastictrain.distributed.group import connect, leave, make_group
-from elastictrain.distributed.incarnation import Introduction, agree, check_alike
+from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import TransportError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
@@ -29,17 +27,15 @@ def check_group(parsed: argparse.Namespace) -> int:
     """What every rank of torchrun does; returns its exit code. Collective: yes. Raises: ElasticTrainError."""
     identity = read_identity(os.environ)
     backend, _ = find_backend("auto", environment=os.environ, local_world_size=identity.local_world_size)
-    answers = StoreAnswers(limit_s=_RENDEZVOUS_S)
-    store = answers.ask(lambda: connect(identity, timeout_s=_RENDEZVOUS_S))
+    store = BoundedStore(lambda: connect(identity, timeout_s=_RENDEZVOUS_S), limit_s=_RENDEZVOUS_S)
     introduction = Introduction(identity.host, identity.local_world_size, backend, digest="")
-    bounded = BoundedStore(store, answers)
-    incarnation = agree(bounded, identity, introduction, number=0, timeout_s=answers.left_s, tell=_tell)
-    check_alike(incarnation)
-    shared = dist.PrefixStore(f"elastictrain/{incarnation.name}/preflight", store)
-    ranks = [(one.host, one.local_world_size) for one in incarnation.ranks]
+    generation = agree(store, identity, introduction, number=0, timeout_s=store.left_s, tell=_tell)
+    check_alike(generation)
+    shared = dist.PrefixStore(f"elastictrain/{generation.name}/preflight", store.unbounded)
+    ranks = [(one.host, one.local_world_size) for one in generation.ranks]
     rendezvous = os.environ.get("MASTER_ADDR")
     layout = find_layout(ranks, rank=identity.rank, local_rank=identity.local_rank, rendezvous=rendezvous)
-    exchange, asked = answers.ask(lambda: StoreExchange(shared)), _asked(parsed, layout)
+    exchange, asked = store.ask(lambda: StoreExchange(shared)), _asked(parsed, layout)
     report = HostPreflight(layout=layout, asked=asked, exchange=exchange).check()
     verdicts, outcome = list(report.verdicts), report.outcome
     if not outcome.exit_code and identity.world_size > 1:

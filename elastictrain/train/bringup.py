@@ -1,4 +1,4 @@
-"""Bring-up of one incarnation: what each rank checks alone, the agreement of the ranks, and the process group."""
+"""Bring-up of one generation: what each rank checks alone, the agreement of the ranks, and the process group."""
 
 import logging
 import sys
@@ -10,10 +10,9 @@ import torch.distributed as dist
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.distributed.answers import BoundedStore, StoreAnswers
-from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree, check_alike
 from elastictrain.distributed.group import connect, make_group
-from elastictrain.distributed.incarnation import Incarnation, Introduction, agree, check_alike
+from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
@@ -63,19 +62,19 @@ def meet_ranks(
         lease = None
         if identity.rank == 0 and identity.launcher is None:
             lease = meeting.take_lease(parent=parent, on_lost=on_lost)
-        incarnation = meeting.agree(lease)
-        shared = dist.PrefixStore(f"elastictrain/{incarnation.name}", meeting.store)
-        heartbeats = meeting.answers.ask(
+        generation = meeting.agree(lease)
+        shared = dist.PrefixStore(f"elastictrain/{generation.name}", meeting.store.unbounded)
+        heartbeats = meeting.store.ask(
             lambda: HeartbeatStore(
                 shared,
                 rank=identity.rank,
-                hosts=incarnation.hosts,
+                hosts=generation.hosts,
                 mark=lambda: tracker.mark,
                 options=config.fault,
             )
         )
         heartbeats.start()
-        journal, unwritable = _open_journal(own.store, incarnation, config, identity)
+        journal, unwritable = _open_journal(own.store, generation, config, identity)
     return TrainContext(
         config=config,
         identity=identity,
@@ -85,7 +84,7 @@ def meet_ranks(
         samples=own.samples,
         store=own.store,
         backend=own.backend,
-        incarnation=incarnation,
+        generation=generation,
         shared=shared,
         journal=journal,
         unwritable=unwritable,
@@ -99,7 +98,7 @@ def meet_ranks(
 def form_group(context: TrainContext) -> None:
     """Check the hosts, make the process group, and check it. Collective: yes. Raises: ElasticTrainError."""
     config, tracker, timings = context.config, context.tracker, context.timings
-    check_alike(context.incarnation)
+    check_alike(context.generation)
     poll = partial(leave_if_asked, context.stop_request)
 
     def begin_part(_: str) -> None:
@@ -112,7 +111,7 @@ def form_group(context: TrainContext) -> None:
         preflight = RunPreflight(
             config,
             context.identity,
-            context.incarnation,
+            context.generation,
             StoreExchange(dist.PrefixStore("preflight", context.shared), poll=poll),
             store=context.store,
             record=context.journal.record,
@@ -155,10 +154,8 @@ class _Meeting:
         self._tracker = tracker
         self._poll = poll
         self._limit_s = config.fault.rendezvous_timeout_s
-        self.answers = StoreAnswers(limit_s=self._limit_s, poll=poll)
-        self.store = self.answers.ask(lambda: connect(identity, timeout_s=self._limit_s))
-        self._bounded = BoundedStore(self.store, self.answers)
-        self.job = JobNotes(self.store, identity)
+        self.store = BoundedStore(lambda: connect(identity, timeout_s=self._limit_s), limit_s=self._limit_s, poll=poll)
+        self.job = JobNotes(self.store.unbounded, identity)
 
     def take_lease(self, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
         """Raises: RunHeldError, StorageError, StopRequestedError, TransportError."""
@@ -169,44 +166,44 @@ class _Meeting:
 
         # Also where the run folder was deleted under a job that lives, the numbers go on.
         used = max(map(number_of, self.job.read().incarnations), default=0)
-        asking = Asking(self._bounded, parent, wait_on, on_lost)
+        asking = Asking(self.store, parent, wait_on, on_lost)
         return take_lease(self._own.store, self._config, self._identity, asking, used=used)
 
-    def agree(self, lease: Lease | None) -> Incarnation:
+    def agree(self, lease: Lease | None) -> AgreedGeneration:
         """With all other ranks. Collective: yes. Raises: StopRequestedError, TransportError."""
         own, identity = self._own, self._identity
         launcher = identity.launcher
         digest = group_digest(self._config, data_digest=own.samples.digest)
-        incarnation = agree(
-            self._bounded,
+        generation = agree(
+            self.store,
             identity,
             Introduction(identity.host, identity.local_world_size, own.backend, digest),
             number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
-            timeout_s=self.answers.left_s,
+            timeout_s=self.store.left_s,
             poll=self._poll,
             put_off=self._put_off,
             tell=_tell,
         )
         if identity.rank == 0:
-            note_start(own.store, incarnation=incarnation.name, world_size=identity.world_size)
-        return incarnation
+            note_start(own.store, incarnation=generation.name, world_size=identity.world_size)
+        return generation
 
     def _put_off(self, seconds: float) -> None:
         # As long as another run trains here there is no progress to be made.
         self._tracker.set_phase(Phase.RENDEZVOUS)
-        self.answers.put_off(seconds)
+        self.store.put_off(seconds)
 
 
 def _open_journal(
-    store: Store, incarnation: Incarnation, config: RunConfig, identity: Identity
+    store: Store, generation: AgreedGeneration, config: RunConfig, identity: Identity
 ) -> tuple[Journal, StorageError | None]:
     """The records of this rank, and why they cannot be stored, if so."""
-    key, unwritable = f"events/{incarnation.name}-r{identity.rank:05d}.jsonl", None
+    key, unwritable = f"events/{generation.name}-r{identity.rank:05d}.jsonl", None
     try:
         log: AppendLog = open_append_log(store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)
     except StorageError as error:
         log, unwritable = LostLog(), error
-    return Journal(log, incarnation=incarnation.name, rank=identity.rank), unwritable
+    return Journal(log, incarnation=generation.name, rank=identity.rank), unwritable
 
 
 def _wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None]) -> None:

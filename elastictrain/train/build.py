@@ -13,8 +13,7 @@ from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger, ledger_key
 from elastictrain.data.loader import Loader, ReadAhead
 from elastictrain.distributed.group import limit_collectives
-from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import Wrapped, finish, share_copies, wrap
+from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
 from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
@@ -60,7 +59,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
         state,
         shape=wrapped.shape,
         rank=identity.rank,
-        hosts=context.incarnation.hosts,
+        hosts=context.generation.hosts,
         every_steps=config.fault.compare_every_steps,
         record=context.journal.record if identity.speaks else None,
     )
@@ -88,7 +87,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
 def _restore(
     context: TrainContext, checkpointer: Checkpointer, state: TrainState, *, wrapped: Wrapped, memory: SnapshotMemory | None
 ) -> Resume:
-    """The state as it was saved, and the records of where this incarnation begins. Collective: yes."""
+    """The state as it was saved, and the records of where this generation begins. Collective: yes."""
 
     def begin_again() -> None:
         fill_again(state.model, context.task, seed=context.config.run.seed, device=context.group.device)
@@ -104,7 +103,7 @@ def _restore(
     if context.identity.speaks:
         context.journal.record(resume)
     if context.identity.local_rank == 0:
-        context.job.begin(context.incarnation.name, step=resume.step)
+        context.job.begin(context.generation.name, step=resume.step)
     return resume
 
 
@@ -118,7 +117,7 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
     shape = mesh_shape(
         config.parallel.kind,
         world_size=identity.world_size,
-        local_world_size=context.incarnation.shared_local_size,
+        local_world_size=context.generation.shared_local_size,
         shard_size=config.parallel.shard_size,
     )
     blocks = task.blocks(model) if isinstance(task, HasBlocks) else ()
@@ -180,7 +179,7 @@ def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
 def _make_ledger(context: TrainContext) -> Ledger | None:
     if not context.config.data.ledger:
         return None
-    config, key = context.config, ledger_key(incarnation=context.incarnation.name, rank=context.identity.rank)
+    config, key = context.config, ledger_key(incarnation=context.generation.name, rank=context.identity.rank)
     log = open_append_log(context.store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)
     return Ledger(log)
 
@@ -197,7 +196,7 @@ def _start_event(context: TrainContext) -> Start:
     device = context.group.device
     return Start(
         world_size=context.identity.world_size,
-        hosts=tuple(dict.fromkeys(context.incarnation.hosts)),
+        hosts=tuple(dict.fromkeys(context.generation.hosts)),
         backend=context.group.backend,
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         config_digest=config_digest(context.config),

@@ -16,9 +16,8 @@ from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.task_signature import build_task
 from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
-from elastictrain.distributed.device import find_backend
-from elastictrain.distributed.environment import Backend, plan_environment
-from elastictrain.distributed.mesh import mesh_shape
+from elastictrain.distributed.device import Backend, find_backend, plan_environment
+from elastictrain.distributed.wrapping import mesh_shape
 from elastictrain.errors import ConfigError, DataError, HostUnfitError, ObjectNotFoundError, Problem, StorageError
 from elastictrain.identity import Identity
 from elastictrain.storage.local import LocalStore
@@ -59,8 +58,7 @@ def check_alone(config: RunConfig, identity: Identity) -> OwnFacts:
         logger.warning("the CPU is used, and no GPU: %s", why_cpu)
     # torch opens it without a look at what is there.
     dump_prefix = f"{temporary_folder()}/flight-r"
-    for variable in plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ):
-        os.environ[variable.name] = variable.value
+    os.environ.update(plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ))
     task = cast(Task, build_task(config))
     if config.train.activation_checkpointing != "none" and not isinstance(task, HasBlocks):
         message = "needs a task that names its blocks (method `blocks`); set it to none"

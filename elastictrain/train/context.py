@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
-from elastictrain.distributed.environment import Backend
+from elastictrain.distributed.device import Backend
+from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
-from elastictrain.distributed.incarnation import Incarnation
 from elastictrain.errors import StopRequestedError, StorageError
 from elastictrain.events import Journal
 from elastictrain.fault.stop import StopRequest
@@ -60,9 +60,9 @@ class TrainContext:
     samples: Samples
     store: Store
     backend: Backend
-    incarnation: Incarnation
+    generation: AgreedGeneration
     shared: dist.Store
-    """The store that the ranks meet through, under this incarnation's prefix."""
+    """The store that the ranks meet through, under this generation's prefix."""
 
     journal: Journal
     unwritable: StorageError | None

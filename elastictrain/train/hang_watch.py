@@ -139,7 +139,7 @@ class HangWatch:
     def _open_monitor(self, context: TrainContext) -> RankMonitorClient:
         config, identity = self._config, self._identity
         facts = MonitoredHost(
-            incarnation=context.incarnation.name,
+            incarnation=context.generation.name,
             host=identity.host,
             ranks=tuple(identity.host_ranks),
             run_dir=absolute_url(config.run.dir),
@@ -177,7 +177,7 @@ class HangWatch:
     def _event(self, found: HangDiagnosis, mark: ProgressMark, text: str) -> Hang:
         first = found.guilty[0] if found.guilty else self._status(mark)
         context = self._context
-        name = f"{context.incarnation.name}-r{self._identity.rank:05d}" if context is not None else ""
+        name = f"{context.generation.name}-r{self._identity.rank:05d}" if context is not None else ""
         return Hang(
             guilty=tuple(one.name for one in found.guilty),
             hosts=tuple(sorted({one.host for one in found.guilty})),

@@ -36,12 +36,12 @@ class JobNotes:
         self._step = 0
 
     def read(self) -> JobMemory:
-        """What earlier incarnations of this job noted; empty if nothing can be read."""
+        """What earlier generations of this job noted; empty if nothing can be read."""
         text = within(_LIMIT_S, self._read) if self._identity.launched else None
         return job_from_json(text or "")
 
     def begin(self, incarnation: str, *, step: int) -> None:
-        """This incarnation goes on from `step`. On step 0 the run begins anew, and what was before is forgotten."""
+        """This generation goes on from `step`. On step 0 the run begins anew, and what was before is forgotten."""
         before = self.read() if step else JobMemory()
         self._incarnations = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
         self.committed(max(step, before.step))

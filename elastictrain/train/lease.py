@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
-from elastictrain.distributed.incarnation import SharedStore, say_waiting
+from elastictrain.distributed.generation import say_waiting
+from elastictrain.distributed.store import SharedStore
 from elastictrain.errors import StorageError
 from elastictrain.identity import Identity
 from elastictrain.lease.chain import Chain

@@ -13,10 +13,10 @@ from pathlib import Path
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.bounded import within
-from elastictrain.distributed.environment import Backend
-from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.device import Backend
+from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
-from elastictrain.distributed.incarnation import Incarnation
+from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
@@ -57,7 +57,7 @@ class RunPreflight:
         self,
         config: RunConfig,
         identity: Identity,
-        incarnation: Incarnation,
+        incarnation: AgreedGeneration,
         exchange: StoreExchange,
         *,
         store: Store,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.distributed.mesh import MeshShape
+from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import ReplicasDivergedError
 from elastictrain.events import Event, ReplicasDiverged
 from elastictrain.train.parameters import local

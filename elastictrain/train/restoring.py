@@ -20,7 +20,7 @@ from elastictrain.train.state import TrainState
 
 def make_checkpointer(context: TrainContext) -> Checkpointer:
     """The checkpointer of this rank. Collective: yes. Raises: ConfigError if ranks have no key, or not all the same one."""
-    config, identity, incarnation = context.config, context.identity, context.incarnation.name
+    config, identity, incarnation = context.config, context.identity, context.generation.name
     return Checkpointer(
         context.store,
         options=config.checkpoint,

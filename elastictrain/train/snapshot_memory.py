@@ -102,7 +102,7 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
         rank=identity.rank,
         ranks=tuple(identity.host_ranks),
         world_size=identity.world_size,
-        incarnation=context.incarnation.name,
+        incarnation=context.generation.name,
         agent=agent,
         address=_address(identity),
         key=proof_of(signing_key(config)),
@@ -222,7 +222,7 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         link,
         origin=SnapshotOrigin(
             run=memory.restore.run,
-            incarnation=context.incarnation.name,
+            incarnation=context.generation.name,
             world_size=identity.world_size,
             rank=identity.rank,
             layout=layout.digest,

@@ -151,9 +151,9 @@ class SnapshotSaving:
         # What has just begun is not whole, so these lie in another slot.
         if not self._dropped_old and self._is_ours(self._book.newest_whole()):
             if self._rounds is not None and not self._is_ours(self._rounds.safe):
-                # What older incarnations left on other hosts is what there is if this host is lost.
+                # What older generations left on other hosts is what there is if this host is lost.
                 return
-            # One of this incarnation is whole on all ranks and stays until the next one is: older ones are of no use.
+            # One of this generation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
             self._link.tell(OldSlots(sum(1 << slot for slot in self._slots)))
 
@@ -221,7 +221,7 @@ class SnapshotSaving:
         self._first_begun = step if self._first_begun is None else self._first_begun
 
     def _is_ours(self, step: int | None) -> bool:
-        """Whether it is a step of which this incarnation has begun a snapshot."""
+        """Whether it is a step of which this generation has begun a snapshot."""
         return step is not None and self._first_begun is not None and step >= self._first_begun
 
     def _trouble(self) -> str:

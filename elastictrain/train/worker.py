@@ -113,7 +113,7 @@ class Worker:
         )
         # From now on failures can be recorded.
         self._context = context
-        self._prefix.incarnation = context.incarnation.name
+        self._prefix.incarnation = context.generation.name
         self._hangs.begin(context)
         form_group(context)
         self._backend = context.backend
@@ -242,7 +242,7 @@ class Worker:
                 self._hangs.keep(accusation)
             trace = self._hangs.trace
             expected = trace is not None if brief else self._config.fault.flight_recorder_entries > 0
-            key = f"flight/{context.incarnation.name}-r{self._identity.rank:05d}.json"
+            key = f"flight/{context.generation.name}-r{self._identity.rank:05d}.json"
             failure = Failure(
                 exit_code=what.exit_code,
                 error=what.sentence,

@@ -14,8 +14,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
+from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.nccl_transport import debug_variables

@@ -13,8 +13,7 @@ from torchruns import warm_ranks
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.dataset import Batch
-from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import Wrapped, finish, share_copies, wrap
+from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
 from elastictrain.train.parameters import build_model, fill_again
 from elastictrain.train.task import LossOutput
 

@@ -14,8 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torchruns import warm_ranks
 
 from elastictrain.config.composed import ParallelGroup, TrainGroup
-from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import finish, wrap
+from elastictrain.distributed.wrapping import finish, mesh_shape, wrap
 from elastictrain.train.parameters import build_model, fill
 from recipes.llama.config import LlamaConfig
 from recipes.llama.task import LlamaTask

@@ -29,7 +29,6 @@ OWN = {
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/heartbeats.py": "workers of the same group, through torch's store",
     "liveness/diagnosis.py": "torch's trace of this process",
-    "distributed/incarnation.py": "workers of the same group, through torch's store",
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
     "preflight/group/attendance.py": "ranks of the same group",

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.distributed.exchange import StoreExchange
 from elastictrain.distributed.group import Group, connect, make_group
+from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, GroupFindings, Request
 from elastictrain.preflight.group.collectives import BackendCollectives

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from elastictrain.distributed.incarnation import Incarnation, Introduction, agree
+from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree
 from elastictrain.errors import ElasticTrainError
 from elastictrain.identity import Identity
 
@@ -26,7 +26,7 @@ class Actor:
     """One process that takes part."""
 
     identity: Identity
-    result: Incarnation | None = None
+    result: AgreedGeneration | None = None
     error: ElasticTrainError | None = None
     alive: bool = True
     killed: bool = False

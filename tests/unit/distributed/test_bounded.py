@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from elastictrain.distributed.bounded import within
+from elastictrain.distributed.bounded import call_until, within
 
 
 @pytest.mark.parametrize("result", [3, 0, {}, "text"], ids=repr)
@@ -34,3 +34,21 @@ def test_what_raises_has_no_result() -> None:
     began_s = time.monotonic()
     assert within(10.0, fail) is None
     assert time.monotonic() - began_s < 5.0
+
+
+def test_whoever_asks_gets_what_was_raised() -> None:
+    with pytest.raises(ZeroDivisionError):
+        call_until(lambda: 1 // 0, left_s=lambda: 10.0)
+
+
+def test_the_time_that_is_left_may_grow_and_whoever_waits_may_leave() -> None:
+    release, left = threading.Event(), iter([0.1, 0.2, 0.0])
+    with pytest.raises(TimeoutError):
+        call_until(lambda: release.wait(10.0), left_s=lambda: next(left, 0.0))
+
+    def leave() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        call_until(lambda: release.wait(10.0), left_s=lambda: 10.0, poll=leave)
+    release.set()

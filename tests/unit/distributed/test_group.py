@@ -34,7 +34,7 @@ def test_groups_come_and_go_over_one_store_that_keeps_everything() -> None:
             assert dist.get_world_size(group.control) == 1
             figures = torch.ones(3)
             dist.all_reduce(figures)
-            group.store.set("key", incarnation)
+            fresh.set("key", incarnation)
             assert store.get(f"{incarnation}/key") == incarnation.encode()
         finally:
             leave(group)

@@ -12,8 +12,7 @@ from elastictrain.config.composed import ParallelGroup, TrainGroup
 from elastictrain.data.assignment import Portion
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
-from elastictrain.distributed.mesh import mesh_shape
-from elastictrain.distributed.wrapping import Wrapped, finish, wrap
+from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, wrap
 from elastictrain.errors import ReplicasDivergedError
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker

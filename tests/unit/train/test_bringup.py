@@ -93,9 +93,9 @@ def test_a_group_comes_up_and_failures_can_be_recorded_before_it_does(tmp_path: 
             "checks", "predecessors", "memory", "rendezvous", "preflight", "group", "preflight_group",
         ]  # fmt: skip
         assert len(started.samples.train) == 64
-        (introduction,) = started.incarnation.ranks
+        (introduction,) = started.generation.ranks
         assert (introduction.host, introduction.local_world_size, introduction.backend) == ("here", 1, "gloo")
-        name = started.incarnation.name
+        name = started.generation.name
         (line,) = (tmp_path / "run" / "events" / f"{name}-r00000.jsonl").read_text().splitlines()
         assert (json.loads(line)["step"], json.loads(line)["incarnation"]) == (number, name)
         names.append(name)

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from elastictrain.distributed.mesh import MeshShape
-from elastictrain.distributed.wrapping import Wrapped
+from elastictrain.distributed.wrapping import MeshShape, Wrapped
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.context import TrainContext

@@ -40,8 +40,8 @@ def watch(identity: Identity, journal: object = None) -> tuple[HangWatch, Progre
     config = SimpleNamespace(fault=FaultGroup(), run=SimpleNamespace(dir="run"), telemetry=SimpleNamespace(flush_s=1.0))
     tracker = ProgressTracker()
     made = HangWatch(config, identity, tracker)  # type: ignore[arg-type]
-    incarnation = SimpleNamespace(name="000001-abc")
-    made.begin(SimpleNamespace(incarnation=incarnation, journal=journal, heartbeats=None))  # type: ignore[arg-type]
+    generation = SimpleNamespace(name="000001-abc")
+    made.begin(SimpleNamespace(generation=generation, journal=journal, heartbeats=None))  # type: ignore[arg-type]
     return made, tracker
 
 

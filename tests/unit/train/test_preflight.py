@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
-from elastictrain.distributed.exchange import StoreExchange
+from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.group import Group
-from elastictrain.distributed.incarnation import Incarnation, Introduction
+from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
@@ -78,7 +78,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         preflight = RunPreflight(
             replace(plain, preflight=replace(plain.preflight, level=level)),
             Identity(0, 1, 0, 1, "a", launched=False),
-            Incarnation("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
+            AgreedGeneration("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
             StoreExchange(dist.HashStore()),
             store=store,
             record=recorded.append,
@@ -126,7 +126,7 @@ def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPre
     return RunPreflight(
         replace(plain, preflight=replace(plain.preflight, level="auto", limit_s=limit_s)),
         Identity(1, 2, 1, 2, "a", launched=True),
-        Incarnation("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
+        AgreedGeneration("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
         exchange,
         store=store,
         record=lambda _: None,
@@ -288,7 +288,7 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def two_ranks(preflight: RunPreflight) -> RunPreflight:
     preflight._identity = Identity(0, 2, 0, 1, "a", launched=True)
-    preflight._incarnation = Incarnation("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
+    preflight._incarnation = AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
     return preflight
 
 

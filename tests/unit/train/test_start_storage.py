@@ -69,7 +69,7 @@ def start_once(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     store.watch()
     life = Life(of(store.url))
     started = life.begin()
-    past = PastStarts(store, incarnation=started.incarnation.name)
+    past = PastStarts(store, incarnation=started.generation.name)
     past.ended()
     past.findings()
     checkpointer = make_checkpointer(started)

@@ -75,8 +75,8 @@ def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     # Without a way to close it, a store, or a board that is asked for more than this.
     heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
-    incarnation = SimpleNamespace(name="000001-aa")
-    worker._context = context_of(journal=journal, heartbeats=heartbeats, incarnation=incarnation)
+    generation = SimpleNamespace(name="000001-aa")
+    worker._context = context_of(journal=journal, heartbeats=heartbeats, generation=generation)
 
     def left(code: int) -> None:
         raise SystemExit(code)
@@ -107,8 +107,8 @@ def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_ou
     recorded: list[Failure] = []
     journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
     heartbeats = SimpleNamespace(last_heard=dict)
-    store, incarnation = open_store(str(tmp_path / "run")), SimpleNamespace(name="000001-aa")
-    worker._context = context_of(journal=journal, heartbeats=heartbeats, store=store, incarnation=incarnation)
+    store, generation = open_store(str(tmp_path / "run")), SimpleNamespace(name="000001-aa")
+    worker._context = context_of(journal=journal, heartbeats=heartbeats, store=store, generation=generation)
     worker._hangs._traced = (worker._tracker.mark, '{"entries": []}')
     what = ExitClassification(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stack=False)
     worker._report(what, heard={}, brief=True)

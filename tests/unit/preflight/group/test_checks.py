@@ -57,7 +57,7 @@ class Other(Alone):
 
 
 def run(collectives: Alone, request: Request) -> GroupFindings:
-    group = Group(dist.HashStore(), cast(dist.ProcessGroup, None), "gloo", CPU)
+    group = Group(cast(dist.ProcessGroup, None), "gloo", CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
     devices = GroupDevices(collectives, lambda device, *, budget_s: 1.0)
     return GroupChecks(group, Table(), identity, request, hosts=["h1"], devices=devices).run()

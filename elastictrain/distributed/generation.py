@@ -1,36 +1,35 @@
-"""Agreement on a fresh incarnation: the first thing that a group of ranks does.
+"""Agreement on a fresh generation: the first thing that a group of ranks does.
 
 torchrun's shared store outlives a restart and is handed to the next attempt as it is, so its keys name dead addresses. Nothing
 in the environment tells attempts apart reliably either: each agent counts restarts on its own. So the ranks agree through the
 store itself, in a way that a predecessor's leftovers cannot disturb:
 
     every rank      writes hello/RANK = a nonce of its own
-    rank 0          reads all hellos, publishes proposal = (incarnation, all nonces); again whenever a hello changes,
+    rank 0          reads all hellos, publishes proposal = (name, all nonces); again whenever a hello changes,
                     or another rank 0, whose place it took, has written over it
-    every rank      that finds its own nonce in the proposal writes ack/INCARNATION/RANK
-    rank 0          when all have acknowledged, writes go/INCARNATION
-    every rank      leaves when it sees go/INCARNATION of the proposal it acknowledged
+    every rank      that finds its own nonce in the proposal writes ack/NAME/RANK
+    rank 0          when all have acknowledged, writes go/NAME
+    every rank      leaves when it sees go/NAME of the proposal it acknowledged
 
 A stale hello has a nonce that no living rank acknowledges; it is replaced as soon as its successor speaks.
 """
 
 import base64
-import json
 import math
 import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypedDict
+from dataclasses import dataclass
 
+from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
+from elastictrain.distributed.store import PIECE_BYTES, SharedStore
 from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
 
 _ROOT = "elastictrain"
 _FIRST_PAUSE_S = 0.002
 _LONGEST_PAUSE_S = 0.1
-_PIECE = 1000
 _PATIENCE_S = 5.0
 """Ranks of one torchrun start within a few seconds of each other."""
 
@@ -40,15 +39,6 @@ _WAITING = f"{_ROOT}/waiting"
 _LOOK_BEFORE_S = 1.0
 _WAITS_ON_S = 10.0
 """How long a word of rank 0 that it still waits for the run's lease is good for."""
-
-
-class SharedStore(Protocol):
-    """What is needed of torch's c10d stores."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +53,8 @@ class Introduction:
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """One rank's word that it is there."""
-
-    nonce: str
-    introduction: Introduction
-
-
-@dataclass(frozen=True, slots=True)
-class Incarnation:
-    """One life of the group. `name` sorts in the order of lives within a run folder."""
+class AgreedGeneration:
+    """One life of the group. `name` is the number of the generation and a nonce: it sorts in the order of lives in a folder."""
 
     name: str
     ranks: tuple[Introduction, ...]
@@ -88,11 +70,36 @@ class Incarnation:
         return math.gcd(*(rank.local_world_size for rank in self.ranks))
 
 
-def check_alike(incarnation: Incarnation) -> None:
+@dataclass(frozen=True, slots=True)
+class _Hello:
+    """One rank is there."""
+
+    nonce: str
+    introduction: Introduction
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposal:
+    """What rank 0 publishes."""
+
+    name: str
+    nonces: tuple[str, ...]
+    ranks: tuple[Introduction, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Heading:
+    """Where the newest proposal is."""
+
+    name: str
+    pieces: int
+
+
+def check_alike(generation: AgreedGeneration) -> None:
     """Raises: ConfigError that names the ranks which differ from rank 0 in backend, or in configuration or data."""
-    first = incarnation.ranks[0]
+    first = generation.ranks[0]
     problems = []
-    for number, other in enumerate(incarnation.ranks):
+    for number, other in enumerate(generation.ranks):
         name = f"rank {number} on {other.host}"
         if other.backend != first.backend:
             message = f"is {other.backend} for {name}, but {first.backend} for rank 0 on {first.host}; do all show their GPUs?"
@@ -150,35 +157,35 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
     tell: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> Incarnation:
-    """Agree with all other ranks. `number` counts the run's incarnations; rank 0's is taken. `poll` may raise to leave early.
+) -> AgreedGeneration:
+    """Agree with all other ranks. `number` counts the run's generations; rank 0's is taken. `poll` may raise to leave early.
     `put_off` hears for how long the time-out is put off, where rank 0 says that it waits for another run. `tell` hears once, on
     rank 0, who is being waited for if that takes long.
 
     Collective: yes. Raises: TransportError that names the ranks that are missing.
     """
     nonce = uuid.uuid4().hex
-    store.set(f"{_ROOT}/hello/{identity.rank}", json.dumps({"nonce": nonce, "introduction": asdict(introduction)}))
-    seat = _Participant(store, identity, nonce, number)
+    store.set(f"{_ROOT}/hello/{identity.rank}", encode_record(_Hello(nonce, introduction)).decode())
+    own = _Participant(store, identity, nonce, number)
     began = clock()
     deadline, told = began + timeout_s, False
-    waiting, margin_s = _word(store), min(_LOOK_BEFORE_S, timeout_s / 4)
+    waiting, margin_s = _waiting_sign(store), min(_LOOK_BEFORE_S, timeout_s / 4)
     pause_s = _FIRST_PAUSE_S
     while True:
         if identity.rank == 0:
-            seat.lead()
-        agreed = seat.follow()
+            own.lead()
+        agreed = own.follow()
         if agreed is not None:
             return agreed
         poll()
         if identity.rank == 0 and not told and clock() - began > _PATIENCE_S:
             told = True
-            tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {seat.missing()}")
-        if identity.rank != 0 and clock() > deadline - margin_s and (word := _word(store)) != waiting:
+            tell(f"waiting for up to {timeout_s:g} s until all {identity.world_size} ranks have met: {own.missing()}")
+        if identity.rank != 0 and clock() > deadline - margin_s and (word := _waiting_sign(store)) != waiting:
             waiting, deadline = word, clock() + _WAITS_ON_S
             put_off(_WAITS_ON_S)
         if clock() > deadline:
-            raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {seat.missing()}")
+            raise TransportError(f"the {identity.world_size} ranks did not agree within {timeout_s:g} s: {own.missing()}")
         sleep(pause_s)
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
@@ -188,14 +195,14 @@ def say_waiting(store: SharedStore) -> None:
     store.set(_WAITING, uuid.uuid4().hex)
 
 
-def _word(store: SharedStore) -> bytes:
+def _waiting_sign(store: SharedStore) -> bytes:
     return store.get(_WAITING) if store.check([_WAITING]) else b""
 
 
 def pack(text: str) -> list[str]:
     """Small pieces for a store that takes texts."""
     packed = base64.b64encode(zlib.compress(text.encode())).decode()
-    return [packed[begin : begin + _PIECE] for begin in range(0, len(packed), _PIECE)]
+    return [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
 
 
 def unpack(pieces: Iterable[bytes]) -> str:
@@ -203,100 +210,59 @@ def unpack(pieces: Iterable[bytes]) -> str:
     return zlib.decompress(base64.b64decode(b"".join(pieces))).decode()
 
 
-class _Heading(TypedDict):
-    """Where the newest proposal is."""
-
-    name: str
-    pieces: int
-
-
-class _Proposal(TypedDict):
-    """What rank 0 publishes."""
-
-    name: str
-    nonces: list[str]
-    ranks: list[dict[str, Any]]
-
-
 class _Participant:
-    """One rank's side of the exchange."""
+    """One rank's side of the agreement."""
 
     def __init__(self, store: SharedStore, identity: Identity, nonce: str, number: int) -> None:
         self._store = store
         self._identity = identity
         self._nonce = nonce
         self._number = number
-        self._proposed: tuple[str, ...] | None = None
-        self._name = ""
+        self._proposal: _Proposal | None = None
+        """As rank 0: the newest that it has published."""
+
         self._acknowledged: set[int] = set()
         self._waiting: KeepWaiting | None = None
-        self._joined: Incarnation | None = None
+        self._joined: AgreedGeneration | None = None
 
     def lead(self) -> None:
-        hellos = self._hellos()
+        """As rank 0: publish a proposal where the hellos have changed, and give the go when all have acknowledged it."""
+        world_size, proposal = self._identity.world_size, self._proposal
+        hellos = {
+            rank: parse_record(self._get(f"hello/{rank}"), _Hello) for rank in range(world_size) if self._has(f"hello/{rank}")
+        }
         if hellos[0].nonce != self._nonce:
             raise TransportError("another rank 0 has taken this one's place: its agent has started the group again")
-        for rank in range(self._identity.world_size):
-            if self._name and rank not in self._acknowledged and self._has(f"ack/{self._name}/{rank}"):
-                self._acknowledged.add(rank)
-        if self._proposed is not None and self._read_heading()["name"] != self._name:
-            # A rank 0 whose place was taken may have written its last word over ours.
-            self._proposed = None
+        if proposal is not None:
+            pending = [rank for rank in range(world_size) if rank not in self._acknowledged]
+            self._acknowledged |= {rank for rank in pending if self._has(f"ack/{proposal.name}/{rank}")}
+            if self._heading().name != proposal.name:
+                # A rank 0 whose place was taken may have written its last message over ours.
+                proposal = None
         decision = coordinate(
             {rank: hello.nonce for rank, hello in hellos.items()},
-            world_size=self._identity.world_size,
-            proposed=self._proposed,
+            world_size=world_size,
+            proposed=proposal.nonces if proposal is not None else None,
             acknowledged=frozenset(self._acknowledged),
         )
         self._waiting = decision if isinstance(decision, KeepWaiting) else None
         if isinstance(decision, Publish):
-            self._proposed = decision.nonces
-            self._acknowledged = set()
-            self._name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
-            ranks = [asdict(hellos[rank].introduction) for rank in range(self._identity.world_size)]
-            self._publish(json.dumps({"name": self._name, "nonces": decision.nonces, "ranks": ranks}))
-        elif isinstance(decision, Go):
-            self._set(f"go/{self._name}", "")
+            name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
+            self._publish(_Proposal(name, decision.nonces, tuple(hellos[rank].introduction for rank in range(world_size))))
+        elif isinstance(decision, Go) and proposal is not None:
+            self._set(f"go/{proposal.name}", "")
 
-    def follow(self) -> Incarnation | None:
+    def follow(self) -> AgreedGeneration | None:
+        """Acknowledge a proposal that names this rank; returns what was agreed once its go is there."""
         # The go is looked for before another proposal is joined: one that comes after it is no business of this group's.
-        if not self._may_go() and self._has("proposal") and not self._has_joined(self._read_heading()):
-            self._join(self._read_proposal())
+        if not self._may_go() and self._has("proposal"):
+            heading = self._heading()
+            if self._joined is None or self._joined.name != heading.name:
+                self._join(heading)
         return self._joined if self._may_go() else None
 
-    def _may_go(self) -> bool:
-        return self._joined is not None and self._has(f"go/{self._joined.name}")
-
-    def _has_joined(self, heading: _Heading) -> bool:
-        return self._joined is not None and self._joined.name == heading["name"]
-
-    def _join(self, proposal: _Proposal) -> None:
-        name, nonces, rank = proposal["name"], proposal["nonces"], self._identity.rank
-        if len(nonces) != self._identity.world_size or nonces[rank] != self._nonce:
-            return
-        if self._joined is None or self._joined.name != name:
-            self._joined = Incarnation(name, tuple(Introduction(**one) for one in proposal["ranks"]))
-            self._set(f"ack/{name}/{rank}", "")
-
-    def _publish(self, text: str) -> None:
-        """In pieces, each waited for: on a network that drops large frames this is what must still pass, to find that out."""
-        pieces = pack(text)
-        for number, piece in enumerate(pieces):
-            self._set(f"proposal/{self._name}/{number}", piece)
-            self._has(f"proposal/{self._name}/{number}")
-        self._set("proposal", json.dumps({"name": self._name, "pieces": len(pieces)}))
-
-    def _read_heading(self) -> _Heading:
-        heading: _Heading = json.loads(self._store.get(f"{_ROOT}/proposal"))
-        return heading
-
-    def _read_proposal(self) -> _Proposal:
-        heading = self._read_heading()
-        pieces = [self._store.get(f"{_ROOT}/proposal/{heading['name']}/{number}") for number in range(heading["pieces"])]
-        proposal: _Proposal = json.loads(unpack(pieces))
-        return proposal
-
     def missing(self) -> str:
+        """Who is waited for."""
         if self._identity.rank != 0:
             heard = "heard nothing of rank 0" if not self._joined else "rank 0 still waits for others; its message names them"
             return f"rank {self._identity.rank} on {self._identity.host} {heard}"
@@ -305,13 +271,31 @@ class _Participant:
         ranks = ", ".join(map(str, self._waiting.ranks[:16])) + (", ..." if len(self._waiting.ranks) > 16 else "")
         return f"rank(s) {ranks} did not {self._waiting.stage}"
 
-    def _hellos(self) -> dict[int, Hello]:
-        hellos = {}
-        for rank in range(self._identity.world_size):
-            if self._has(f"hello/{rank}"):
-                hello = json.loads(self._store.get(f"{_ROOT}/hello/{rank}"))
-                hellos[rank] = Hello(hello["nonce"], Introduction(**hello["introduction"]))
-        return hellos
+    def _may_go(self) -> bool:
+        return self._joined is not None and self._has(f"go/{self._joined.name}")
+
+    def _join(self, heading: _Heading) -> None:
+        pieces = [self._get(f"proposal/{heading.name}/{number}") for number in range(heading.pieces)]
+        proposal = parse_record(unpack(pieces), _Proposal, limits=DOCUMENT)
+        rank = self._identity.rank
+        if len(proposal.nonces) == self._identity.world_size and proposal.nonces[rank] == self._nonce:
+            self._joined = AgreedGeneration(proposal.name, proposal.ranks)
+            self._set(f"ack/{proposal.name}/{rank}", "")
+
+    def _publish(self, proposal: _Proposal) -> None:
+        """In pieces, each waited for: on a network that drops large frames this is what must still pass, to find that out."""
+        self._proposal, self._acknowledged = proposal, set()
+        pieces = pack(encode_record(proposal).decode())
+        for number, piece in enumerate(pieces):
+            self._set(f"proposal/{proposal.name}/{number}", piece)
+            self._has(f"proposal/{proposal.name}/{number}")
+        self._set("proposal", encode_record(_Heading(proposal.name, len(pieces))).decode())
+
+    def _heading(self) -> _Heading:
+        return parse_record(self._get("proposal"), _Heading)
+
+    def _get(self, key: str) -> bytes:
+        return self._store.get(f"{_ROOT}/{key}")
 
     def _set(self, key: str, value: str) -> None:
         self._store.set(f"{_ROOT}/{key}", value)

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.distributed.incarnation import (
+from elastictrain.distributed.generation import (
+    AgreedGeneration,
     Go,
-    Incarnation,
     Introduction,
     KeepWaiting,
     Publish,
@@ -235,11 +235,11 @@ def test_a_proposal_that_comes_after_the_go_is_not_joined() -> None:
 
     identity = Identity(1, 2, 0, 1, "here", launched=True)
     agreed = agree(store, identity, HERE, number=1, timeout_s=5.0, sleep=rank_0)
-    assert agreed == Incarnation("000001-aa", (HERE, HERE))
+    assert agreed == AgreedGeneration("000001-aa", (HERE, HERE))
 
 
-def incarnation_of(*ranks: Introduction) -> Incarnation:
-    return Incarnation("000001-aa", ranks)
+def incarnation_of(*ranks: Introduction) -> AgreedGeneration:
+    return AgreedGeneration("000001-aa", ranks)
 
 
 def test_ranks_that_were_told_the_same_are_alike_however_uneven_their_hosts() -> None:

@@ -1,0 +1,178 @@
+"""The store that ranks meet through: each question to it has a limit, for of a frozen host no answer ever comes.
+
+torch's client of that store has no limit of its own where a host accepts a connection and then says nothing, whatever time-out
+it is given.
+"""
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from elastictrain.distributed.bounded import call_until
+from elastictrain.errors import TransportError
+from elastictrain.identity import STORE_HOST
+
+PIECE_BYTES = 1000
+"""A network that drops large frames must still carry the messages in which hosts tell each other of it.
+
+Every network carries 1,280 bytes (RFC 8200, section 5), headers and the store's own bytes included.
+"""
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.05
+
+T = TypeVar("T")
+
+
+class SharedStore(Protocol):
+    """What is needed of torch's c10d stores."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+class BoundedStore:
+    """All questions together have one deadline. As in torch's stores otherwise; each raises TransportError in time."""
+
+    def __init__(
+        self,
+        connect: Callable[[], dist.Store],
+        *,
+        limit_s: float,
+        poll: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`poll` is called while a question is asked, and may raise to leave early. Raises: TransportError."""
+        self._poll = poll
+        self._clock = clock
+        self._deadline_s = clock() + limit_s
+        self.unbounded = self.ask(connect)
+        """The store itself."""
+
+    @property
+    def left_s(self) -> float:
+        """Until the deadline."""
+        return max(0.0, self._deadline_s - self._clock())
+
+    def put_off(self, seconds: float) -> None:
+        """Have the deadline that much after now, if it is earlier."""
+        self._deadline_s = max(self._deadline_s, self._clock() + seconds)
+
+    def ask(self, act: Callable[[], T]) -> T:
+        """What `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
+        asked_s = self._clock()
+        try:
+            return call_until(act, left_s=lambda: self.left_s, poll=self._poll)
+        except TimeoutError:
+            raise _no_answer(self._clock() - asked_s) from None
+        except RuntimeError as error:
+            raise _unusable(error) from error
+
+    def set(self, key: str, value: str, /) -> None:
+        self.ask(lambda: self.unbounded.set(key, value))
+
+    def get(self, key: str, /) -> bytes:
+        return self.ask(lambda: self.unbounded.get(key))
+
+    def check(self, keys: list[str], /) -> bool:
+        return self.ask(lambda: self.unbounded.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return self.ask(lambda: self.unbounded.compare_set(key, expected, desired))
+
+
+class StoreExchange:
+    """Leaves messages in a store, in small pieces, and waits for them; may be used by several threads.
+
+    The store's own wait would block every other user of the connection, and has a limit of its own; so it is asked again and
+    again, over a connection that nobody else uses.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        poll: Callable[[], None] = lambda: None,
+        patience_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`poll` is called by the main thread while it waits, and may raise to leave early. `patience_s`: how much longer than
+        asked for the store may take over an answer."""
+        self._store: dist.Store = store.clone() if hasattr(store, "clone") else store
+        self._store.set_timeout(timedelta(seconds=patience_s))
+        self._poll = poll
+        self._patience_s = patience_s
+        self._clock = clock
+        self._left = threading.Event()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Leave a message. Raises: TransportError if the store cannot be reached."""
+        self._bounded(lambda: self._put(key, value), limit_s=0.0)
+
+    def get(self, key: str, *, limit_s: float) -> bytes | None:
+        """Wait for a message; None if nobody has left it in time. Raises: TransportError if the store cannot be reached."""
+        return self._bounded(lambda: self._get(key, limit_s), limit_s=max(0.0, limit_s))
+
+    def _put(self, key: str, value: bytes) -> None:
+        packed = zlib.compress(value)
+        pieces = [packed[begin : begin + PIECE_BYTES] for begin in range(0, len(packed), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            # The stub of torch knows texts only; the store takes bytes.
+            self._store.set(f"{key}#{number}", piece)  # type: ignore[arg-type]
+            # Waits for the answer: the kernel must not put several messages into one large frame.
+            self._store.check([f"{key}#{number}"])
+        self._store.set(key, str(len(pieces)))
+
+    def _get(self, key: str, limit_s: float) -> bytes | None:
+        deadline, pause_s = self._clock() + limit_s, _FIRST_PAUSE_S
+        while not self._store.check([key]):
+            if self._clock() > deadline or self._left.is_set():
+                return None
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        count = int(self._store.get(key))
+        return zlib.decompress(b"".join(bytes(self._store.get(f"{key}#{number}")) for number in range(count)))
+
+    def _bounded(self, act: Callable[[], T], *, limit_s: float) -> T:
+        deadline_s = self._clock() + limit_s + self._patience_s
+        try:
+            return call_until(act, left_s=lambda: deadline_s - self._clock(), poll=self._poll_in_main)
+        except TimeoutError:
+            raise _no_answer(self._patience_s) from None
+        except RuntimeError as error:
+            raise _unusable(error) from error
+
+    def _poll_in_main(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            try:
+                self._poll()
+            except BaseException:
+                self._left.set()
+                raise
+
+
+def store_host() -> str:
+    """The host of the store that torchrun named, for people."""
+    place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')} (MASTER_ADDR, MASTER_PORT)"
+    name = os.environ.get(STORE_HOST)
+    return f"{name} at {place}" if name else place
+
+
+def _no_answer(seconds: float) -> TransportError:
+    return TransportError(
+        f"the store that the ranks meet through, on {store_host()}, has not answered for {seconds:.0f} s: "
+        "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
+    )
+
+
+def _unusable(error: RuntimeError) -> TransportError:
+    first = next(iter(str(error).splitlines()), "")
+    return TransportError(f"the store that the ranks meet through, on {store_host()}, cannot be used: {first}")
