@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from elastictrain.data.fetch import read_shard
+from elastictrain.data.cache import read_shard
 from elastictrain.data.index import TokenIndex, read_index, stored_type
 from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, discover, plan_digest, prepare
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file, tokenizer_of

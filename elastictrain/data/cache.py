@@ -1,4 +1,4 @@
-"""A bounded local folder for data that is elsewhere, shared by all processes of a host.
+"""A bounded local folder for data that is elsewhere, shared by all processes of a host, and how shards come into it.
 
 Each entry is a folder with a `use.lock`, on which everyone who reads the entry holds a shared lock (its time is the time of
 the last use), and a `fill.lock`, which whoever completes the entry holds alone. Locks end with their process, so nothing is
@@ -8,17 +8,28 @@ left to clean up after a SIGKILL. Entries come and go only under the cache's own
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
-from elastictrain.errors import DataError, HostUnfitError, Problem
+import xxhash
 
+from elastictrain.data.index import Shard, TokenIndex
+from elastictrain.errors import DataError, HostUnfitError, ObjectNotFoundError, Problem
+from elastictrain.storage.opening import open_store
+from elastictrain.storage.store import Store
+
+_logger = logging.getLogger(__name__)
 _REMOVED = ".removed-"
+_PIECE_BYTES = 8 * 2**20
+_NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,3 +170,104 @@ def explained(path: Path) -> Iterator[None]:
         raise DataError(
             [Problem("data.cache_dir", f"must be a folder that can be written, but {path} is not: {error}; set another folder")]
         ) from error
+
+
+def fetch_shards(store: Store, index: TokenIndex, *, cache: CacheFolder) -> tuple[tuple[Path, ...], CacheLease]:
+    """Local paths of all shards, and the lease that keeps them there.
+
+    Raises: DataError if a shard is not what the index says; StorageError.
+    """
+    lease = cache.lease(f"tokens-{index.digest}", size_bytes=index.size_bytes, source=store.url)
+    if not all(_is_verified(lease.folder / shard.file, shard) for shard in index.shards):
+        with lease.filling():
+            # Another process of this host may have done the work while this one waited for the lock.
+            missing = [shard for shard in index.shards if not _is_verified(lease.folder / shard.file, shard)]
+            _fetch_missing(store, missing, folder=lease.folder)
+    return tuple(lease.folder / shard.file for shard in index.shards), lease
+
+
+def read_shard(store: Store, shard: Shard, *, take: Callable[[memoryview], object]) -> str:
+    """Hands each piece of a shard to `take`, in order; what is wrong with the shard, as a sentence, or nothing."""
+    url = f"{store.url}/{shard.file}"
+    try:
+        size_bytes = store.stat(shard.file).size_bytes
+    except ObjectNotFoundError:
+        return f"{url} is listed in the index, but does not exist"
+    if size_bytes != shard.size_bytes:
+        return f"{url} must have {shard.size_bytes} bytes, but has {size_bytes}"
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, size_bytes)))
+    done = 0
+    while done < size_bytes and (count := store.read_into(shard.file, buffer[: size_bytes - done], start=done)):
+        digest.update(buffer[:count])
+        take(buffer[:count])
+        done += count
+    if digest.hexdigest() != shard.xxh3_128:
+        return f"{url} is damaged: its digest must be {shard.xxh3_128}, but is {digest.hexdigest()}"
+    return ""
+
+
+def _mark(path: Path) -> Path:
+    """Which digest a file was found to have, and its size and time then: one that has changed is checked again."""
+    return path.with_name(f"{path.name}.verified")
+
+
+def _as_found(path: Path, shard: Shard) -> str:
+    found = path.stat()
+    return f"{shard.xxh3_128} {found.st_size} {found.st_mtime_ns}"
+
+
+def _is_verified(path: Path, shard: Shard) -> bool:
+    with suppress(OSError):
+        return _mark(path).read_text() == _as_found(path, shard)
+    return False
+
+
+def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> None:
+    for leftover in folder.glob(".*.part"):
+        leftover.unlink()
+    size_gb = sum(shard.size_bytes for shard in shards) / 1e9
+    _logger.info("bringing %d shards (%.3g GB) of %s to %s", len(shards), size_gb, store.url, folder)
+    here = open_store(str(folder), follow_links=True)
+    stopping = Event()
+
+    def bring(shard: Shard) -> None:
+        # It may be right although nobody has noted that: a process was killed, or the file's time is another one.
+        path = folder / shard.file
+        there = path.exists()
+        problem = read_shard(here, shard, take=lambda _: None) if there else ""
+        if problem:
+            _logger.warning("%s; it is fetched again", problem)
+        if problem or not there:
+            _download(store, shard, folder=folder, stopping=stopping)
+        _mark(path).write_text(_as_found(path, shard))
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fetch") as threads:
+        try:
+            for _ in threads.map(bring, shards):
+                pass
+        except BaseException:
+            stopping.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _download(store: Store, shard: Shard, *, folder: Path, stopping: Event) -> None:
+    temporary = folder / f".{shard.file}.part"
+    problem = ""
+    for _ in range(2):  # bytes damaged on the way are right the second time, damaged at the source they are not
+        with explained(folder), temporary.open("wb") as file:
+
+            def take(piece: memoryview, write: Callable[[memoryview], object] = file.write) -> None:
+                if stopping.is_set():
+                    raise CancelledError
+                write(piece)
+
+            problem = read_shard(store, shard, take=take)
+            file.flush()
+            os.fsync(file.fileno())
+        if not problem:
+            temporary.replace(folder / shard.file)
+            return
+    temporary.unlink()
+    raise DataError(f"{problem}; prepare the data again")

@@ -1,20 +1,45 @@
-"""Micro-batches of one rank in order, read ahead of the trainer."""
+"""Micro-batches of one rank in order, read ahead of the trainer by a thread, or by processes.
+
+The processes are told which samples to read, one micro-batch at a time, and know nothing else. They are not torch's
+DataLoader: its handler of SIGCHLD raises in whatever the trainer's main thread is doing (a save, say), and it notices a dead
+worker, or the wish to end, only every five seconds. Here both wake the waiting thread at once.
+"""
 
 import atexit
+import ctypes
 import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from threading import Condition, Thread
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from threading import Condition, Lock, Thread
 from types import TracebackType
 from typing import Self
 
+import torch
+
+# Importing it teaches connections to send tensors through shared memory.
+import torch.multiprocessing
+
 from elastictrain.data.assignment import Pass, Portion, Share, passes
 from elastictrain.data.dataset import Batch, Dataset
-from elastictrain.data.workers import WorkerPool, read_batch
+from elastictrain.errors import ElasticTrainError
 
 _logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# One that it works on and one that waits: few enough that neither side ever blocks on a full pipe.
+_PER_WORKER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,3 +174,155 @@ class Loader:
             self._ready.append(micro_batch)
             self._changed.notify_all()
             return True
+
+
+def read_batch(dataset: Dataset, sample_ids: Sequence[int]) -> Batch:
+    """The samples, stacked name by name."""
+    try:
+        samples = [dataset[sample_id] for sample_id in sample_ids]
+        return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    except Exception as error:
+        error.add_note(f"while reading samples {', '.join(map(str, sample_ids))} of {type(dataset).__name__}")
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    error: Exception | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    process: SpawnProcess
+    connection: Connection
+
+
+class WorkerPool:
+    """Workers of one loader. Everything except `kill` is called from one thread, which the workers do not outlive."""
+
+    def __init__(self, dataset: Dataset, *, num_workers: int) -> None:
+        self._dataset = dataset
+        self._num_workers = num_workers
+        self._workers: list[_Worker] = []
+        self._lock = Lock()
+        self._killed = False
+
+    def read(self, passes: Iterator[Pass]) -> Iterator[tuple[Pass, Batch]]:
+        """The batch of each pass, in order; passes go to the workers in turn.
+
+        Raises: what the data set raised, or ElasticTrainError if a worker died.
+        """
+        if not self._start():
+            return
+        in_flight: deque[tuple[Pass, _Worker]] = deque()
+        for number, planned in enumerate(passes):
+            if len(in_flight) == _PER_WORKER * self._num_workers:
+                first, worker = in_flight.popleft()
+                yield first, self._receive(worker)
+            worker = self._workers[number % self._num_workers]
+            with suppress(OSError):  # a dead worker is reported when its answer is waited for
+                worker.connection.send(planned.sample_ids)
+            in_flight.append((planned, worker))
+        for first, worker in in_flight:
+            yield first, self._receive(worker)
+
+    def _start(self) -> bool:
+        """Starts the workers; false if they were killed before they were all there."""
+        # Python 3.11 unblocks the two signals in the calling thread when it starts its resource tracker: get that over with.
+        resource_tracker.ensure_running()
+        # Workers inherit the mask, so that a SIGTERM to the whole process group cannot kill one that is still starting.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        # Forking would copy the trainer's CUDA context, threads, sockets and signal handlers into every worker.
+        context = multiprocessing.get_context("spawn")
+        for number in range(self._num_workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(self._dataset, theirs, os.getpid()), name=f"data-worker-{number}", daemon=True
+            )
+            with self._lock:
+                if self._killed:
+                    return False
+                process.start()
+                self._workers.append(_Worker(process, ours))
+            theirs.close()
+        return True
+
+    def _receive(self, worker: _Worker) -> Batch:
+        # The end of the process counts, not that of the connection: a child of the worker may hold that open.
+        ready = wait([worker.connection, worker.process.sentinel])
+        try:
+            if worker.connection not in ready:
+                raise EOFError
+            answer: Batch | _Failure = worker.connection.recv()
+        except (OSError, EOFError):
+            worker.process.join()
+            raise ElasticTrainError(_obituary(worker.process)) from None
+        if isinstance(answer, _Failure):
+            error = answer.error or ElasticTrainError("a data worker failed")
+            error.add_note(f"in a data worker:\n{answer.text}")
+            raise error
+        return answer
+
+    def kill(self) -> None:
+        """End the workers at once; safe from any thread, and wakes the one that waits for them. They hold nothing to lose."""
+        with self._lock:
+            self._killed = True
+            for worker in self._workers:
+                worker.process.kill()
+
+    def close(self) -> None:
+        """End the workers and wait until they are gone."""
+        self.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.connection.close()
+
+
+def _obituary(process: SpawnProcess) -> str:
+    code = process.exitcode
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        hints = {
+            "SIGKILL": "; if the host ran out of memory, lower `data.workers` or `data.prefetch`",
+            "SIGBUS": "; if /dev/shm is full, enlarge it, or lower `data.workers`",
+        }
+        return f"{process.name} (pid {process.pid}) died of {name}{hints.get(name, '')}"
+    return f"{process.name} (pid {process.pid}) must run as long as the loader, but ended with exit code {code}; see its output"
+
+
+def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have died before it was asked for.
+    if os.getppid() != parent:
+        return
+    torch.set_num_threads(1)
+    while True:
+        try:
+            sample_ids = connection.recv()
+        except (EOFError, OSError):
+            return
+        answer: Batch | _Failure
+        try:
+            answer = read_batch(dataset, sample_ids)
+        # The edge of a process: the loader raises it again.
+        except Exception as error:  # noqa: BLE001
+            answer = _Failure(_sendable(error), traceback.format_exc())
+        try:
+            connection.send(answer)
+        except OSError:
+            return
+
+
+def _sendable(error: Exception) -> Exception | None:
+    """The error, if it survives being sent; its text travels in any case."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
+    # Whatever a user's exception does when it is copied.
+    except Exception:  # noqa: BLE001
+        return None
+    return copy if isinstance(copy, Exception) else None

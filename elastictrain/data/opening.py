@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from elastictrain.config.composed import DataGroup
-from elastictrain.data.cache import CacheFolder, default_cache_dir
+from elastictrain.data.cache import CacheFolder, default_cache_dir, fetch_shards
 from elastictrain.data.corpus import library_folder, prepare_stdlib
 from elastictrain.data.dataset import Dataset
-from elastictrain.data.fetch import fetch_shards
 from elastictrain.data.index import TokenIndex, read_index
 from elastictrain.data.tokens import TokenDataset
 from elastictrain.errors import DataError, Problem

@@ -6,7 +6,8 @@ A log never disturbs the trainer: what cannot be written is kept, said once, and
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from threading import Condition, Thread
 
 from elastictrain.errors import StorageError
@@ -36,18 +37,6 @@ def open_append_log(
     if isinstance(store, LocalStore):
         return _FileLog(store, key)
     return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s, clock=clock)
-
-
-def read_appended(store: Store, prefix: str) -> Iterator[bytes]:
-    """Whole records (without newline) of all logs below a folder, in the order of their names.
-
-    A record that its writer did not finish is left out.
-    """
-    for info in store.list(prefix):
-        if info.key.endswith(".jsonl"):
-            for line in store.read(info.key).splitlines(keepends=True):
-                if line.endswith(b"\n") and line != b"\n":
-                    yield line[:-1]
 
 
 def last_part(store: Store, stem: str) -> int:
@@ -93,9 +82,8 @@ class _FileLog:
         self._key = key
         self._path = path = store.path(key)
         self._waiting = bytearray()
-        self._failing = False
+        self._failing = self._told_closed = False
         self._lost = 0
-        self._lost_when_closed = 0
         try:
             # What is in it is not durable before it is closed, so its name need not be either: a start does not wait for it.
             self._descriptor = store.open_appended(key)
@@ -108,9 +96,9 @@ class _FileLog:
 
     def append(self, data: bytes) -> None:
         if self._descriptor < 0:
-            self._lost += 1
-            if self._lost == self._lost_when_closed + 1:
+            if not self._told_closed:
                 logger.warning("%s is closed: records that come now are lost", self._path)
+            self._told_closed = True
             return
         if len(self._waiting) + len(data) > KEPT_BYTES:
             self._lost += 1
@@ -129,15 +117,12 @@ class _FileLog:
         try:
             os.fsync(self._descriptor)
             self._store.make_durable(self._key)
-        except OSError as error:
-            logger.warning("cannot make %s durable: %s", self._path, error.strerror)
-        except StorageError as error:
-            logger.warning("cannot make %s durable: %s", self._path, error)
+        except (OSError, StorageError) as error:
+            logger.warning("cannot make %s durable: %s", self._path, reason_of(error))
         if self._waiting or self._lost:
             logger.warning("%s lacks %d bytes and %d records at its end", self._path, len(self._waiting), self._lost)
         os.close(self._descriptor)
         self._descriptor = -1
-        self._lost_when_closed = self._lost
 
     def _write(self) -> None:
         written = bytes(self._waiting)
@@ -182,13 +167,12 @@ class _SegmentLog:
         self._close_s = close_s
         self._clock = clock
         self._changed = Condition()
-        # All guarded by the condition. `_full` are segments that no longer grow and are not sent yet, oldest first.
-        self._full: list[bytes] = []
-        self._newest = bytearray()
+        # All guarded by the condition. Segments that are not sent yet, oldest first; only the last one grows.
+        self._segments = deque([bytearray()])
         self._sent_bytes = 0
+        """Of the first one."""
         self._lost = 0
-        self._closing = False
-        self._lost_when_closed = 0
+        self._closing = self._told_closed = False
         self._flushes_wanted = 0
         self._flushes_done = 0
         # Used by the thread alone.
@@ -200,18 +184,16 @@ class _SegmentLog:
     def append(self, data: bytes) -> None:
         with self._changed:
             if self._closing:
-                self._lost += 1
-                if self._lost == self._lost_when_closed + 1:
+                if not self._told_closed:
                     logger.warning("%s/%s is closed: records that come now are lost", self._store.url, self._stem)
+                self._told_closed = True
                 return
-            if self._waiting_bytes() + len(data) > KEPT_BYTES:
+            if sum(map(len, self._segments)) + len(data) > KEPT_BYTES:
                 self._lost += 1
                 return
-            self._newest += data
-            if len(self._newest) >= SEGMENT_BYTES:
-                self._full.append(bytes(self._newest))
-                self._newest.clear()
-                self._sent_bytes = 0
+            self._segments[-1] += data
+            if len(self._segments[-1]) >= SEGMENT_BYTES:
+                self._segments.append(bytearray())
 
     def flush(self) -> None:
         with self._changed:
@@ -225,17 +207,13 @@ class _SegmentLog:
             if self._closing:
                 return
             self._closing = True
-            self._lost_when_closed = self._lost
             self._changed.notify_all()
         self._thread.join(self._close_s)
         with self._changed:
-            waiting_bytes = self._waiting_bytes() - self._sent_bytes
+            waiting_bytes = sum(map(len, self._segments)) - self._sent_bytes
             if waiting_bytes or self._lost:
                 url = f"{self._store.url}/{self._stem}"
                 logger.warning("%s lacks its last %d bytes, and %d records before them", url, waiting_bytes, self._lost)
-
-    def _waiting_bytes(self) -> int:
-        return sum(map(len, self._full)) + len(self._newest)
 
     def _run(self) -> None:
         flushed = self._clock()
@@ -266,24 +244,18 @@ class _SegmentLog:
 
     def _send_all(self) -> None:
         if self._number is None:
-            self._number = self._first_free_number()
+            # Segments of an earlier log under the same key stay.
+            self._number = last_part(self._store, self._stem) + 1
         while True:
             with self._changed:
-                full = bool(self._full)
-                segment = self._full[0] if full else bytes(self._newest)
-                if not full and len(segment) == self._sent_bytes:
+                segment = bytes(self._segments[0])
+                if len(segment) == self._sent_bytes:
                     return
             self._store.write(part_key(self._stem, self._number), segment)
             with self._changed:
-                if full:
-                    self._full.pop(0)
+                self._sent_bytes = len(segment)
+                # It may have grown meanwhile, and is sent again then.
+                if len(self._segments) > 1 and len(self._segments[0]) == len(segment):
+                    self._segments.popleft()
+                    self._sent_bytes = 0
                     self._number += 1
-                elif self._full:
-                    # It has grown full meanwhile, and is sent again as such.
-                    continue
-                else:
-                    self._sent_bytes = len(segment)
-
-    def _first_free_number(self) -> int:
-        """Segments of an earlier log under the same key stay."""
-        return last_part(self._store, self._stem) + 1

@@ -20,11 +20,11 @@ class FilesystemBackend:
 
     parallel = 1
 
-    def __init__(self, protocol: str, url: str, *, answer_timeout_s: float) -> None:
+    def __init__(self, url: str, *, answer_timeout_s: float) -> None:
         import fsspec
 
         self._answer_timeout_s = answer_timeout_s
-        self._memory = protocol == "memory"
+        self._memory = url.startswith("memory:")
         # Objects in memory belong to the one cached instance; all others are ours alone, without a cache of listings.
         options = {} if self._memory else {"skip_instance_cache": True, "use_listings_cache": False}
         self._files: Any = fsspec.core.url_to_fs(url, **options)[0]

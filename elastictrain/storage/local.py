@@ -6,19 +6,27 @@ temporary file instead of renaming it, so that the name appears once only and ne
 Only the root itself may be a link, unless links are followed.
 """
 
+import logging
 import os
 import stat as stat_modes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from typing import TypeVar
 
-from elastictrain.errors import IrregularFileError, ObjectNotFoundError
-from elastictrain.storage.posix import DurableFolders, Place, UnfinishedFile, is_abandoned, opened_folder, sync_folder
+from elastictrain.errors import IrregularFileError, ObjectNotFoundError, PermanentStorageError
+from elastictrain.storage.failures import Retrying
+from elastictrain.storage.posix import (
+    DurableFolders,
+    Place,
+    UnfinishedFile,
+    describe,
+    is_abandoned,
+    opened_folder,
+    sync_folder,
+)
 from elastictrain.storage.private import guard_secret, refuse_secret
-from elastictrain.storage.retry import Retrying
 from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes, ObjectInfo, check_key, folder_of
-from elastictrain.storage.walk import PassedOver, walk_files
 from elastictrain.storage.writers import this_writer
 
 T = TypeVar("T")
@@ -27,6 +35,13 @@ _FOR_ALL = 0o666
 """Less what the user's umask takes away."""
 
 _SECRET = 0o600
+
+_DEEPEST = 32
+"""Folders below the root in which files are looked for; no key of ours has so many parts."""
+
+_TOLD_AT_MOST = 100
+
+logger = logging.getLogger(__name__)
 
 
 class LocalStore:
@@ -94,12 +109,24 @@ class LocalStore:
     def write(self, key: str, data: Bytes) -> None:
         self._try("write", key, lambda: self._put(key, data, new=False))
 
-    def create(self, key: str, data: Bytes) -> None:
-        self._create(key, data, mode=_FOR_ALL)
+    def create(self, key: str, data: Bytes, *, mode: int = _FOR_ALL) -> None:
+        repeated = False
+
+        def request() -> None:
+            nonlocal repeated
+            first, repeated = not repeated, True
+            try:
+                self._put(key, data, new=True, mode=mode)
+            except FileExistsError:
+                # On a network file system an attempt may have succeeded although its answer was lost.
+                if first or self.read(key) != data:
+                    raise
+
+        self._try("create", key, request)
 
     def create_secret(self, key: str, data: Bytes) -> None:
         """Like `create`, but this user alone can read it."""
-        self._create(key, data, mode=_SECRET)
+        self.create(key, data, mode=_SECRET)
 
     def read_secret(self, key: str, *, most_bytes: int) -> bytes:
         """At most so many bytes of what `create_secret` made. Raises: AccessDeniedError if it may be of another user."""
@@ -174,29 +201,21 @@ class LocalStore:
         """
 
         def request() -> bool:
-            folder = key.rpartition("/")[0]
-            try:
-                with opened_folder(self._root, folder.rpartition("/")[0]):
-                    pass
-            except FileNotFoundError:
-                return False
             try:
                 with self._place(key) as place:
                     return stat_modes.S_ISDIR(place.look().st_mode)
             except FileNotFoundError:
                 return False
             except (IrregularFileError, NotADirectoryError):
-                return True
+                with opened_folder(self._root, key.rpartition("/")[0].rpartition("/")[0]):
+                    return True
 
         return self._try("find", key, request)
 
     def stat(self, key: str) -> ObjectInfo:
         def request() -> ObjectInfo:
             with self._place(key) as place:
-                found = place.look(follow=self._follow_links)
-            if stat_modes.S_ISDIR(found.st_mode):
-                raise FileNotFoundError(key)
-            return ObjectInfo(key, found.st_size, found.st_mtime)
+                return _info(key, place, follow=self._follow_links)
 
         return self._try("find", key, request)
 
@@ -219,21 +238,6 @@ class LocalStore:
             with suppress(FileNotFoundError):
                 self._delete(name)
         return tuple(names)
-
-    def _create(self, key: str, data: Bytes, *, mode: int) -> None:
-        repeated = False
-
-        def request() -> None:
-            nonlocal repeated
-            first, repeated = not repeated, True
-            try:
-                self._put(key, data, new=True, mode=mode)
-            except FileExistsError:
-                # On a network file system an attempt may have succeeded although its answer was lost.
-                if first or self.read(key) != data:
-                    raise
-
-        self._try("create", key, request)
 
     def _put(self, key: str, data: Bytes, *, new: bool, mode: int = _FOR_ALL) -> None:
         file = UnfinishedFile(key, folders=self._folders, mode=mode)
@@ -263,14 +267,12 @@ class LocalStore:
 
     def _find_listed(self, key: str, place: Place) -> ObjectInfo | None:
         """What a listing came upon, if it still is there."""
-        try:
-            found = self._try("find", key, place.look)
-        except ObjectNotFoundError:
-            return None
-        except IrregularFileError:
-            self._passed_over.tell(place.path, "is a file no more")
-            return None
-        return None if stat_modes.S_ISDIR(found.st_mode) else ObjectInfo(key, found.st_size, found.st_mtime)
+        with suppress(ObjectNotFoundError):
+            try:
+                return self._try("find", key, lambda: _info(key, place, follow=False))
+            except IrregularFileError:
+                self._passed_over.tell(place.path, "is a file no more")
+        return None
 
     def _delete(self, key: str) -> None:
         """Deletes the file if it is there, and folders that it leaves empty: a folder is no object."""
@@ -282,7 +284,50 @@ class LocalStore:
         self._folders.prune(key.rpartition("/")[0])
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, Place]]:
-        return walk_files(self._root, prefix, passed_over=self._passed_over, retrying=self._retrying, url=self._url)
+        """All files below `prefix`, which is '' or ends with '/', in order of their names relative to the root.
+
+        With each name comes the file's place, which is good until the next file is asked for.
+
+        Raises: StorageError; IrregularFileError if `prefix` itself, or a folder above it, is irregular.
+        """
+        with ExitStack() as handles:
+
+            def scan() -> tuple[int, tuple[str, ...]]:
+                handle = handles.enter_context(opened_folder(self._root, prefix.rstrip("/")))
+                return handle, self._names(handle, prefix=prefix)
+
+            try:
+                handle, names = self._retrying.call(scan, action="list", url=f"{self._url}/{prefix}")
+            except ObjectNotFoundError:
+                return
+            except PermanentStorageError as error:
+                if prefix and isinstance(error.__cause__, NotADirectoryError):
+                    return
+                raise
+            for name in names:
+                if not name.endswith("/"):
+                    yield prefix + name, Place(handle, name, f"{self._root}/{prefix}{name}")
+                    continue
+                try:
+                    yield from self._walk(prefix + name)
+                except IrregularFileError:
+                    self._passed_over.tell(f"{self._root}/{prefix}{name[:-1]}", "is a folder no more")
+
+    def _names(self, handle: int, *, prefix: str) -> tuple[str, ...]:
+        """Names of files, and those of folders with a '/', in order."""
+        names = []
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=handle)
+        try:
+            with os.scandir(descriptor) as entries:
+                for entry in entries:
+                    is_folder = entry.is_dir(follow_symlinks=False)
+                    if why := _why_passed_over(entry, is_folder=is_folder, depth=prefix.count("/")):
+                        self._passed_over.tell(f"{self._root}/{prefix}{entry.name}", why)
+                    else:
+                        names.append(f"{entry.name}/" if is_folder else entry.name)
+        finally:
+            os.close(descriptor)
+        return tuple(sorted(names))
 
     def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
         check_key(key, url=self._url)
@@ -298,3 +343,46 @@ class _Writer:
 
     def write(self, data: Bytes) -> None:
         self._act(lambda: self._file.write(data))
+
+
+class PassedOver:
+    """Tells of what a listing leaves out, once each."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def tell(self, path: str, why: str) -> None:
+        """`why` completes the sentence that starts with the path."""
+        if path in self._told or len(self._told) > _TOLD_AT_MOST:
+            return
+        self._told.add(path)
+        if len(self._told) > _TOLD_AT_MOST:
+            logger.warning("more is passed over than is told here")
+        else:
+            # A name may hold any bytes.
+            logger.warning("%s %s: passed over", path.encode(errors="backslashreplace").decode(), why)
+
+
+def _info(key: str, place: Place, *, follow: bool) -> ObjectInfo:
+    found = place.look(follow=follow)
+    if stat_modes.S_ISDIR(found.st_mode):
+        raise FileNotFoundError(key)
+    return ObjectInfo(key, found.st_size, found.st_mtime)
+
+
+def _why_passed_over(entry: "os.DirEntry[str]", *, is_folder: bool, depth: int) -> str | None:
+    try:
+        entry.name.encode()
+    except UnicodeEncodeError:
+        return "has a name that is not UTF-8"
+    if is_folder and entry.name.startswith(TEMPORARY_PREFIX):
+        return "is a folder with the name of a temporary file"
+    if is_folder:
+        return f"is a folder {depth + 1} levels down" if depth >= _DEEPEST else None
+    if entry.is_file(follow_symlinks=False):
+        return None
+    try:
+        kind = describe(entry.stat(follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return None
+    return f"is {kind}" if kind else None

@@ -6,16 +6,17 @@ from typing import TypeVar, cast
 from urllib.parse import unquote
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError
+from elastictrain.storage.azure import AzureBackend
 from elastictrain.storage.backend import Backend
+from elastictrain.storage.failures import Retrying, RetryOptions
+from elastictrain.storage.filesystem import FilesystemBackend
+from elastictrain.storage.gcs import GcsBackend
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.remote import RemoteStore
-from elastictrain.storage.retry import Retrying, RetryOptions
+from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import Store
 
 _EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
-_S3 = ("s3", "s3a")
-_GCS = ("gs", "gcs")
-_AZURE = ("az", "abfs", "abfss")
 
 T = TypeVar("T")
 
@@ -41,21 +42,14 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
     root = _remote_root(url, protocol)
 
     def connect() -> Backend:
-        if protocol in _S3:
-            from elastictrain.storage.s3 import S3Backend
-
-            return S3Backend(answer_timeout_s=options.answer_timeout_s)
-        if protocol in _GCS:
-            from elastictrain.storage.gcs import GcsBackend
-
-            return GcsBackend(answer_timeout_s=options.answer_timeout_s)
-        if protocol in _AZURE:
-            from elastictrain.storage.azure import AzureBackend
-
-            return AzureBackend(url, answer_timeout_s=options.answer_timeout_s)
-        from elastictrain.storage.filesystem import FilesystemBackend
-
-        return FilesystemBackend(protocol, url, answer_timeout_s=options.answer_timeout_s)
+        match _EXTRA_OF_PROTOCOL.get(protocol):
+            case "s3":
+                return S3Backend(answer_timeout_s=options.answer_timeout_s)
+            case "gcs":
+                return GcsBackend(answer_timeout_s=options.answer_timeout_s)
+            case "azure":
+                return AzureBackend(url, answer_timeout_s=options.answer_timeout_s)
+        return FilesystemBackend(url, answer_timeout_s=options.answer_timeout_s)
 
     return RemoteStore(root, url=_trimmed(url), backend=connect, retrying=retrying)
 

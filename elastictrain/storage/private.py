@@ -60,7 +60,15 @@ def open_private_file(path: str) -> int:
 
     Raises: OSError; NameTakenError if something else is there.
     """
-    descriptor = _open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        # A pipe of somebody else must not hold us up.
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        with suppress(FileNotFoundError):
+            if why := why_not_private(path, os.lstat(path), folder=False, own_uid=os.getuid()):
+                raise NameTakenError(why) from error
+        raise
     if why := why_not_private(path, os.fstat(descriptor), folder=False, own_uid=os.getuid()):
         os.close(descriptor)
         raise NameTakenError(why)
@@ -80,7 +88,7 @@ def temporary_folder() -> str:
     return path
 
 
-def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int] = os.getuid) -> None:
+def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int]) -> None:
     """Of an open file that holds a secret: one that others can read is closed to them, with a warning.
 
     `own_uid`: asked where another user seems to own it; a file server may have a number of its own for us.
@@ -89,32 +97,8 @@ def guard_secret(descriptor: int, *, path: str, own_uid: Callable[[], int] = os.
     """
     found = os.fstat(descriptor)
     refuse_secret(found, path=path, own_uid=own_uid)
-    if found.st_mode & _FOR_OTHERS:
-        _close_to_others(path, descriptor)
-
-
-def refuse_secret(found: os.stat_result, *, path: str, own_uid: Callable[[], int]) -> None:
-    """Raises: NameTakenError for a secret that belongs to another user."""
-    own = os.getuid()
-    if found.st_uid != own:
-        own = own_uid()
-    if found.st_uid != own:
-        raise NameTakenError(why_not_private(path, found, folder=False, own_uid=own))
-
-
-def _open(path: str, flags: int) -> int:
-    """Raises: OSError; NameTakenError if it fails because of what is there."""
-    try:
-        # A pipe of somebody else must not hold us up.
-        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        with suppress(FileNotFoundError):
-            if why := why_not_private(path, os.lstat(path), folder=False, own_uid=os.getuid()):
-                raise NameTakenError(why) from error
-        raise
-
-
-def _close_to_others(path: str, descriptor: int) -> None:
+    if not found.st_mode & _FOR_OTHERS:
+        return
     with suppress(OSError):
         os.fchmod(descriptor, 0o600)
     if os.fstat(descriptor).st_mode & _FOR_OTHERS:
@@ -126,6 +110,12 @@ def _close_to_others(path: str, descriptor: int) -> None:
             "nothing of this run is running",
             path,
         )
+
+
+def refuse_secret(found: os.stat_result, *, path: str, own_uid: Callable[[], int]) -> None:
+    """Raises: NameTakenError for a secret that belongs to another user."""
+    if found.st_uid != os.getuid() and found.st_uid != (own := own_uid()):
+        raise NameTakenError(why_not_private(path, found, folder=False, own_uid=own))
 
 
 def _user(uid: int) -> str:

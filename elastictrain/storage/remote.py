@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from elastictrain.errors import ObjectExistsError, TransientStorageError
 from elastictrain.storage.backend import Backend, Upload
-from elastictrain.storage.failures import Fault, fault_of
-from elastictrain.storage.retry import Retrying
+from elastictrain.storage.failures import Fault, Retrying, fault_of
 from elastictrain.storage.store import Bytes, ObjectInfo, check_key, folder_of
 
 T = TypeVar("T")

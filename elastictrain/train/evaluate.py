@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from elastictrain.data.assignment import Share
 from elastictrain.data.dataset import Dataset
-from elastictrain.data.workers import read_batch
+from elastictrain.data.loader import read_batch
 from elastictrain.distributed.wrapping import Wrapped, gather_no_more
 from elastictrain.liveness.progress import Phase
 from elastictrain.train.context import TrainContext

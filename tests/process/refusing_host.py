@@ -13,7 +13,7 @@ import torch.distributed.checkpoint  # noqa: F401
 
 import elastictrain.train.worker  # noqa: F401
 from elastictrain.run import leave_process, main
-from elastictrain.storage.retry import RetryOptions
+from elastictrain.storage.failures import RetryOptions
 
 
 def run_case(case: dict[str, Any]) -> None:

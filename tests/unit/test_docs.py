@@ -12,7 +12,7 @@ from elastictrain.config.compose import read_conf_folders
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
-from elastictrain.data.workers import read_batch
+from elastictrain.data.loader import read_batch
 from elastictrain.train.checks import open_samples
 from elastictrain.train.task import Task
 

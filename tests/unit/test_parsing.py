@@ -23,7 +23,7 @@ PARSERS = {
 OWN = {
     "bounded_json.py": "the parser itself",
     "config/digest.py": "the parser itself",
-    "data/workers.py": "bytes of this very process",
+    "data/loader.py": "bytes of this very process",
     "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",

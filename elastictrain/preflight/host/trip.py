@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError
-from elastictrain.storage.failures import facts_of, fault_of
+from elastictrain.storage.failures import RetryOptions, facts_of, fault_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store, without_sync
-from elastictrain.storage.retry import RetryOptions
 from elastictrain.storage.store import Store
 
 FOLDER = "preflight/trips"

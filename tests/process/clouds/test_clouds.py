@@ -20,8 +20,8 @@ from elastictrain.errors import (
     StorageError,
     TransientStorageError,
 )
+from elastictrain.storage.failures import RetryOptions
 from elastictrain.storage.opening import check_writable, open_store
-from elastictrain.storage.retry import RetryOptions
 from elastictrain.storage.store import Store
 from tests.process.clouds.servers import CloudServer, azure_environment, gcs_environment
 from tests.process.s3.faultproxy import Answer, DropAnswer, Fault, FaultProxy, Request

@@ -15,14 +15,15 @@ from elastictrain.errors import (
     PermanentStorageError,
     TransientStorageError,
 )
-from elastictrain.storage.appendlog import open_append_log, read_appended
+from elastictrain.storage.appendlog import open_append_log
+from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.remote import RemoteStore
-from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import Store
 from tests.process.s3.faultproxy import Answer, DropAnswer, DropRequest, Fault, FaultProxy, Request, Stall, first_of, seeded
 from tests.process.s3.server import BUCKET, S3Server, environment_for, free_ports
+from tests.unit.storage.appended import read_appended
 
 pytestmark = pytest.mark.s3
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from elastictrain.data.cache import CacheFolder
-from elastictrain.data.fetch import fetch_shards
+from elastictrain.data.cache import CacheFolder, fetch_shards
 from elastictrain.data.index import TokenIndex
 from elastictrain.errors import DataError
 

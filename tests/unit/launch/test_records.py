@@ -7,8 +7,9 @@ import pytest
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Event
 from elastictrain.launch.records import GenerationBegun, GenerationEnded, NoticeGiven, Recorder, WorkersNotForked
-from elastictrain.storage.appendlog import open_append_log, read_appended
+from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
+from tests.unit.storage.appended import read_appended
 
 BEGUN = GenerationBegun(hosts=("a", "b"), world_size=12, reason="c left", pause_s=2.0)
 ENDED = GenerationEnded(kind="lost", exit_code=71, phase="reduce", step=12, reason="b is silent", lost="b-1")

@@ -16,10 +16,10 @@ from elastictrain.errors import (
     StorageFullError,
     TransientStorageError,
 )
+from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.posix import temporary_name
-from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.writers import this_writer
 
 ONCE = Retrying(RetryOptions(attempts=1))

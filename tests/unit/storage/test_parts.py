@@ -3,8 +3,8 @@
 import pytest
 
 from elastictrain.errors import TransientStorageError
+from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.remote import PART_BYTES, RemoteStore
-from elastictrain.storage.retry import Retrying, RetryOptions
 
 
 class OnceFailing:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import AccessDeniedError, HostUnfitError, IrregularFileError
+from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.private import (
     NameTakenError,
@@ -14,7 +15,6 @@ from elastictrain.storage.private import (
     temporary_folder,
     why_not_private,
 )
-from elastictrain.storage.retry import Retrying, RetryOptions
 
 STRANGER = 54_321
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to somebody else")

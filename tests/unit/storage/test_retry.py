@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.errors import ObjectNotFoundError, TransientStorageError
-from elastictrain.storage.failures import Fault
-from elastictrain.storage.retry import Retrying, RetryOptions, next_delay
+from elastictrain.storage.failures import Fault, Retrying, RetryOptions, next_delay
 
 OPTIONS = RetryOptions(attempts=5, base_s=1.0, max_delay_s=3.0, total_s=10.0)
 

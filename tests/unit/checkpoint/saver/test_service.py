@@ -302,7 +302,7 @@ def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
     check = saving.check_files
 
     def stalled(*arguments: object, **more: object) -> None:
-        logging.getLogger("elastictrain.storage.retry").warning("503: slow down")
+        logging.getLogger("elastictrain.storage.failures").warning("503: slow down")
         assert go_on.wait(10)
         check(*arguments, **more)  # type: ignore[arg-type]
 

@@ -12,9 +12,9 @@ from elastictrain.launch.membership.records import EndKind, Generation, Generati
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain
 from elastictrain.lease.records import LeaseClaim
+from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.retry import Retrying, RetryOptions
 from elastictrain.storage.store import ObjectInfo, Store
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.launch.membership.made import end, generation, record

@@ -12,9 +12,9 @@ from elastictrain.preflight.host.cgroup import Mount
 from elastictrain.preflight.host.storage_trip import TripFacts, TripMessage, judge_trip, parse_messages
 from elastictrain.preflight.host.trip import FOLDER, travel
 from elastictrain.preflight.verdict import Status, Verdict
+from elastictrain.storage.failures import RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
-from elastictrain.storage.retry import RetryOptions
 from elastictrain.storage.store import Bytes
 
 SILENT = TripMessage(fault="CRASHED", message="no word at its end")
