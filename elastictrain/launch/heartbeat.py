@@ -172,10 +172,13 @@ class HeartbeatMesh:
 
         self._last_s: dict[str, float] = {}
         self._check = SilenceCheck(frozenset(), clock(), clock())
-        self._silent: frozenset[str] = frozenset()
-        self._heard: frozenset[str] = frozenset()
-        self._heard_since_s = clock()
         self._news = 0
+        self.silent: frozenset[str] = frozenset()
+        """Members of the generation that have not been heard for too long."""
+
+        self.heard: tuple[frozenset[str], float] = (frozenset(), clock())
+        """Which hosts are heard now, members or not, and since when it is these."""
+
         self._newest = (0, False)
         """What others have told of generations."""
 
@@ -202,7 +205,7 @@ class HeartbeatMesh:
         with self._lock:
             self._members = self._targets_of(others)
             self._check = SilenceCheck(frozenset(member.host for member in others), self._clock(), self._clock())
-            self._silent = frozenset()
+            self.silent = frozenset()
             self._record = None
             if generation is not None:
                 self._sent = (generation.number, False)
@@ -224,29 +227,12 @@ class HeartbeatMesh:
             self._sent, self._record = (self._sent[0], True), shortened(record)
         self._send(self._targets())
 
-    @property
-    def silent(self) -> frozenset[str]:
-        """Members of the generation that have not been heard for too long."""
+    def pop_received(self) -> tuple[int, list[HostRecord]]:
+        """What other hosts have said since the last call: a generation that has ended or is newer, or 0; and their records."""
         with self._lock:
-            return self._silent
-
-    @property
-    def heard(self) -> tuple[frozenset[str], float]:
-        """Which hosts are heard now, members or not, and since when it is these."""
-        with self._lock:
-            return self._heard, self._heard_since_s
-
-    def pop_news(self) -> int:
-        """The generation of which others have said since the last call that it has ended, or that it is newer; 0 if none."""
-        with self._lock:
-            news, self._news = self._news, 0
-            return news
-
-    def pop_records(self) -> list[HostRecord]:
-        """What other hosts have said of themselves since the last call."""
-        with self._lock:
-            records, self._records = self._records, {}
-            return list(records.values())
+            news, records = self._news, [*self._records.values()]
+            self._news, self._records = 0, {}
+            return news, records
 
     @property
     def num_dropped(self) -> int:
@@ -316,17 +302,17 @@ class HeartbeatMesh:
                 self._news = max(self._news, datagram.generation)
             if datagram.record is not None:
                 self._records[datagram.host] = datagram.record
-            return datagram.host not in self._heard
+            return datagram.host not in self.heard[0]
 
     def _look(self) -> None:
         with self._lock:
             now_s, window_s = self._clock(), self._lost_s / _WINDOWS_WITHIN_LOST
             # What is older tells no more than that nothing came since then.
             self._last_s = {host: last_s for host, last_s in self._last_s.items() if now_s - last_s <= self._lost_s}
-            self._silent = self._check.find_silent(self._last_s, now_s=now_s, lost_s=self._lost_s)
+            self.silent = self._check.find_silent(self._last_s, now_s=now_s, lost_s=self._lost_s)
             heard = frozenset(host for host, last_s in self._last_s.items() if now_s - last_s <= window_s)
-            if heard != self._heard:
-                self._heard, self._heard_since_s = heard, now_s
+            if heard != self.heard[0]:
+                self.heard = heard, now_s
                 self._sources = {host: source for host, source in self._sources.items() if host in heard}
 
     def _send(self, targets: Mapping[_Target, str]) -> None:

@@ -76,8 +76,10 @@ class HostRegistry:
         self._lock = threading.Lock()
         """For what follows: several threads change it."""
 
-        self._record = record
-        self._known = RegistrySnapshot()
+        self.record = record
+        """What this host says of itself."""
+
+        self.known = RegistrySnapshot()
         self._proposal: Generation | None = None
         self._reads = {"records": 0, "generations": 0}
         self._troubles: dict[str, str] = {}
@@ -106,16 +108,6 @@ class HostRegistry:
         for thread in self._threads:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
-    @property
-    def known(self) -> RegistrySnapshot:
-        """What is known by now."""
-        return self._known
-
-    @property
-    def record(self) -> HostRecord:
-        """What this host says of itself."""
-        return self._record
-
     def update(
         self,
         state: HostState,
@@ -127,8 +119,8 @@ class HostRegistry:
     ) -> None:
         """Change this host's record; what is None stays as it is."""
         with self._lock:
-            before = self._record
-            self._record = replace(
+            before = self.record
+            self.record = replace(
                 before,
                 state=state,
                 reason=reason,
@@ -146,8 +138,8 @@ class HostRegistry:
         """
         with self._lock:
             if isinstance(record, End):
-                self._record = replace(self._record, end=record, beat=self._record.beat + 1)
-                self._take_note(self._known)
+                self.record = replace(self.record, end=record, beat=self.record.beat + 1)
+                self._take_note(self.known)
             elif self._proposal is None or self._proposal.number != record.number:
                 self._proposal = record
         self._awake["records" if isinstance(record, End) else "proposals"].set()
@@ -156,13 +148,13 @@ class HostRegistry:
         """Take note of what other hosts say by datagram, before storage shows it."""
         now_s = self._clock()
         with self._lock:
-            observed = observe_datagrams(self._known.observed, records, own=self._record.host, now_s=now_s)
-            self._take_note(replace(self._known, observed=observed))
+            observed = observe_datagrams(self.known.observed, records, own=self.record.host, now_s=now_s)
+            self._take_note(replace(self.known, observed=observed))
 
     def wake(self, generation: int = 0) -> None:
         """Look at once: hosts have something to say, or the one that knows this generation does."""
         self._awake["records"].set()
-        newest = self._known.newest
+        newest = self.known.newest
         if generation > (0 if newest is None else newest.number):
             self._awake["generations"].set()
 
@@ -187,7 +179,7 @@ class HostRegistry:
                 self._awake[name].wait(self._pause_s(name, took_s=self._clock() - began_s))
 
     def _pause_s(self, name: str, *, took_s: float) -> float:
-        known = self._known
+        known = self.known
         if known.newest is not None and not known.newest.terminal and not known.ends:
             return self._poll_s
         # From begin to begin: where storage is slow, one look at the records follows another.
@@ -205,13 +197,13 @@ class HostRegistry:
             _, records = side_by_side([self._write_record, self._membership.records])
         now_s = self._clock()
         with self._lock:
-            known = self._known
+            known = self.known
             if records is not None:
-                observed = observe(known.observed, records, own=self._record.host, now_s=now_s)
+                observed = observe(known.observed, records, own=self.record.host, now_s=now_s)
                 known = replace(known, observed=observed, read_s=now_s)
             self._reads["records"] += 1
             self._take_note(known)
-            known = self._known
+            known = self.known
         there = {one.host for one in records or ()}
         for host in there.intersection(outdated(known.observed, now_s=now_s)):
             # How the newest generation ended is told by its members' records alone.
@@ -225,7 +217,7 @@ class HostRegistry:
         self._learn(self._membership.newest(), now_s)
         with self._lock:
             self._reads["generations"] += 1
-            self._take_note(self._known)
+            self._take_note(self.known)
 
     def _propose(self, last: bool) -> None:
         if (generation := self._proposal) is not None:
@@ -236,7 +228,7 @@ class HostRegistry:
                 with self._lock:
                     self._proposal = None
             with self._lock:
-                self._known = replace(self._known, created=self._known.created | {generation.number})
+                self.known = replace(self.known, created=self.known.created | {generation.number})
             if won and self._reads["generations"]:
                 self._learn(generation, self._clock())
             self._awake["generations"].set()
@@ -245,7 +237,7 @@ class HostRegistry:
 
     def _learn(self, newest: Generation | None, now_s: float) -> None:
         """This is the newest generation now, unless a newer one is known by now."""
-        before = self._known.newest
+        before = self.known.newest
         if newest is None or (before is not None and before.number >= newest.number):
             return
         if before is not None and before.number == newest.number - 1:
@@ -253,7 +245,7 @@ class HostRegistry:
         else:
             follows = self._membership.follows_another(newest.number)
         with self._lock:
-            known = self._known
+            known = self.known
             if known.newest is None or known.newest.number < newest.number:
                 known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
                 self._take_note(replace(known, ends={}, ended_since_s=None))
@@ -262,7 +254,7 @@ class HostRegistry:
         """All that is known now, with the ends that records tell; what was read once stays, whatever a later reading shows."""
         ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
         if known.newest is not None and not known.newest.terminal:
-            records = [self._record, *(one.record for one in known.observed.values())]
+            records = [self.record, *(one.record for one in known.observed.values())]
             told = [one.end for one in records if one.end is not None and one.end.host == one.host]
             ends |= {end.host: end for end in told if end.generation == known.newest.number}
         if ends and since_s is None:
@@ -271,27 +263,27 @@ class HostRegistry:
             self._awake["generations"].set()
         reads = min(self._reads.values())
         began_s = now_s if reads and not known.reads else known.began_s
-        self._known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=reads)
+        self.known = replace(known, began_s=began_s, ends=ends, ended_since_s=since_s, reads=reads)
 
     def _look_for_address(self) -> None:
         if self._find_address is None or self._clock() - self._found_s < self._lost_s:
             return
         address, self._found_s = self._find_address(), self._clock()
         with self._lock:
-            if address != self._record.address:
-                self._record = replace(self._record, address=address, beat=self._record.beat + 1)
+            if address != self.record.address:
+                self.record = replace(self.record, address=address, beat=self.record.beat + 1)
 
     def _write_record(self) -> None:
         now_s, before = self._clock(), self._written
         with self._lock:
             # While it trains a host is watched in another way; its record is only there for those who come.
-            interval_s = min(self._lost_s / 2, BEAT_S) if self._record.state is HostState.BUSY else self._poll_s
-            record = replace(self._record, hears=self.hears)
+            interval_s = min(self._lost_s / 2, BEAT_S) if self.record.state is HostState.BUSY else self._poll_s
+            record = replace(self.record, hears=self.hears)
             if record == before and now_s - self._written_s < interval_s:
                 return
             if before is not None and record.beat == before.beat:
                 record = replace(record, beat=record.beat + 1)
-                self._record = replace(self._record, beat=record.beat)
+                self.record = replace(self.record, beat=record.beat)
         self._membership.write_record(record)
         self._written, self._written_s = record, now_s
 
@@ -300,4 +292,4 @@ class HostRegistry:
             if trouble and trouble not in self._troubles.values():
                 logger.warning("the registry cannot be reached, and is tried again: %s", trouble)
             self._troubles[name] = trouble
-            self._known = replace(self._known, trouble=next(filter(None, self._troubles.values()), ""))
+            self.known = replace(self.known, trouble=next(filter(None, self._troubles.values()), ""))

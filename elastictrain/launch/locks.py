@@ -83,37 +83,38 @@ class _Holder:
     host: str = ""
 
 
+@dataclass(frozen=True, slots=True)
 class HostLock:
     """Held as long as this process lives."""
 
-    def __init__(self, descriptor: int, before: str, *, digest: str, folder: str | None) -> None:
-        self._descriptor = descriptor
-        self._digest = digest
-        self._folder = folder
-        self.before = before
-        """The launcher that held it before, which is gone; empty if nobody did."""
+    descriptor: int
+    before: str
+    """The launcher that held it before, which is gone; empty if nobody did."""
+
+    parent: Path
+    prefix: str
+    """Of folders for temporary files, in `parent`."""
 
     def close(self) -> None:
         """Let go."""
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
     def make_folder(self) -> Path:
         """A new folder for temporary files of this launcher; those that killed launchers of the run left here are removed.
 
         Raises: OSError.
         """
-        parent, prefix = Path(self._folder or tempfile.gettempdir()), f"elastictrain-launch-{self._digest}-"
-        for left in parent.glob(f"{prefix}*"):
+        for left in self.parent.glob(f"{self.prefix}*"):
             with suppress(OSError):
                 if left.lstat().st_uid == os.getuid():
                     shutil.rmtree(left)
-        return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        return Path(tempfile.mkdtemp(prefix=self.prefix, dir=self.parent))
 
     def sign(self, host: str) -> None:
         """Tell the next one who this was."""
         data = encode_record(_Holder(os.getpid(), host))
-        os.pwrite(self._descriptor, data, 0)
-        os.ftruncate(self._descriptor, len(data))
+        os.pwrite(self.descriptor, data, 0)
+        os.ftruncate(self.descriptor, len(data))
 
 
 def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
@@ -129,7 +130,8 @@ def lock_run(run_dir: str, *, folder: str | None = None) -> HostLock:
         raise UsageError(
             f"another launcher of {run_dir} lives on this host (process {pid}); end it first, or give another run.dir"
         ) from None
-    return HostLock(descriptor, _read(descriptor).host, digest=digest, folder=folder)
+    parent = Path(folder or tempfile.gettempdir())
+    return HostLock(descriptor, _read(descriptor).host, parent, f"elastictrain-launch-{digest}-")
 
 
 def _read(descriptor: int) -> _Holder:

@@ -17,8 +17,6 @@ class GenerationBegun(Event, tag="generation", frozen=True):
     hosts: tuple[str, ...]
     world_size: int
     reason: str
-    """Why it was made."""
-
     pause_s: float
 
 

@@ -78,13 +78,9 @@ class Supervisor:
     """Why this host is unfit; empty if it is not."""
 
     committed_step: Callable[[], int | None]
-    """The step in storage that a start would go on from; None where storage does not answer."""
-
     remembered_step: Callable[[], int]
-    """The newest step in this host's memory."""
-
     ask_to_flush: Callable[[], SaverConnection | None]
-    """Have this host's saver write what only memory has; None if there is no saver."""
+    """These three as in `final_save`."""
 
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
@@ -127,16 +123,16 @@ class Supervisor:
                 if isinstance(decision, Leave):
                     return self._leave(decision.exit_code, decision.reason)
                 self._act(decision)
-            if news := self.heartbeat.pop_news():
-                self.registry.wake(news)
             self.sleep(_BRIEF_TURN_S if self.clock() < self._hurried_until_s else _TURN_S)
 
     def _exchange_records(self) -> None:
         """Have this host's record tell whom it hears, and hosts that wait send heartbeats to all that live."""
-        heard, _ = self.heartbeat.heard
-        self.registry.hears = tuple(sorted(heard))
-        if received := self.heartbeat.pop_records():
+        self.registry.hears = tuple(sorted(self.heartbeat.heard[0]))
+        news, received = self.heartbeat.pop_received()
+        if received:
             self.registry.receive(received)
+        if news:
+            self.registry.wake(news)
         records = [one.record for one in self.registry.known.observed.values()] if self._attempt is None else []
         self.heartbeat.send_to([record for record in records if record.state is not HostState.GONE])
 

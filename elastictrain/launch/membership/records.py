@@ -68,8 +68,6 @@ class End:
     record tells it later."""
 
     reason: str
-    """A sentence for people."""
-
     lost: str = ""
     """The host that is silent, where `kind` is LOST."""
 
@@ -186,8 +184,6 @@ class Generation:
     """How long its hosts wait before they start."""
 
     exit_code: int
-    """0 unless `outcome` is GIVE_UP."""
-
     reason: str
     """Why it was made, for people."""
 

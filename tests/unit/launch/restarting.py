@@ -77,18 +77,14 @@ class Sound:
                 other.lines.append(line)
         self._tell()
 
-    def pop_records(self) -> list[HostRecord]:
-        lines, self.lines = self.lines, []
-        return lines
+    def pop_received(self) -> tuple[int, list[HostRecord]]:
+        (news, self.news), (lines, self.lines) = (self.news, 0), (self.lines, [])
+        return news, lines
 
     def _tell(self) -> None:
         for other in self.all:
             if other is not self:
                 other.news = max(other.news, self.number)
-
-    def pop_news(self) -> int:
-        news, self.news = self.news, 0
-        return news
 
     def close(self) -> None: ...
 

@@ -140,13 +140,10 @@ class FakeHeartbeat:
         self.diary.note("say ended")
         self.told.append(line)
 
-    def pop_records(self) -> list[HostRecord]:
-        lines, self.lines = self.lines, ()
-        return list(lines)
-
-    def pop_news(self) -> int:
-        news, self.news = self.news, 0
-        return news
+    def pop_received(self) -> tuple[int, list[HostRecord]]:
+        news, lines = self.news, self.lines
+        self.news, self.lines = 0, ()
+        return news, list(lines)
 
     def close(self) -> None:
         self.diary.note("close heartbeat")
