@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.generation import AgreedGeneration
@@ -21,10 +22,13 @@ from elastictrain.errors import PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import GroupChecks, Request
+from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest, Report, find_layout
+from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.policy import Level, PastFindings, apply_modes, choose_level, decide, find_repeated
+from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
 from elastictrain.preflight.verdict import Verdict, count, failures, findings, render, summary
@@ -32,10 +36,15 @@ from elastictrain.preflight.verdict import describe as describe_verdict
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts
-from elastictrain.train.preflight_options import group_options, known_of, link_options
 
 logger = logging.getLogger(__name__)
 
+_NCCL_NETWORKS: dict[Rdma, Planned] = {
+    Rdma.INFINIBAND: "rdma",
+    Rdma.ROCE: "rdma",
+    Rdma.EFA: "rdma",
+    Rdma.NONE: "socket",
+}
 _WIDTH = 120
 _READ_S = 5.0
 
@@ -89,7 +98,7 @@ class RunPreflight:
             layout=layout,
             asked=self._asked(level, layout),
             exchange=self._exchange,
-            links=link_options(self._config.preflight),
+            links=_link_options(self._config.preflight),
         ).check()
         self._plan = report.plan
         if report.plan is not None:
@@ -118,11 +127,14 @@ class RunPreflight:
         layout = self._layout()
         began = time.monotonic()
         modes = asdict(self._config.preflight.checks)
+        plan, config = self._plan, self._config.preflight
         request = Request(
             full=level is Level.FULL,
             off=frozenset(name for name, mode in modes.items() if mode == "off"),
-            options=group_options(self._config.preflight),
-            known=known_of(self._plan),
+            thresholds=config.thresholds,
+            limits=config.limits,
+            network_gbps=plan.link_gbps if plan is not None else None,
+            planned=_NCCL_NETWORKS.get(plan.rdma) if plan is not None else None,
         )
         hosts = layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
@@ -204,6 +216,18 @@ class RunPreflight:
         if path is not None:
             with suppress(OSError):
                 Path(path).unlink()
+
+
+def _link_options(config: PreflightGroup) -> LinkOptions:
+    thresholds, limits = config.thresholds, config.limits
+    return LinkOptions(
+        clock_warn_s=thresholds.clock_warn_s,
+        clock_fail_s=thresholds.clock_fail_s,
+        slow_ratio=thresholds.slow_ratio,
+        late_factor=thresholds.late_factor,
+        contact_s=limits.contact_s,
+        stream_s=limits.stream_s,
+    )
 
 
 def _planned(plan: TransportPlan) -> TransportPlanned:

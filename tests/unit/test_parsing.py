@@ -31,7 +31,6 @@ OWN = {
     "liveness/diagnosis.py": "torch's trace of this process",
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
-    "preflight/group/attendance.py": "ranks of the same group",
     "preflight/host/trip.py": "the process that started this one",
     "train/preflight.py": "rank 0 of the same group",
 }

@@ -1,14 +1,27 @@
-"""One thread in which all collectives run, so that whoever waits for one need not wait for ever."""
+"""A part of the checks that all ranks do at once: run under a deadline, told to each other, and who is to blame if not all came
+through.
 
-import json
+All collectives run in one thread, so that whoever waits for one need not wait for ever.
+"""
+
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, TypeVar
 
+import msgspec
+
+from elastictrain.bounded_json import DOCUMENT, as_record, encode_record, parse_record
+from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.surroundings import Exchange
+from elastictrain.preflight.verdict import Reporter, Scope, Verdict
+
+T = TypeVar("T")
+
+_MOST_NAMED = 8
 
 
 class PartState(StrEnum):
@@ -33,7 +46,19 @@ class RankResult:
 
 
 Act = Callable[[Callable[[str], None]], object]
-"""Does a part; tells its argument what is about to begin; returns JSON."""
+"""Does a part; tells its argument what is about to begin; returns records."""
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far an act has come; written by its thread, read by the one that waits."""
+
+    what: str = ""
+    num_begun: int = 0
+
+    def tell(self, what: str) -> None:
+        self.what = what
+        self.num_begun += 1
 
 
 class DeadlineThread:
@@ -43,15 +68,14 @@ class DeadlineThread:
     """
 
     def __init__(self, prepare: Callable[[], None]) -> None:
-        self._acts: queue.SimpleQueue[tuple[Act, _Progress, queue.SimpleQueue[RankResult]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(prepare,), name="group-checks", daemon=True)
-        self._thread.start()
+        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, args=(prepare,), name="group-checks", daemon=True).start()
 
     def run(self, act: Act, *, limit_s: float) -> RankResult:
         """Its word, after `limit_s` at the latest. Never raises."""
         answer: queue.SimpleQueue[RankResult] = queue.SimpleQueue()
         progress = _Progress()
-        self._acts.put((act, progress, answer))
+        self._acts.put(lambda: answer.put(_do(act, progress)))
         try:
             return answer.get(timeout=limit_s)
         except queue.Empty:
@@ -63,27 +87,14 @@ class DeadlineThread:
 
     def _work(self, prepare: Callable[[], None]) -> None:
         prepare()
-        while (order := self._acts.get()) is not None:
-            act, progress, answer = order
-            answer.put(_do(act, progress))
-
-
-class _Progress:
-    """How far an act has come; written by its thread, read by the one that waits."""
-
-    def __init__(self) -> None:
-        self.what = ""
-        self.num_begun = 0
-
-    def tell(self, what: str) -> None:
-        self.what = what
-        self.num_begun += 1
+        while (act := self._acts.get()) is not None:
+            act()
 
 
 def _do(act: Act, progress: _Progress) -> RankResult:
     try:
-        figure = act(progress.tell)
-        json.dumps(figure)
+        figure = msgspec.to_builtins(act(progress.tell))
+        encode_record(figure)
     except Exception as error:  # noqa: BLE001  # the edge of a thread: every rank hears of it
         first_line = (str(error).splitlines() or [""])[0][:300]
         detail = f"{type(error).__name__}: {first_line}" + (f" ({progress.what})" if progress.what else "")
@@ -108,6 +119,10 @@ class Attendance:
         """Whether all came through it."""
         return len(self.words) == self.world_size and all(word.state is PartState.DONE for word in self.words.values())
 
+    def figures(self, kind: type[T]) -> dict[int, T]:
+        """By rank, of a part that all came through."""
+        return {rank: as_record(word.figure, kind) for rank, word in sorted(self.words.items())}
+
 
 class Entries:
     """One rank's side. Raises, in all methods: TransportError if the exchange cannot be reached."""
@@ -119,24 +134,23 @@ class Entries:
         rank: int,
         world_size: int,
         grace_s: float,
-        prefix: str = "group",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`grace_s`: how much later than the deadline the word of a rank may come before it counts as silent."""
         self._exchange = exchange
         self._rank = rank
         self._world_size = world_size
         self._grace_s = grace_s
-        self._prefix = prefix
         self._clock = clock
 
     def enter(self, part: str) -> None:
         """Leave word that this rank is about to begin."""
-        self._exchange.put(f"{self._prefix}/{part}/in/{self._rank}", b"1")
+        self._exchange.put(f"group/{part}/in/{self._rank}", b"1")
 
     def settle(self, part: str, word: RankResult, *, began: float, limit_s: float) -> Attendance:
         """What all ranks say of a part that this one began at `began`, a little after `limit_s` at the latest."""
-        self._exchange.put(f"{self._prefix}/{part}/word/{self._rank}", json.dumps(asdict(word)).encode())
-        published = f"{self._prefix}/{part}/all"
+        self._exchange.put(f"group/{part}/word/{self._rank}", encode_record(word))
+        published = f"group/{part}/all"
         # Also if this rank came out in trouble: only the words of the others tell who is the cause, and who is stuck with it.
         until = began + limit_s + self._grace_s
         if self._rank != 0:
@@ -146,7 +160,7 @@ class Entries:
             until = self._clock()
         attendance = self._collect(part, word, began=began, until=until, limit_s=limit_s)
         if self._rank == 0:
-            self._exchange.put(published, _encode(attendance))
+            self._exchange.put(published, encode_record(attendance))
         return attendance
 
     def _collect(self, part: str, word: RankResult, *, began: float, until: float, limit_s: float) -> Attendance:
@@ -154,34 +168,77 @@ class Entries:
         for rank in range(self._world_size):
             if rank == self._rank:
                 continue
-            key = f"{self._prefix}/{part}/word/{rank}"
-            data = self._exchange.get(key, limit_s=max(0.0, until - self._clock()))
+            data = self._exchange.get(f"group/{part}/word/{rank}", limit_s=max(0.0, until - self._clock()))
             if data is not None:
-                words[rank] = _word(json.loads(data))
-                entered.add(rank)
-            elif self._exchange.get(f"{self._prefix}/{part}/in/{rank}", limit_s=0.0) is not None:
+                words[rank] = parse_record(data, RankResult)
+            if data is not None or self._exchange.get(f"group/{part}/in/{rank}", limit_s=0.0) is not None:
                 entered.add(rank)
         seconds = round(self._clock() - began, 4)
         return Attendance(part, self._world_size, limit_s, words, frozenset(entered), seconds)
 
 
-def _encode(attendance: Attendance) -> bytes:
-    row = {
-        "part": attendance.part,
-        "world_size": attendance.world_size,
-        "limit_s": attendance.limit_s,
-        "words": {rank: asdict(word) for rank, word in attendance.words.items()},
-        "entered": sorted(attendance.entered),
-        "seconds": attendance.seconds,
-    }
-    return json.dumps(row).encode()
-
-
 def _decode(data: bytes) -> Attendance:
-    row = json.loads(data)
-    words = {int(rank): _word(word) for rank, word in row["words"].items()}
-    return Attendance(row["part"], row["world_size"], row["limit_s"], words, frozenset(row["entered"]), row["seconds"])
+    row = parse_record(data, dict[str, Any], limits=DOCUMENT)
+    # Keys of JSON are texts.
+    words = {int(rank): word for rank, word in row["words"].items()}
+    return as_record({**row, "words": words}, Attendance)
 
 
-def _word(row: dict[str, object]) -> RankResult:
-    return RankResult(PartState(str(row["state"])), row["figure"], str(row["detail"]), int(str(row["num_begun"])))
+def scope_of(culprits: Collection[int], members: Sequence[GroupMember]) -> Scope:
+    """HOST if all that are to blame are ranks of one host, and not simply all that there are."""
+    hosts = {members[rank].host for rank in culprits}
+    return Scope.HOST if len(hosts) == 1 and len(culprits) < len(members) else Scope.GROUP
+
+
+def judge_attendance(check: str, attendance: Attendance, members: Sequence[GroupMember]) -> list[Verdict]:
+    """One failure for each culprit; nothing if all came through.
+
+    Those that did not enter are to blame, even if others are stuck: they wait for them. Then those that entered and have not
+    been heard of since, then those that raised, and where all are stuck, those that came least far.
+    """
+    if attendance.complete:
+        return []
+    culprits, words = dict(_culprits(attendance)), attendance.words
+    # What a rank raises is often about the other end of a connection.
+    raised = any(rank in words and words[rank].state is PartState.BROKEN for rank in culprits)
+    scope = Scope.GROUP if raised else scope_of(culprits, members)
+    expected = f"all {attendance.world_size} ranks through {attendance.part}"
+    verdicts = []
+    for rank, measured in list(culprits.items())[:_MOST_NAMED]:
+        report = Reporter(check, members[rank].name, scope, attendance.seconds)
+        remedy = _remedy(members[rank], was_there=rank in attendance.entered)
+        verdicts.append(report.failed(measured, expected=expected, remedy=remedy))
+    if (rest := len(culprits) - _MOST_NAMED) > 0:
+        report = Reporter(check, "all", Scope.GROUP, attendance.seconds)
+        remedy = "see to the ranks that are named first"
+        verdicts.append(report.failed(f"{rest} more ranks likewise", expected=expected, remedy=remedy))
+    return verdicts
+
+
+def _remedy(member: GroupMember, *, was_there: bool) -> str:
+    """Where to look for a rank that is missing, or hangs."""
+    without = f"to go on without {member.host}, start the others with a smaller --nnodes"
+    if member.pid is None:
+        return f"on {member.host} look for rank {member.rank} (`pgrep -af elastictrain`) and at what it printed; {without}"
+    dump = f"`py-spy dump --pid {member.pid}`"
+    if not was_there:
+        return f"on {member.host} see what rank {member.rank} does: {dump}; {without}"
+    waiting = "start again with NCCL_DEBUG=INFO to see which connection it waits for"
+    return f"on {member.host} see where rank {member.rank} is: {dump}; {waiting}; {without}"
+
+
+def _culprits(attendance: Attendance) -> Iterator[tuple[int, str]]:
+    part, limit, words = attendance.part, f"within {attendance.limit_s:g} s", attendance.words
+    ranks = range(attendance.world_size)
+    if absent := [rank for rank in ranks if rank not in attendance.entered]:
+        yield from ((rank, f"did not enter {part} {limit}") for rank in absent)
+    elif silent := [rank for rank in ranks if rank not in words]:
+        yield from ((rank, f"entered {part} and gave no word {limit}") for rank in silent)
+    elif broken := [rank for rank in ranks if words[rank].state is PartState.BROKEN]:
+        yield from ((rank, f"broke in {part}: {words[rank].detail}") for rank in broken)
+    else:
+        stuck = {rank: words[rank] for rank in ranks if words[rank].state is PartState.STUCK}
+        least = min(word.num_begun for word in stuck.values())
+        for rank, word in stuck.items():
+            if word.num_begun == least:
+                yield rank, f"no answer from {part}{f' at {word.detail}' if word.detail else ''} {limit}"

@@ -1,36 +1,48 @@
 """The group checks in their order, run collectively, each under a deadline of its own."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.group.attendance import Attendance
-from elastictrain.preflight.group.collectives import BackendCollectives, Collective, Collectives, WrongResult, make_examination
+from elastictrain.preflight.group.attendance import Act, Attendance, DeadlineThread, Entries, judge_attendance
+from elastictrain.preflight.group.collectives import Collective, Collectives, Examination, WrongResult
 from elastictrain.preflight.group.judge import (
+    STRAGGLER_RATIO_CPU,
+    agreed,
     judge_bandwidth,
     judge_pairs,
-    judge_present,
     judge_rates,
     judge_results,
     stragglers,
 )
-from elastictrain.preflight.group.judge_attendance import agreed
-from elastictrain.preflight.group.measurements import Point, Reach, Sweep, matmul_tflops, measure_pairs
-from elastictrain.preflight.group.members import Known, neighbours
+from elastictrain.preflight.group.measurements import (
+    Point,
+    Reach,
+    free_memory,
+    matmul_tflops,
+    measure_all_reduce,
+    measure_pairs,
+    sweep_sizes,
+)
+from elastictrain.preflight.group.members import GroupMember, Planned, introduced, neighbours, strangers
 from elastictrain.preflight.group.nccl_transport import NcclChannels, judge_transport, log_path, parse_log
-from elastictrain.preflight.group.options import GroupOptions
-from elastictrain.preflight.group.runner import GroupCheckRunner
 from elastictrain.preflight.surroundings import Exchange
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 CHECKS = ("present", "collectives", "bus_bandwidth", "p2p", "matmul", "nccl_transport")
 """Their names, as in `preflight.checks`."""
+
+_P2P_S = 20.0
+_TRANSPORT_S = 5.0
+_MATMUL_BUDGET_S = 0.02
 
 
 class MeasureRate(Protocol):
@@ -43,7 +55,7 @@ class MeasureRate(Protocol):
 class GroupDevices:
     """What is measured with; handed in, so that a test can break it."""
 
-    collectives: Collectives = field(default_factory=BackendCollectives)
+    collectives: Collectives = field(default_factory=Collectives)
     matmul: MeasureRate = matmul_tflops
 
 
@@ -56,19 +68,30 @@ class GroupFindings:
     """Whether collectives can still be used. If not, one of them hangs in a thread that cannot be ended: leave with `os._exit`,
     and without `leave(group)`, which would wait for it."""
 
-    points: tuple[Point, ...] = ()
+    point: Point | None = None
+    """The largest all-reduce that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be checked. The same on all ranks, except for `known` and `environment`."""
+    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan, its environment."""
 
     full: bool
     off: frozenset[str] = frozenset()
     """Names of checks to leave out."""
 
-    options: GroupOptions = field(default_factory=GroupOptions)
-    known: Known = field(default_factory=Known)
+    thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
+    limits: PreflightLimits = field(default_factory=PreflightLimits)
+    present_s: float = 5.0
+    """Until every rank has said that it is there. Ranks come out of the making of the group together."""
+
+    grace_s: float = 1.0
+    """How much later than the deadline the word of a rank may come before it counts as silent."""
+
+    network_gbps: float | None = None
+    planned: Planned | None = None
+    """Both as in `GroupMember`."""
+
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """As it was when NCCL started."""
 
@@ -76,7 +99,7 @@ class Request:
 class GroupChecks:
     """The checks of one group of ranks, to be run once, right after the group was made.
 
-    `hosts`: of each rank. `exchange` must be new to this incarnation. `on_part` is told, in the caller's thread, what this rank
+    `hosts`: of each rank. `exchange` must be new to this generation. `on_part` is told, in the caller's thread, what this rank
     is about to enter, and may raise in order to leave.
     """
 
@@ -94,12 +117,15 @@ class GroupChecks:
         self._group = group
         self._identity = identity
         self._request = request
-        self._options = request.options
         self._devices = devices or GroupDevices()
-        grace_s = request.options.grace_s
-        self._together = GroupCheckRunner(group, exchange, identity, hosts=hosts, grace_s=grace_s, on_part=on_part)
+        self._on_part = on_part
+        grace_s = request.grace_s
+        self._entries = Entries(exchange, rank=identity.rank, world_size=identity.world_size, grace_s=grace_s)
+        self._thread = DeadlineThread(self._take_device)
+        self._members = strangers(hosts)
         self._verdicts: list[Verdict] = []
-        self._points: tuple[Point, ...] = ()
+        self._culprits: list[Verdict] = []
+        self._point: Point | None = None
 
     def run(self) -> GroupFindings:
         """All checks, or as many as can be run until ranks do not come through one together: then who is to blame for it.
@@ -109,141 +135,154 @@ class GroupChecks:
         """
         for check, step in self._steps():
             if check == "present" or check not in self._request.off:
-                step()
-            if self._together.culprits:
+                self._verdicts += step()
+            if self._culprits:
                 break
-        self._together.close()
-        verdicts = agreed([*self._verdicts, *self._together.culprits])
-        return GroupFindings(verdicts, not self._together.culprits, self._points)
+        self._thread.close()
+        if self._group.device.type == "cuda" and not self._culprits:
+            # What the checks took of the device's memory is given back.
+            torch.cuda.empty_cache()
+        return GroupFindings(agreed([*self._verdicts, *self._culprits]), not self._culprits, self._point)
 
-    def _steps(self) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _steps(self) -> Iterator[tuple[str, Callable[[], list[Verdict]]]]:
         """What applies here, in order."""
         # Also where it is off: without it, nobody knows who the others are.
         yield "present", self._present
         yield "collectives", self._collectives
-        several, full, nccl = self._identity.world_size > 1, self._request.full, self._group.backend == "nccl"
+        several, nccl = self._identity.world_size > 1, self._group.backend == "nccl"
         if several and nccl:
             yield "nccl_transport", self._transport
         if several:
             yield "bus_bandwidth", self._bandwidth
         yield "matmul", self._matmul
-        if full and nccl:
+        if self._request.full and nccl:
             yield "p2p", self._p2p
 
-    def _present(self) -> None:
-        attendance = self._together.introduce(self._request.known, limit_s=self._options.present_s)
-        if attendance is not None and "present" not in self._request.off:
-            self._verdicts.append(judge_present(self._together.members, seconds=attendance.seconds))
+    def _run(self, check: str, part: str, act: Act, *, limit_s: float) -> Attendance | None:
+        """What all ranks brought back from a part; None if not all came through: nothing further may be run then.
 
-    def _collectives(self) -> None:
-        examination = make_examination(
+        Returns a little after `limit_s` at the latest.
+        """
+        self._on_part(part)
+        began = time.monotonic()
+        self._entries.enter(part)
+        word = self._thread.run(act, limit_s=limit_s)
+        attendance = self._entries.settle(part, word, began=began, limit_s=limit_s)
+        if check == "present":
+            self._members = introduced(self._members, {rank: one.figure for rank, one in attendance.words.items()})
+        if attendance.complete:
+            return attendance
+        self._culprits += judge_attendance(check, attendance, self._members)
+        return None
+
+    def _take_device(self) -> None:
+        # The current device is each thread's own.
+        if self._group.device.type == "cuda":
+            torch.cuda.set_device(self._group.device)
+
+    def _present(self) -> list[Verdict]:
+        attendance = self._run("present", "present", lambda _: self._introduction(), limit_s=self._request.present_s)
+        if attendance is None or "present" in self._request.off:
+            return []
+        num = len(self._members)
+        return _timed([Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")], attendance)
+
+    def _introduction(self) -> GroupMember:
+        identity, device = self._identity, self._group.device
+        return GroupMember(
+            rank=identity.rank,
+            host=self._members[identity.rank].host,
+            local_rank=identity.local_rank,
+            pid=os.getpid(),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            free_bytes=free_memory(device, local_world_size=identity.local_world_size),
+            network_gbps=self._request.network_gbps,
+            planned=self._request.planned,
+        )
+
+    def _collectives(self) -> list[Verdict]:
+        examination = Examination(
             self._devices.collectives,
             rank=self._identity.rank,
             world_size=self._identity.world_size,
             device=self._group.device,
-            options=self._options,
             full=self._request.full,
         )
+        verdicts: list[Verdict] = []
         for collective in Collective:
 
             def act(at: Callable[[str], None], collective: Collective = collective) -> object:
-                return [asdict(fault) for fault in examination.run(collective, at=at)]
+                return examination.run(collective, at=at)
 
-            attendance = self._together.run("collectives", collective, act, limit_s=self._options.collective_s)
+            attendance = self._run("collectives", collective, act, limit_s=self._request.limits.collective_s)
             if attendance is None:
-                return
-            faults = {rank: [WrongResult(**row) for row in rows] for rank, rows in _rows(attendance).items()}
-            self._verdicts += judge_results(collective, faults, self._together.members, seconds=attendance.seconds)
+                break
+            faults = attendance.figures(list[WrongResult])
+            verdicts += _timed(judge_results(collective, faults, self._members), attendance)
+        return verdicts
 
-    def _transport(self) -> None:
-        attendance = self._together.run(
-            "nccl_transport", "nccl_transport", lambda _: self._chosen(), limit_s=self._options.transport_s
-        )
-        if attendance is not None:
-            chosen = {
-                rank: NcclChannels(tuple(row["networks"]), tuple(row["devices"]), row["direct"], tuple(row["local"]))
-                for rank, row in _figures(attendance).items()
-            }
-            self._verdicts += judge_transport(chosen, self._together.members, seconds=attendance.seconds)
+    def _transport(self) -> list[Verdict]:
+        def read(_: Callable[[str], None]) -> NcclChannels:
+            path = log_path(self._request.environment, host=self._identity.host, pid=os.getpid())
+            try:
+                return parse_log(Path(path).read_text(errors="replace") if path else "")
+            except OSError:
+                return NcclChannels()
 
-    def _bandwidth(self) -> None:
-        sweep = Sweep(
-            self._devices.collectives,
-            rank=self._identity.rank,
-            world_size=self._identity.world_size,
-            device=self._group.device,
-            options=self._options,
-        )
-        free_bytes = min(member.free_bytes for member in self._together.members)
+        attendance = self._run("nccl_transport", "nccl_transport", read, limit_s=_TRANSPORT_S)
+        return _timed(judge_transport(attendance.figures(NcclChannels), self._members), attendance) if attendance else []
 
-        def act(at: Callable[[str], None]) -> object:
-            return [asdict(point) for point in sweep.run(full=self._request.full, free_bytes=free_bytes, at=at)]
+    def _bandwidth(self) -> list[Verdict]:
+        cuda, free_bytes = self._group.device.type == "cuda", min(member.free_bytes for member in self._members)
+        sizes = sweep_sizes(cuda=cuda, full=self._request.full, free_bytes=free_bytes)
 
-        attendance = self._together.run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._options.bandwidth_s)
+        def act(at: Callable[[str], None]) -> Point:
+            return measure_all_reduce(
+                self._devices.collectives,
+                rank=self._identity.rank,
+                world_size=self._identity.world_size,
+                device=self._group.device,
+                sizes=sizes,
+                at=at,
+            )
+
+        attendance = self._run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._request.limits.bandwidth_s)
         if attendance is None:
-            return
-        self._points = tuple(Point(**row) for row in _rows(attendance)[0])
-        self._verdicts += judge_bandwidth(
-            self._points,
-            self._together.members,
-            nccl=self._group.backend == "nccl",
-            options=self._options,
-            seconds=attendance.seconds,
-        )
+            return []
+        self._point = attendance.figures(Point)[0]
+        nccl, ratio = self._group.backend == "nccl", self._request.thresholds.bus_ratio
+        return _timed([judge_bandwidth(self._point, self._members, nccl=nccl, least_ratio=ratio)], attendance)
 
-    def _matmul(self) -> None:
+    def _matmul(self) -> list[Verdict]:
+        ratio = self._request.thresholds.straggler_ratio if self._group.device.type == "cuda" else STRAGGLER_RATIO_CPU
         first = self._rates("matmul")
         if first is None:
-            return
-        again = None
-        if stragglers(_rates(first), ratio=self._options.straggler_share(cuda=self._group.device.type == "cuda")):
+            return []
+        again, rates = None, first.figures(float)
+        if stragglers(rates, ratio=ratio):
             again = self._rates("matmul, second time")
             if again is None:
-                return
-        seconds = first.seconds + (again.seconds if again else 0.0)
-        self._verdicts += judge_rates(
-            _rates(first), _rates(again) if again else None, self._together.members, options=self._options, seconds=seconds
-        )
-
-    def _p2p(self) -> None:
-        local = neighbours(self._together.members, host=self._together.members[self._identity.rank].host)
-
-        def act(_: Callable[[str], None]) -> object:
-            reached = measure_pairs(
-                self._devices.collectives, rank=self._identity.rank, neighbours=local, device=self._group.device
-            )
-            return [asdict(one) for one in reached]
-
-        attendance = self._together.run("p2p", "p2p", act, limit_s=self._options.p2p_s)
-        if attendance is not None:
-            reached = {rank: [Reach(**row) for row in rows] for rank, rows in _rows(attendance).items()}
-            self._verdicts += judge_pairs(reached, self._together.members, options=self._options, seconds=attendance.seconds)
+                return []
+        verdicts = judge_rates(rates, again.figures(float) if again else None, self._members, ratio=ratio)
+        return _timed(verdicts, *filter(None, (first, again)))
 
     def _rates(self, part: str) -> Attendance | None:
-        budget_s = self._options.matmul_budget_s
-        return self._together.run(
-            "matmul",
-            part,
-            lambda _: self._devices.matmul(self._group.device, budget_s=budget_s),
-            limit_s=self._options.matmul_s,
-        )
+        def act(_: Callable[[str], None]) -> float:
+            return self._devices.matmul(self._group.device, budget_s=_MATMUL_BUDGET_S)
 
-    def _chosen(self) -> dict[str, object]:
-        path = log_path(self._request.environment, host=self._identity.host, pid=os.getpid())
-        try:
-            text = Path(path).read_text(errors="replace") if path else ""
-        except OSError:
-            text = ""
-        return asdict(parse_log(text))
+        return self._run("matmul", part, act, limit_s=self._request.limits.matmul_s)
 
+    def _p2p(self) -> list[Verdict]:
+        rank, device = self._identity.rank, self._group.device
+        local = neighbours(self._members, host=self._members[rank].host)
 
-def _figures(attendance: Attendance) -> dict[int, dict]:  # type: ignore[type-arg]
-    return {rank: word.figure for rank, word in sorted(attendance.words.items()) if isinstance(word.figure, dict)}
+        def act(_: Callable[[str], None]) -> list[Reach]:
+            return measure_pairs(self._devices.collectives, rank=rank, neighbours=local, device=device)
+
+        attendance = self._run("p2p", "p2p", act, limit_s=_P2P_S)
+        return _timed(judge_pairs(attendance.figures(list[Reach]), self._members), attendance) if attendance else []
 
 
-def _rows(attendance: Attendance) -> dict[int, list]:  # type: ignore[type-arg]
-    return {rank: word.figure for rank, word in sorted(attendance.words.items()) if isinstance(word.figure, list)}
-
-
-def _rates(attendance: Attendance) -> dict[int, float]:
-    return {rank: float(str(word.figure)) for rank, word in sorted(attendance.words.items())}
+def _timed(verdicts: list[Verdict], *parts: Attendance) -> list[Verdict]:
+    """With what the parts took that they come from."""
+    return [replace(verdict, seconds=sum(part.seconds for part in parts)) for verdict in verdicts]

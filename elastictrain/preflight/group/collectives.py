@@ -7,72 +7,59 @@ that parts of a message differ wherever it is cut, and a part in the wrong place
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.preflight.group.options import GroupOptions
-
 # torch 2.13 gave two of them new names, and warns of the old ones.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+MB = 1 << 20
+DTYPES = (torch.float32, torch.bfloat16)
+_SEED = 20
 
-class Collectives(Protocol):
-    """What ranks do together, on flat tensors of the group's device. Collective: yes, all of them."""
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        """The sum over all ranks, in place."""
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        """`output`: what all ranks have, by rank."""
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
-        """`output`: this rank's part of the sum."""
-
-    def broadcast(self, buffer: Tensor, *, root: int) -> None:
-        """In place."""
-
-    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
-        """`buffer`: a part for each rank; `output`: a part from each."""
-
-    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        """At once, where both are given."""
-
-
-class BackendCollectives:
-    """Those of the default group."""
-
-    def all_reduce(self, buffer: Tensor) -> None:
-        dist.all_reduce(buffer)
-
-    def all_gather(self, output: Tensor, own: Tensor) -> None:
-        _gather(output, own)
-
-    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
-        _scatter(output, buffer)
-
-    def broadcast(self, buffer: Tensor, *, root: int) -> None:
-        dist.broadcast(buffer, root)
-
-    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
-        dist.all_to_all_single(output, buffer)
-
-    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
-        # Batched: NCCL would make a communicator of its own for each pair otherwise, and two ranks that both send first hang.
-        wanted = [] if buffer is None else [dist.P2POp(dist.isend, buffer, target)]
-        wanted += [] if output is None else [dist.P2POp(dist.irecv, output, source)]
-        for work in dist.batch_isend_irecv(wanted) if wanted else ():
-            work.wait()
-
+_SMALL = 7
+"""Elements per rank of a small message: odd, and less than the number of threads that share it."""
 
 ROW = 1021
 """Elements until a message repeats itself."""
 
 _EXACT = 256
 """Whole numbers up to here are exact in bfloat16, and so is every partial sum of them, in whatever order."""
+
+
+class Collectives:
+    """What ranks of the default group do together, on flat tensors of the group's device. Collective: yes, all of them."""
+
+    def all_reduce(self, buffer: Tensor) -> None:
+        """The sum over all ranks, in place."""
+        dist.all_reduce(buffer)
+
+    def all_gather(self, output: Tensor, own: Tensor) -> None:
+        """`output`: what all ranks have, by rank."""
+        _gather(output, own)
+
+    def reduce_scatter(self, output: Tensor, buffer: Tensor) -> None:
+        """`output`: this rank's part of the sum."""
+        _scatter(output, buffer)
+
+    def broadcast(self, buffer: Tensor, *, root: int) -> None:
+        """In place."""
+        dist.broadcast(buffer, root)
+
+    def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
+        """`buffer`: a part for each rank; `output`: a part from each."""
+        dist.all_to_all_single(output, buffer)
+
+    def send_recv(self, output: Tensor | None, buffer: Tensor | None, *, source: int, target: int) -> None:
+        """At once, where both are given."""
+        # Batched: NCCL would make a communicator of its own for each pair otherwise, and two ranks that both send first hang.
+        wanted = [] if buffer is None else [dist.P2POp(dist.isend, buffer, target)]
+        wanted += [] if output is None else [dist.P2POp(dist.irecv, output, source)]
+        for work in dist.batch_isend_irecv(wanted) if wanted else ():
+            work.wait()
 
 
 class Collective(StrEnum):
@@ -111,18 +98,6 @@ class ExpectedResult:
 
     expected: Tensor
     tolerance: Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """What a rank got that is not the answer: how many elements, and the first of them."""
-
-    num: int
-    index: int
-    got: float
-    expected: float
-    source: int | None
-    """The rank from which that element came; None where all ranks have a share in it."""
 
 
 def table(values: Values, dtype: torch.dtype, *, world_size: int, seed: int) -> Tensor:
@@ -169,22 +144,13 @@ def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
             return ExpectedResult(_repeat(rows[(rank - 1) % world_size], 0, world_size * part), None)
 
 
-def compare(trial: Trial, received: Tensor, right: ExpectedResult, *, rank: int, world_size: int) -> Wrong | None:
-    """None if all is right. Not a number is never right."""
+def find_wrong(received: Tensor, right: ExpectedResult) -> tuple[int, int] | None:
+    """How many elements are wrong, and the first of them; None if all are right. Not a number is never right."""
     if right.tolerance is None:
         good = received == right.expected
     else:
         good = (received.double() - right.expected).abs() <= right.tolerance
-    if bool(good.all()):
-        return None
-    index = int((~good).int().argmax())
-    return Wrong(
-        num=int((~good).sum()),
-        index=index,
-        got=float(received[index]),
-        expected=float(right.expected[index]),
-        source=_source(trial, index, rank=rank, world_size=world_size),
-    )
+    return None if bool(good.all()) else (int((~good).sum()), int((~good).int().argmax()))
 
 
 def root(trial: Trial, *, world_size: int) -> int:
@@ -192,7 +158,8 @@ def root(trial: Trial, *, world_size: int) -> int:
     return world_size - 1 if trial.values is Values.KNOWN else 0
 
 
-def _source(trial: Trial, index: int, *, rank: int, world_size: int) -> int | None:
+def source_of(trial: Trial, index: int, *, rank: int, world_size: int) -> int | None:
+    """The rank from which an element comes; None where all ranks have a share in it."""
     match trial.collective:
         case Collective.ALL_GATHER | Collective.ALL_TO_ALL:
             return index // trial.part
@@ -211,9 +178,6 @@ def _repeat(rows: Tensor, start: int, num: int) -> Tensor:
     return rows.repeat(*[1] * (rows.ndim - 1), copies)[..., start : start + num].contiguous()
 
 
-DTYPES = (torch.float32, torch.bfloat16)
-
-
 @dataclass(frozen=True, slots=True)
 class WrongResult:
     """A wrong result on one rank, in words, and from which rank it came, where that can be told."""
@@ -222,76 +186,65 @@ class WrongResult:
     source: int | None
 
 
-@dataclass(frozen=True, slots=True)
 class Examination:
-    """The trials that every rank makes, in the same order. `rows`: the values of all ranks, by kind and dtype."""
+    """The trials that every rank makes, in the same order."""
 
-    collectives: Collectives
-    rank: int
-    world_size: int
-    small: int
-    large_bytes: int
-    rows: dict[tuple[Values, torch.dtype], Tensor]
+    def __init__(self, collectives: Collectives, *, rank: int, world_size: int, device: torch.device, full: bool) -> None:
+        self._collectives = collectives
+        self._rank = rank
+        self._world_size = world_size
+        full_bytes, quick_bytes = (64 * MB, MB) if device.type == "cuda" else (4 * MB, MB // 4)
+        # Of all ranks' parts together.
+        self._large_bytes = full_bytes if full else quick_bytes
+        self._rows = {
+            (values, dtype): table(values, dtype, world_size=world_size, seed=_SEED).to(device)
+            for dtype in DTYPES
+            for values in Values
+        }
 
     def run(self, collective: Collective, *, at: Callable[[str], None]) -> list[WrongResult]:
         """All trials of one collective; `at` is told what is about to begin. Collective: yes."""
-        if collective is Collective.SEND_RECV and self.world_size == 1:
+        if collective is Collective.SEND_RECV and self._world_size == 1:
             return []
         return [fault for trial, rows, name in self._trials(collective) if (fault := self._try(trial, rows, name, at))]
 
     def _trials(self, collective: Collective) -> Iterator[tuple[Trial, Tensor, str]]:
-        for (values, dtype), rows in self.rows.items():
-            large = max(1, self.large_bytes // (dtype.itemsize * self.world_size))
-            for size, part in (("small", self.small), ("large", large)):
+        for (values, dtype), rows in self._rows.items():
+            large = max(1, self._large_bytes // (dtype.itemsize * self._world_size))
+            for size, part in (("small", _SMALL), ("large", large)):
                 yield Trial(collective, values, part), rows, f"{values} {str(dtype).removeprefix('torch.')}, {size}"
 
     def _try(self, trial: Trial, rows: Tensor, name: str, at: Callable[[str], None]) -> WrongResult | None:
         at(name)
-        received = self._call(trial, give(trial, rows, rank=self.rank))
-        right = answer(trial, rows, rank=self.rank)
-        wrong = compare(trial, received, right, rank=self.rank, world_size=self.world_size)
+        received = self._call(trial, give(trial, rows, rank=self._rank))
+        right = answer(trial, rows, rank=self._rank)
+        wrong = find_wrong(received, right)
         if wrong is None:
             return None
-        text = f"{wrong.num} of {received.numel()} elements ({name}), the first at {wrong.index}: {wrong.got:g}"
-        return WrongResult(f"{text} instead of {wrong.expected:g}", wrong.source)
+        num, index = wrong
+        text = f"{num} of {received.numel()} elements ({name}), the first at {index}: {float(received[index]):g}"
+        source = source_of(trial, index, rank=self._rank, world_size=self._world_size)
+        return WrongResult(f"{text} instead of {float(right.expected[index]):g}", source)
 
     def _call(self, trial: Trial, given: Tensor) -> Tensor:
+        collectives, world_size = self._collectives, self._world_size
+        if trial.collective is Collective.ALL_REDUCE:
+            collectives.all_reduce(given)
+            return given
+        if trial.collective is Collective.BROADCAST:
+            collectives.broadcast(given, root=root(trial, world_size=world_size))
+            return given
+        parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
+        # What nobody writes to must not look right by accident.
+        output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
         match trial.collective:
-            case Collective.ALL_REDUCE:
-                self.collectives.all_reduce(given)
-                return given
-            case Collective.BROADCAST:
-                self.collectives.broadcast(given, root=root(trial, world_size=self.world_size))
-                return given
             case Collective.ALL_GATHER:
-                output = _untouched(given, self.world_size * trial.part)
-                self.collectives.all_gather(output, given)
+                collectives.all_gather(output, given)
             case Collective.REDUCE_SCATTER:
-                output = _untouched(given, trial.part)
-                self.collectives.reduce_scatter(output, given)
+                collectives.reduce_scatter(output, given)
             case Collective.ALL_TO_ALL:
-                output = _untouched(given, len(given))
-                self.collectives.all_to_all(output, given)
+                collectives.all_to_all(output, given)
             case Collective.SEND_RECV:
-                output = _untouched(given, len(given))
-                before, after = (self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size
-                self.collectives.send_recv(output, given, source=before, target=after)
+                before, after = (self._rank - 1) % world_size, (self._rank + 1) % world_size
+                collectives.send_recv(output, given, source=before, target=after)
         return output
-
-
-def make_examination(
-    collectives: Collectives, *, rank: int, world_size: int, device: torch.device, options: GroupOptions, full: bool
-) -> Examination:
-    """Makes the values, too."""
-    rows = {
-        (values, dtype): table(values, dtype, world_size=world_size, seed=options.seed).to(device)
-        for dtype in DTYPES
-        for values in Values
-    }
-    large_bytes = options.large_bytes(cuda=device.type == "cuda", full=full)
-    return Examination(collectives, rank, world_size, options.small, large_bytes, rows)
-
-
-def _untouched(like: Tensor, num: int) -> Tensor:
-    # What nobody writes to must not look right by accident.
-    return torch.full((num,), float("nan"), dtype=like.dtype, device=like.device)

@@ -4,69 +4,64 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from elastictrain.preflight.group.attendance import scope_of
 from elastictrain.preflight.group.collectives import Collective, WrongResult
-from elastictrain.preflight.group.expected import group_limit
-from elastictrain.preflight.group.judge_attendance import scope_of
 from elastictrain.preflight.group.measurements import Point, Reach, size_text
-from elastictrain.preflight.group.members import GroupMember
-from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.members import GroupMember, group_limit
+from elastictrain.preflight.policy import host_of
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
+
+SLACK_S = 5e-5
+"""What a collective takes, and varies by, whatever its size. Source: 64 MB between 2 H200 took 40 to 60 microseconds longer
+than at the rate of 1 GB, of 260 in all, and 16 more or less from one time to the next."""
+
+STRAGGLER_RATIO_CPU = 0.7
+"""`straggler_ratio` on CPUs, where other processes take their part: two idle ranks on busy processors differed by 0.82."""
+
+PAIR_RATIO = 0.5
+"""A pair of GPUs with less than this share of the median of its host is slow. Pairs across sockets may be a bit slower."""
 
 _TESTS = "test its GPU (`dcgmi diag -r 3`), and try NCCL_P2P_DISABLE=1 and NCCL_NVLS_ENABLE=0; if it stays, replace the host"
 
 
-def judge_present(members: Sequence[GroupMember], *, seconds: float) -> Verdict:
-    """All are there: whoever is not has been judged already."""
-    return _reporter("present", seconds)("all", Status.PASS, measured=len(members), expected=len(members), unit="ranks")
-
-
 def judge_results(
-    collective: Collective, faults: Mapping[int, Sequence[WrongResult]], members: Sequence[GroupMember], *, seconds: float
+    collective: Collective, faults: Mapping[int, Sequence[WrongResult]], members: Sequence[GroupMember]
 ) -> list[Verdict]:
     """Check `collectives`, one of them. If all that is wrong came from one rank, and several got it, that rank is named, else
     those that got something wrong; where all did, the group."""
-    found = {rank: list(some) for rank, some in faults.items() if some}
+    report = Reporter("collectives", scope=Scope.GROUP)
+    found = {rank: some for rank, some in faults.items() if some}
     if not found:
-        return [_reporter("collectives", seconds)("all", Status.PASS, measured="right", unit=collective)]
+        return [report.passed("right", unit=collective)]
     sources = {fault.source for some in found.values() for fault in some}
     source = next(iter(sources)) if len(sources) == 1 else None
     culprits = {source} if source is not None and len(found) > 1 else set(found)
-    texts = {rank: some[0].text for rank, some in found.items()}
-    one = next(iter(texts.values()))
+    one, expected = next(iter(found.values()))[0].text, "the known result"
     if len(culprits) == len(members) > 1:
-        return [_wrong(collective, "all", f"on all ranks {one}", f"on each host {_TESTS}", seconds)]
-    verdicts = [
-        _wrong(collective, members[rank].name, texts.get(rank, one), f"on {members[rank].host} {_TESTS}", seconds)
-        for rank in sorted(culprits)
-    ]
+        remedy = f"on each host {_TESTS}"
+        return [report.failed(f"on all ranks {one}", expected=expected, unit=collective, remedy=remedy)]
+    verdicts = []
+    for rank in sorted(culprits):
+        measured, remedy = found[rank][0].text if rank in found else one, f"on {members[rank].host} {_TESTS}"
+        verdicts.append(report(members[rank].name, Status.FAIL, measured, expected, remedy, unit=collective))
     return _blaming(culprits, verdicts, members)
 
 
-def judge_bandwidth(
-    points: Sequence[Point], members: Sequence[GroupMember], *, nccl: bool, options: GroupOptions, seconds: float
-) -> list[Verdict]:
-    """Check `bus_bandwidth`: the largest all-reduce against what the links can do."""
-    num_hosts = len({member.host for member in members})
-    point = max(points, key=lambda point: point.num_bytes)
+def judge_bandwidth(point: Point, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
+    """Check `bus_bandwidth`: the largest all-reduce against what the links can do, of which `least_ratio` is enough."""
+    report, unit = Reporter("bus_bandwidth", scope=Scope.GROUP), f"GB/s all_reduce {size_text(point.num_bytes)}"
     # gloo goes through the memory and the processors of a host; there is no figure for what these can do.
-    limit = group_limit([one.links for one in members], num_hosts=num_hosts, num_ranks=len(members)) if nccl else None
-    slow = limit is not None and _is_slow(point, options.expected_ratio * limit.bus_gbs, options)
-    remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: {_look(num_hosts)}; start with NCCL_DEBUG=INFO" if limit else ""
-    return [
-        _reporter("bus_bandwidth", seconds)(
-            "all",
-            Status.WARN if slow else Status.PASS,
-            measured=_rounded(point.bus_gbs),
-            expected=_rounded(limit.bus_gbs) if limit else None,
-            unit=f"GB/s all_reduce {size_text(point.num_bytes)}",
-            remedy=remedy if slow else "",
-        )
-    ]
-
-
-def _is_slow(point: Point, least_gbs: float, options: GroupOptions) -> bool:
-    """Below what a bus of `least_gbs` lets a message of this size have."""
-    return point.bus_gbs < point.reachable_gbs(least_gbs, slack_s=options.slack_s)
+    limit, measured = group_limit(members) if nccl else None, _rounded(point.bus_gbs)
+    if limit is None:
+        return report.passed(measured, unit=unit)
+    expected = _rounded(limit.bus_gbs)
+    if point.bus_gbs >= point.reachable_gbs(least_ratio * limit.bus_gbs, slack_s=SLACK_S):
+        return report.passed(measured, expected=expected, unit=unit)
+    look = "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
+    if len({member.host for member in members}) > 1:
+        look = "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
+    remedy = f"{limit.link} can do {limit.bus_gbs:.4g} GB/s: {look}; start with NCCL_DEBUG=INFO"
+    return report.warned(measured, expected=expected, unit=unit, remedy=remedy)
 
 
 def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
@@ -76,41 +71,30 @@ def stragglers(rates: Mapping[int, float], *, ratio: float) -> dict[int, float]:
 
 
 def judge_rates(
-    first: Mapping[int, float],
-    again: Mapping[int, float] | None,
-    members: Sequence[GroupMember],
-    *,
-    options: GroupOptions,
-    seconds: float,
+    first: Mapping[int, float], again: Mapping[int, float] | None, members: Sequence[GroupMember], *, ratio: float
 ) -> list[Verdict]:
     """Check `matmul`. Who is slow once is measured again (`again`), and who is slow twice is a straggler.
 
     That is a failure among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed.
     """
+    report = Reporter("matmul", scope=Scope.GROUP)
     rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
     typical = _rounded(statistics.median(rates.values()))
-    devices = {member.device for member in members}
-    slow = stragglers(rates, ratio=options.straggler_share(cuda=devices != {"cpu"}))
+    slow = stragglers(rates, ratio=ratio)
     if again is None or not slow:
-        return [_reporter("matmul", seconds)("all", Status.PASS, measured=typical, unit="TFLOP/s")]
-    verdicts = [
-        _reporter("matmul", seconds)(
-            members[rank].name,
-            Status.WARN if devices == {"cpu"} or len(devices) > 1 else Status.FAIL,
-            measured=_rounded(rates[rank]),
-            expected=typical,
-            unit="TFLOP/s",
-            remedy=_slow_remedy(members[rank]),
-        )
-        for rank in sorted(slow)
-    ]
+        return [report.passed(typical, unit="TFLOP/s")]
+    devices = {member.device for member in members}
+    status = Status.WARN if devices == {"cpu"} or len(devices) > 1 else Status.FAIL
+    verdicts = []
+    for rank in sorted(slow):
+        member, measured = members[rank], _rounded(rates[rank])
+        verdicts.append(report(member.name, status, measured, typical, _slow_remedy(member), unit="TFLOP/s"))
     return _blaming(slow, verdicts, members)
 
 
-def judge_pairs(
-    reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupMember], *, options: GroupOptions, seconds: float
-) -> list[Verdict]:
+def judge_pairs(reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupMember]) -> list[Verdict]:
     """Check `p2p`, host by host: pairs without direct access, and pairs much slower than the others of their host."""
+    report = Reporter("p2p", scope=Scope.GROUP)
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
         pairs = {(one.source, rank): one for rank, some in reached.items() if members[rank].host == host for one in some}
@@ -119,65 +103,45 @@ def judge_pairs(
         typical = statistics.median(one.gbs for one in pairs.values())
         bad = []
         for (source, target), one in sorted(pairs.items()):
-            subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"
-            if one.gbs < options.pair_ratio * typical:
+            figure: Figure = _rounded(one.gbs)
+            if one.gbs < PAIR_RATIO * typical:
                 remedy = f"on {host} look at what joins the two: `nvidia-smi topo -m`, `nvidia-smi nvlink --status`"
-                figure: Figure = _rounded(one.gbs)
             elif one.access is False:
+                figure = f"{one.gbs:.4g}, without direct access"
                 remedy = (
                     f"on {host} see why in `nvidia-smi topo -p2p r`; in a virtual machine or with an IOMMU, ACS must be off "
                     f"(boot with iommu=pt, `setpci -v -d '*:*' ECAP_ACS+0x6.w=0000`)"
                 )
-                figure = f"{one.gbs:.4g}, without direct access"
             else:
                 continue
-            expected = _rounded(typical)
-            bad.append(
-                _reporter("p2p", seconds)(
-                    subject,
-                    Status.WARN,
-                    measured=figure,
-                    expected=expected,
-                    unit="GB/s",
-                    remedy=remedy,
-                )
-            )
-        verdicts += bad or [_reporter("p2p", seconds)(host, Status.PASS, measured=_rounded(typical), unit="GB/s a pair")]
-    return verdicts or [
-        _reporter("p2p", seconds)(
-            "all",
-            Status.SKIP,
-            measured="one GPU on each host",
-            remedy="nothing to do: there are no pairs",
-        )
+            subject = f"GPU {members[source].local_rank} -> GPU {members[target].local_rank} on {host}"
+            bad.append(report(subject, Status.WARN, figure, _rounded(typical), remedy, unit="GB/s"))
+        verdicts += bad or [report(host, Status.PASS, _rounded(typical), unit="GB/s a pair")]
+    return verdicts or [report.skipped("one GPU on each host", remedy="nothing to do: there are no pairs")]
+
+
+def agreed(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """The verdicts of all parts of the checks. Where the parts of one check blame several hosts, no host is to blame."""
+    blamed: dict[str, set[str]] = {}
+    for verdict in filter(_blames, verdicts):
+        blamed.setdefault(verdict.check, set()).add(host_of(verdict.subject))
+    return [
+        replace(verdict, scope=Scope.GROUP) if _blames(verdict) and len(blamed[verdict.check]) > 1 else verdict
+        for verdict in verdicts
     ]
+
+
+def _blames(verdict: Verdict) -> bool:
+    return verdict.scope is Scope.HOST and verdict.status is Status.FAIL
 
 
 def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[GroupMember]) -> list[Verdict]:
     """The same, about the host if there is one to blame."""
-    scope = scope_of(culprits, members)
-    return [replace(verdict, scope=scope) for verdict in verdicts]
-
-
-def _wrong(collective: Collective, subject: str, measured: str, remedy: str, seconds: float) -> Verdict:
-    return _reporter("collectives", seconds)(
-        subject,
-        Status.FAIL,
-        measured=measured,
-        expected="the known result",
-        unit=collective,
-        remedy=remedy,
-    )
+    return [replace(verdict, scope=scope_of(culprits, members)) for verdict in verdicts]
 
 
 def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
-
-
-def _look(num_hosts: int) -> str:
-    if num_hosts > 1:
-        return "see the checks nccl_transport and bandwidth, and `ibstat` or `ethtool INTERFACE` on each host"
-    return "look at `nvidia-smi topo -m` and `nvidia-smi nvlink --status`"
 
 
 def _slow_remedy(member: GroupMember) -> str:
@@ -187,7 +151,3 @@ def _slow_remedy(member: GroupMember) -> str:
         f"on {member.host} look at `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {member.local_rank}` and at other processes on "
         f"GPU {member.local_rank}; if it stays, replace the host"
     )
-
-
-def _reporter(check: str, seconds: float) -> Reporter:
-    return Reporter(check, scope=Scope.GROUP, seconds=seconds)

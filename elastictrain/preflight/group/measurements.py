@@ -8,10 +8,20 @@ import psutil
 import torch
 from torch import Tensor
 
-from elastictrain.preflight.group.collectives import Collectives
-from elastictrain.preflight.group.options import GroupOptions
+from elastictrain.preflight.group.collectives import MB, Collectives
+
+SWEEP_BUDGET_S = 5.0
+"""No larger message is begun after this long: the group has a slow link, and the smaller ones have told so."""
+
+_POINT_BUDGET_S = 0.05
+"""For one size, at the least a few rounds."""
 
 _FEWEST, _MOST = 3, 40
+_CUDA_SIDE, _CPU_SIDE = 8192, 256
+_FEWEST_PRODUCTS, _MOST_PRODUCTS = 5, 200
+_MATRICES = 3
+PAIR_BYTES = 64 * MB
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +53,11 @@ def factor(world_size: int) -> float:
     return 2 * (world_size - 1) / world_size
 
 
-def fitting_sizes(sizes: tuple[int, ...], *, free_bytes: int) -> tuple[int, ...]:
-    """Those for which there is room: a message in, one out, and as much again for others. At least the smallest."""
-    return tuple(size for size in sizes if 4 * size <= free_bytes) or sizes[:1]
+def sweep_sizes(*, cuda: bool, full: bool, free_bytes: int) -> tuple[int, ...]:
+    """In bytes, growing; those for which there is room: a message in, one out, and as much again for others. At least one."""
+    sizes = (MB, 64 * MB, 1024 * MB) if cuda else (MB, 16 * MB)
+    wanted = sizes if full else sizes[:-1]
+    return tuple(size for size in wanted if 4 * size <= free_bytes) or sizes[:1]
 
 
 def num_rounds(once_s: float, *, budget_s: float) -> int:
@@ -66,63 +78,46 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-class Sweep:
-    """All-reduce at growing sizes, until time is up. All ranks agree on what comes next, because they agree on the times."""
+def measure_all_reduce(
+    collectives: Collectives,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    at: Callable[[str], None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> Point:
+    """All-reduce at growing sizes, until time is up; the largest that was measured counts. All ranks agree on what comes next,
+    because they agree on the times. Collective: yes."""
+    # Zeros, because a sum of anything else would grow from round to round.
+    message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        *,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        options: GroupOptions,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._collectives = collectives
-        self._rank = rank
-        self._world_size = world_size
-        self._device = device
-        self._options = options
-        self._clock = clock
-
-    def run(self, *, full: bool, free_bytes: int, at: Callable[[str], None]) -> list[Point]:
-        """The sizes that fit into `free_bytes` (the least of all ranks). Collective: yes."""
-        sizes = self._options.sweep_sizes(cuda=self._device.type == "cuda", full=full)
-        sizes = fitting_sizes(sizes, free_bytes=free_bytes)
-        # Zeros, because a sum of anything else would grow from round to round.
-        message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=self._device)
-        points: list[Point] = []
-        spent_s, once_s, before = 0.0, 0.0, sizes[0]
-        for size in sizes:
-            if not has_time(once_s, growth=size / before, spent_s=spent_s, budget_s=self._options.sweep_budget_s):
-                break
-            at(f"all_reduce of {size} bytes")
-            buffer = message[: size // 4]
-            first_s = self._time(buffer, rounds=1)
-            once_s = self._time(buffer, rounds=1)
-            rounds = num_rounds(once_s, budget_s=self._options.point_budget_s)
-            once_s = self._time(buffer, rounds=rounds)
-            spent_s += first_s + once_s * (rounds + 1)
-            before = size
-            points.append(Point(size, once_s, self._world_size))
-        return points
-
-    def _time(self, buffer: torch.Tensor, *, rounds: int) -> float:
+    def measure(buffer: Tensor, *, rounds: int) -> float:
         """Seconds of one round, on the slowest rank."""
-        self._settle()
-        began = self._clock()
+        _settle(device)
+        began = clock()
         for _ in range(rounds):
-            self._collectives.all_reduce(buffer)
-        self._settle()
-        times = torch.zeros(self._world_size, dtype=torch.float64, device=self._device)
-        times[self._rank] = (self._clock() - began) / rounds
-        self._collectives.all_reduce(times)
+            collectives.all_reduce(buffer)
+        _settle(device)
+        times = torch.zeros(world_size, dtype=torch.float64, device=device)
+        times[rank] = (clock() - began) / rounds
+        collectives.all_reduce(times)
         return float(times.max())
 
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+    spent_s, once_s, point = 0.0, 0.0, Point(sizes[0], 0.0, world_size)
+    for size in sizes:
+        if not has_time(once_s, growth=size / point.num_bytes, spent_s=spent_s, budget_s=SWEEP_BUDGET_S):
+            break
+        at(f"all_reduce of {size} bytes")
+        buffer = message[: size // 4]
+        first_s = measure(buffer, rounds=1)
+        once_s = measure(buffer, rounds=1)
+        rounds = num_rounds(once_s, budget_s=_POINT_BUDGET_S)
+        once_s = measure(buffer, rounds=rounds)
+        spent_s += first_s + once_s * (rounds + 1)
+        point = Point(size, once_s, world_size)
+    return point
 
 
 def free_memory(device: torch.device, *, local_world_size: int) -> int:
@@ -130,11 +125,6 @@ def free_memory(device: torch.device, *, local_world_size: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available) // local_world_size
-
-
-_CUDA_SIDE, _CPU_SIDE = 8192, 256
-_FEWEST_PRODUCTS, _MOST_PRODUCTS = 5, 200
-_MATRICES = 3
 
 
 def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
@@ -166,10 +156,6 @@ def matmul_tflops(device: torch.device, *, budget_s: float, clock: Callable[[], 
 def _settle(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-PAIR_BYTES = 64 << 20
-_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)

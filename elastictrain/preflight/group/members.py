@@ -1,23 +1,66 @@
-"""The ranks of a group, and what each knows of its host and device."""
+"""The ranks of a group, what each knows of its host and device, and what the links between them can do."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
-from elastictrain.preflight.group.expected import Links
+from elastictrain.bounded_json import as_record
 
 Planned = Literal["rdma", "socket"]
 
+# GB/s of payload that one NVLink carries in one direction, which is what is left of the signalling rate after the packets'
+# own bytes. Source: NCCL's table of links by compute capability (graph/topo.h); 18 links of Hopper: 371 of 450 GB/s.
+_NVLINK_2, _NVLINK_3, _NVLINK_4, _NVLINK_5 = 20.0, 20.0, 20.6, 40.1
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """What other parts of preflight found out about this host; None is unknown."""
+# GB/s of payload of 16 PCIe lanes of each generation in one direction. Source: NCCL's 12 GB/s for the third, doubled.
+_PCIE_3, _PCIE_4, _PCIE_5 = 12.0, 24.0, 48.0
 
-    network_gbps: float | None = None
-    """Of all ports together that the backend uses to reach other hosts."""
+_NETWORK_SHARE = 0.96
+"""Of a network port's rate, what is left for payload. Source: NCCL counts 12 GB/s for 100 Gb/s."""
 
-    planned: Planned | None = None
-    """What the transport plan has NCCL use between hosts."""
+
+@dataclass(frozen=True, slots=True)
+class GpuModel:
+    """A GPU by a part of its name. `num_links`: NVLinks that are always connected; 0 where there are none, or a bridge is
+    optional."""
+
+    name: str
+    num_links: int
+    link_gbs: float
+    pcie_gbs: float
+
+
+# Longer names first: the first one that is part of the GPU's name counts. Source: the vendor's data sheets.
+MODELS = (
+    GpuModel("GB300", 18, _NVLINK_5, _PCIE_5),
+    GpuModel("GB200", 18, _NVLINK_5, _PCIE_5),
+    GpuModel("B300", 18, _NVLINK_5, _PCIE_5),
+    GpuModel("B200", 18, _NVLINK_5, _PCIE_5),
+    GpuModel("B100", 18, _NVLINK_5, _PCIE_5),
+    GpuModel("H200 NVL", 0, 0.0, _PCIE_5),
+    GpuModel("H200", 18, _NVLINK_4, _PCIE_5),
+    GpuModel("H100 NVL", 0, 0.0, _PCIE_5),
+    GpuModel("H100 PCIe", 0, 0.0, _PCIE_5),
+    GpuModel("H100", 18, _NVLINK_4, _PCIE_5),
+    GpuModel("H800 PCIe", 0, 0.0, _PCIE_5),
+    GpuModel("H800", 8, _NVLINK_4, _PCIE_5),
+    GpuModel("H20", 18, _NVLINK_4, _PCIE_5),
+    GpuModel("A100-SXM", 12, _NVLINK_3, _PCIE_4),
+    GpuModel("A100", 0, 0.0, _PCIE_4),
+    GpuModel("A800-SXM", 8, _NVLINK_3, _PCIE_4),
+    GpuModel("A800", 0, 0.0, _PCIE_4),
+    GpuModel("V100-SXM", 6, _NVLINK_2, _PCIE_3),
+    GpuModel("V100", 0, 0.0, _PCIE_3),
+    GpuModel("L40S", 0, 0.0, _PCIE_4),
+    GpuModel("L40", 0, 0.0, _PCIE_4),
+    GpuModel("RTX PRO 6000", 0, 0.0, _PCIE_5),
+    GpuModel("RTX 6000 Ada", 0, 0.0, _PCIE_4),
+    GpuModel("RTX 5090", 0, 0.0, _PCIE_5),
+    GpuModel("RTX 4090", 0, 0.0, _PCIE_4),
+    GpuModel("A30", 0, 0.0, _PCIE_4),
+    GpuModel("T4", 0, 0.0, _PCIE_3),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,17 +78,15 @@ class GroupMember:
 
     free_bytes: int = 0
     network_gbps: float | None = None
+    """Of all ports together that the backend uses to reach other hosts; None is unknown."""
+
     planned: Planned | None = None
+    """What the transport plan has NCCL use between hosts; None is unknown."""
 
     @property
     def name(self) -> str:
         """As verdicts name it."""
         return f"rank {self.rank} on {self.host}"
-
-    @property
-    def links(self) -> Links:
-        """What its data moves over."""
-        return Links(None if self.device == "cpu" else self.device, self.network_gbps)
 
 
 def strangers(hosts: Sequence[str]) -> tuple[GroupMember, ...]:
@@ -57,16 +98,53 @@ def strangers(hosts: Sequence[str]) -> tuple[GroupMember, ...]:
 
 def introduced(members: Sequence[GroupMember], figures: Mapping[int, object]) -> tuple[GroupMember, ...]:
     """With what those ranks said of themselves that said it."""
-    names = {field.name for field in fields(GroupMember)}
-    told = {rank: row for rank, row in figures.items() if isinstance(row, dict)}
-    return tuple(
-        GroupMember(**{name: value for name, value in told[member.rank].items() if name in names})
-        if member.rank in told
-        else member
-        for member in members
-    )
+    known = list(members)
+    for rank, figure in figures.items():
+        with suppress(ValueError):
+            known[rank] = as_record(figure, GroupMember)
+    return tuple(known)
 
 
 def neighbours(members: Sequence[GroupMember], *, host: str) -> list[int]:
     """Ranks of a host, by local rank."""
     return [one.rank for one in sorted(members, key=lambda one: one.local_rank) if one.host == host]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimit:
+    """What all-reduce can reach in bus bandwidth, and by which link, for a person."""
+
+    bus_gbs: float
+    link: str
+
+
+def find_model(gpu: str) -> GpuModel | None:
+    """None if the name is not in the table."""
+    return next((model for model in MODELS if model.name.lower() in gpu.lower()), None)
+
+
+def local_limit(gpu: str) -> LinkLimit | None:
+    """Between the GPUs of a host."""
+    model = find_model(gpu)
+    if model is None:
+        return None
+    if model.num_links:
+        return LinkLimit(model.num_links * model.link_gbs, f"{model.num_links} NVLinks of {model.name}")
+    return LinkLimit(model.pcie_gbs, f"PCIe of {model.name}")
+
+
+def network_limit(gbps: float | None) -> LinkLimit | None:
+    """Between hosts. Bus bandwidth is what crosses the border of a host in each direction, however many GPUs it has."""
+    return LinkLimit(gbps / 8 * _NETWORK_SHARE, f"{gbps:g} Gb/s of network") if gbps else None
+
+
+def group_limit(members: Sequence[GroupMember]) -> LinkLimit | None:
+    """The slowest link that is used; None if one of them is unknown, or there is no link.
+
+    With a rank on each host only, data never moves between the GPUs of a host.
+    """
+    num_hosts = len({one.host for one in members})
+    limits = [local_limit(one.device) for one in members] if len(members) > num_hosts else []
+    limits += [network_limit(one.network_gbps) for one in members] if num_hosts > 1 else []
+    known = [limit for limit in limits if limit is not None]
+    return min(known, key=lambda limit: limit.bus_gbs) if known and len(known) == len(limits) else None

@@ -1,11 +1,11 @@
 """Which transport NCCL chose, by its own log, and whether that is the planned one. Pure."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.group.members import GroupMember, Planned
-from elastictrain.preflight.verdict import Scope, Status, Verdict
+from elastictrain.preflight.group.members import GroupMember
+from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 DEBUG, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
 
@@ -14,7 +14,7 @@ _LISTENING = frozenset(("INFO", "TRACE"))
 # Source: the messages of NCCL 2.4 to 2.30 in net.cc, p2p.cc and shm.cc (RCCL has the same): "Channel 00/0 : 0[0] -> 8[0]
 # [send] via NET/IB/0(3)/GDRDMA(PCI)/Shared", "... via P2P/CUMEM/read", "... via SHM/direct/direct"; "Ring" in old ones.
 _CHANNEL = re.compile(r"NCCL INFO (?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[[0-9a-f]+\])? -> \d+(?:\[[0-9a-f]+\])? .*?via (.+)")
-_NET = re.compile(r"NET/([^/\n]+)/(\d+)(?:\(\d+\))?(/GDRDMA)?")
+_NET = re.compile(r"NET/([^/\n]+)/\d+(?:\(\d+\))?(/GDRDMA)?")
 _LOCAL = re.compile(r"(P2P|SHM)\b")
 
 
@@ -23,9 +23,6 @@ class NcclChannels:
     """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM"."""
 
     networks: tuple[str, ...] = ()
-    devices: tuple[int, ...] = ()
-    """Numbers of the network devices."""
-
     direct: bool | None = None
     """All network channels reach the GPU's memory without the host's (GDRDMA); None where there are none."""
 
@@ -62,17 +59,15 @@ def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | No
 
 def parse_log(text: str) -> NcclChannels:
     """What the lines about channels say; nothing known if there are none."""
-    networks, local, devices, direct = set(), set(), set(), set()
+    networks, local, direct = set(), set(), set()
     for channel in _CHANNEL.finditer(text):
         if network := _NET.match(channel[1]):
             networks.add(network[1])
-            devices.add(int(network[2]))
-            direct.add(network[3] is not None)
+            direct.add(network[2] is not None)
         elif near := _LOCAL.match(channel[1]):
             local.add(near[1])
     return NcclChannels(
         networks=tuple(sorted(networks)),
-        devices=tuple(sorted(devices)),
         direct=all(direct) if direct else None,
         local=tuple(sorted(local)),
     )
@@ -98,77 +93,40 @@ def _covers(subsystems: str | None) -> bool:
     return not named if subsystems.startswith("^") else named
 
 
-_CHECK = "nccl_transport"
-
-
-def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember], *, seconds: float) -> list[Verdict]:
+def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember]) -> list[Verdict]:
     """One verdict for each host that differs from its plan, else one for all."""
-    if not any(one.known for one in chosen.values()):
-        return [_unread(seconds)]
+    report = Reporter("nccl_transport", scope=Scope.GROUP)
+    known = [one for one in chosen.values() if one.known]
+    if not known:
+        remedy = "unset NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE: they are set for this where nobody has set them"
+        return [report.skipped("unknown", remedy=remedy)]
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
         ranks = [member for member in members if member.host == host]
-        networks = {name for one in ranks for name in chosen[one.rank].networks}
-        if not networks:
-            continue
-        verdicts += _of_host(host, ranks, chosen, networks, seconds)
-    used = sorted({_text(one) for one in chosen.values() if one.known})
-    passed = Verdict(
-        check=_CHECK, scope=Scope.GROUP, subject="all", status=Status.PASS, measured=", ".join(used), seconds=seconds
-    )
-    return verdicts or [passed]
+        verdict = _judge_host([chosen[one.rank] for one in ranks], ranks[0], Reporter("nccl_transport", host, Scope.GROUP))
+        verdicts += [verdict] if verdict is not None else []
+    return verdicts or [report.passed(", ".join(sorted({_text(one) for one in known})))]
 
 
-def _of_host(
-    host: str, ranks: Sequence[GroupMember], chosen: Mapping[int, NcclChannels], networks: set[str], seconds: float
-) -> list[Verdict]:
-    def warn(measured: str, expected: str, remedy: str) -> list[Verdict]:
-        return [
-            Verdict(
-                check=_CHECK,
-                scope=Scope.GROUP,
-                subject=host,
-                status=Status.WARN,
-                measured=measured,
-                expected=expected,
-                remedy=remedy,
-                seconds=seconds,
-            )
-        ]
-
-    planned = ranks[0].planned
+def _judge_host(chosen: Sequence[NcclChannels], member: GroupMember, report: Reporter) -> Verdict | None:
+    networks, host = {name for one in chosen for name in one.networks}, report.subject
     used = ", ".join(f"NET/{name}" for name in sorted(networks))
-    if planned is not None and kinds(networks) & {"rdma", "socket"} - {planned}:
-        return _off_plan(planned, host, used, warn)
-    if kinds(networks) == {"rdma"} and any(chosen[one.rank].direct is False for one in ranks):
-        remedy = (
-            f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: GPU "
-            f"and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
-        )
-        return warn(f"{used} without GDRDMA", "NET/IB with GDRDMA", remedy)
-    return []
-
-
-def _off_plan(planned: Planned, host: str, used: str, warn: Callable[[str, str, str], list[Verdict]]) -> list[Verdict]:
-    if planned == "rdma":
+    if member.planned is not None and kinds(networks) & {"rdma", "socket"} - {member.planned}:
+        if member.planned == "socket":
+            remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
+            return report.warned(used, expected="NET/Socket", remedy=remedy)
         remedy = (
             f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and /dev/infiniband "
             f"visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not be 1"
         )
-        return warn(used, "NET/IB", remedy)
-    return warn(used, "NET/Socket", f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband")
-
-
-def _unread(seconds: float) -> Verdict:
-    return Verdict(
-        check=_CHECK,
-        scope=Scope.GROUP,
-        subject="all",
-        status=Status.SKIP,
-        measured="unknown",
-        seconds=seconds,
-        remedy="unset NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE: they are set for this where nobody has set them",
-    )
+        return report.warned(used, expected="NET/IB", remedy=remedy)
+    if kinds(networks) == {"rdma"} and any(one.direct is False for one in chosen):
+        remedy = (
+            f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: GPU "
+            f"and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
+        )
+        return report.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy)
+    return None
 
 
 def _text(one: NcclChannels) -> str:

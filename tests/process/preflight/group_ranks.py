@@ -17,18 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastictrain.config.preflight import PreflightLimits
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
 from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, GroupFindings, Request
-from elastictrain.preflight.group.collectives import BackendCollectives
+from elastictrain.preflight.group.collectives import Collectives
 from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
-from elastictrain.preflight.group.options import GroupOptions
 
-HASTY = GroupOptions(present_s=1.0, collective_s=1.0, grace_s=0.5)
+HASTY = Request(full=False, limits=PreflightLimits(collective_s=1.0), present_s=1.0, grace_s=0.5)
 
 
-class Wrongly(BackendCollectives):
+class Wrongly(Collectives):
     """Gathers wrong elements on rank 1, broadcasts wrong ones from rank 2, and adds nothing of rank 0."""
 
     def __init__(self, rank: int) -> None:
@@ -51,7 +51,7 @@ class Wrongly(BackendCollectives):
         super().all_reduce(buffer)
 
 
-class Freezing(BackendCollectives):
+class Freezing(Collectives):
     """Stops its whole process in an exchange of all with all."""
 
     def __init__(self, rank: int) -> None:
@@ -123,7 +123,7 @@ def pieces(rank: Rank) -> None:
     """What under gloo only a test calls, and what cannot be broken from outside."""
     own, world = rank.identity.rank, rank.identity.world_size
     reached = measure_pairs(
-        BackendCollectives(), rank=own, neighbours=list(range(world)), device=torch.device("cpu"), num_bytes=1 << 16
+        Collectives(), rank=own, neighbours=list(range(world)), device=torch.device("cpu"), num_bytes=1 << 16
     )
     rate = matmul_tflops(torch.device("cpu"), budget_s=0.01)
     rank.write("pieces", {"reached": [asdict(one) for one in reached], "rate": rate})
@@ -134,7 +134,7 @@ def absent(rank: Rank) -> None:
         dist.barrier()
         time.sleep(2)
     else:
-        rank.check("absent", Request(full=False, options=HASTY))
+        rank.check("absent", HASTY)
     dist.barrier()
 
 
@@ -143,11 +143,11 @@ def late(rank: Rank) -> None:
         if part == "reduce_scatter" and rank.identity.rank == 2:
             time.sleep(3600)
 
-    rank.check("late", Request(full=False, options=HASTY), on_part=pause)
+    rank.check("late", HASTY, on_part=pause)
 
 
 def frozen(rank: Rank) -> None:
-    rank.check("frozen", Request(full=False, options=HASTY), devices=GroupDevices(Freezing(rank.identity.rank)))
+    rank.check("frozen", HASTY, devices=GroupDevices(Freezing(rank.identity.rank)))
 
 
 if __name__ == "__main__":

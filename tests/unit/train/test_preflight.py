@@ -19,7 +19,6 @@ from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
-from elastictrain.preflight.group.options import GroupOptions
 from elastictrain.preflight.host_preflight import HostPreflight, Report
 from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.policy import Ended, Level, decide
@@ -31,7 +30,6 @@ from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
 from elastictrain.train.past_starts import PastStarts, findings_in, last_word
 from elastictrain.train.preflight import RunPreflight
-from elastictrain.train.preflight_options import group_options, link_options
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import verdict
 from tests.unit.train.test_loop import config
@@ -57,7 +55,7 @@ def store(tmp_path: Path) -> Store:
 @pytest.fixture
 def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
     def made(
-        *, level: str = "auto", found: Sequence[Verdict] = (), restart: str = "0"
+        *, level: str = "auto", found: Sequence[Verdict] = (), restart: str = "0", settings: PreflightGroup | None = None
     ) -> tuple[RunPreflight, list[Event], list[HostPreflight]]:
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restart)
         recorded: list[Event] = []
@@ -76,7 +74,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
         monkeypatch.setattr(module.HostPreflight, "check", check)
         plain = config(steps=3)
         preflight = RunPreflight(
-            replace(plain, preflight=replace(plain.preflight, level=level)),
+            replace(plain, preflight=replace(settings or plain.preflight, level=level)),
             Identity(0, 1, 0, 1, "a", launched=False),
             AgreedGeneration("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
             StoreExchange(dist.HashStore()),
@@ -251,23 +249,22 @@ def test_findings_among_other_records() -> None:
     assert findings_in("\n".join(rows).encode()) == [[{"check": "mtu"}]]
 
 
-def test_every_threshold_and_limit_of_the_configuration_has_an_effect() -> None:
-    plain = PreflightGroup()
-    changed = replace(
-        plain,
-        thresholds=PreflightThresholds(**{field.name: 0.123 for field in fields(PreflightThresholds)}),
-        limits=PreflightLimits(**{field.name: 0.123 for field in fields(PreflightLimits)}),
-    )
-    assert (link_options(plain), group_options(plain)) == (LinkOptions(), GroupOptions())
-    told = [*asdict(link_options(changed)).values(), *asdict(group_options(changed)).values()]
-    # The storage round trip gets its own by another way.
-    assert told.count(0.123) == len(fields(PreflightThresholds)) + len(fields(PreflightLimits)) - 1
+CHANGED = replace(
+    PreflightGroup(),
+    thresholds=PreflightThresholds(**{field.name: 0.123 for field in fields(PreflightThresholds)}),
+    limits=PreflightLimits(**{field.name: 0.123 for field in fields(PreflightLimits)}),
+)
 
 
-def test_the_storage_round_trip_has_its_limit(make: Make) -> None:
-    preflight, _, checked = make()
+@pytest.mark.parametrize(("settings", "num_changed"), [(PreflightGroup(), 0), (CHANGED, 6)])
+def test_thresholds_and_limits_reach_links_and_the_storage_round_trip(
+    settings: PreflightGroup, num_changed: int, make: Make
+) -> None:
+    preflight, _, checked = make(settings=settings)
     preflight.check_hosts()
-    assert checked[0].asked.own.trip_limit_s == PreflightLimits().storage_s
+    assert (checked[0].links == LinkOptions()) is (num_changed == 0)
+    assert list(asdict(checked[0].links).values()).count(0.123) == num_changed
+    assert checked[0].asked.own.trip_limit_s == settings.limits.storage_s
 
 
 @pytest.fixture
@@ -293,13 +290,14 @@ def two_ranks(preflight: RunPreflight) -> RunPreflight:
 
 
 def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) -> None:
-    preflight, recorded, _ = make()
+    preflight, recorded, _ = make(settings=CHANGED)
     two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
     (event,) = recorded
     assert isinstance(event, Preflight)
     assert (event.stage, event.counts["pass"]) == ("group", 1)
     assert collectives["hosts"] == ("a", "b")
-    assert cast(Request, collectives["request"]).full
+    request = cast(Request, collectives["request"])
+    assert (request.full, request.thresholds, request.limits) == (True, CHANGED.thresholds, CHANGED.limits)
 
 
 def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:

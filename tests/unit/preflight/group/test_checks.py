@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from elastictrain.config.preflight import PreflightLimits
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupDevices, GroupFindings, Request
-from elastictrain.preflight.group.measurements import Sweep, free_memory, matmul_tflops, pair_rounds
+from elastictrain.preflight.group.collectives import MB
+from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, pair_rounds, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
-from elastictrain.preflight.group.options import MB, GroupOptions
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
 from tests.unit.preflight.group.test_attendance import Table
@@ -68,7 +69,7 @@ def test_a_world_of_one() -> None:
     assert findings.usable
     assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul"}
     assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
-    assert findings.points == ()
+    assert findings.point is None
 
 
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
@@ -97,7 +98,7 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
                 gate.wait(30)
 
     began = time.monotonic()
-    findings = run(Hanging(), Request(full=False, options=GroupOptions(collective_s=1.0, grace_s=0.1)))
+    findings = run(Hanging(), Request(full=False, limits=PreflightLimits(collective_s=1.0), grace_s=0.1))
     gate.set()
     assert time.monotonic() - began < 5
     assert not findings.usable
@@ -106,23 +107,35 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
     assert last.measured == "no answer from broadcast at known bfloat16, small within 1 s"
 
 
-def test_a_sweep_measures_growing_sizes() -> None:
-    sweep = Sweep(Other(), rank=0, world_size=2, device=CPU, options=GroupOptions())
-    assert [point.num_bytes for point in sweep.run(full=True, free_bytes=1 << 30, at=lambda _: None)] == [MB, 16 * MB]
-    assert [point.num_bytes for point in sweep.run(full=False, free_bytes=1 << 30, at=lambda _: None)] == [MB]
+def test_the_largest_message_counts() -> None:
+    measured: list[str] = []
+    sizes = sweep_sizes(cuda=False, full=True, free_bytes=1 << 30)
+    point = measure_all_reduce(Other(), rank=0, world_size=2, device=CPU, sizes=sizes, at=measured.append)
+    assert point.num_bytes == 16 * MB
+    assert measured == [f"all_reduce of {MB} bytes", f"all_reduce of {16 * MB} bytes"]
 
 
-def test_a_sweep_over_a_slow_link_ends_early() -> None:
-    clock = iter(range(10_000))
-    options = GroupOptions(sweep_budget_s=20.0)
-    slow = Sweep(Other(), rank=0, world_size=2, device=CPU, options=options, clock=lambda: float(next(clock)))
-    assert [point.num_bytes for point in slow.run(full=True, free_bytes=1 << 30, at=lambda _: None)] == [MB]
+def test_a_sweep_over_a_slow_link_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("elastictrain.preflight.group.measurements.SWEEP_BUDGET_S", 20.0)
+    point = measure_all_reduce(
+        Other(),
+        rank=0,
+        world_size=2,
+        device=CPU,
+        sizes=(MB, 16 * MB),
+        at=lambda _: None,
+        clock=lambda: float(next(ticks)),
+    )
+    assert point.num_bytes == MB
 
 
 def test_large_messages_are_few_where_memory_is() -> None:
-    sweep = Sweep(Alone(), rank=0, world_size=1, device=CPU, options=replace(GroupOptions(), point_budget_s=0.001))
-    quick = sweep.run(full=False, free_bytes=10, at=lambda _: None)
-    assert [point.num_bytes for point in quick] == [MB]
+    assert sweep_sizes(cuda=True, full=True, free_bytes=1 << 40) == (MB, 64 * MB, 1024 * MB)
+    assert sweep_sizes(cuda=True, full=False, free_bytes=1 << 40) == (MB, 64 * MB)
+    assert sweep_sizes(cuda=True, full=True, free_bytes=256 * MB) == (MB, 64 * MB)
+    assert sweep_sizes(cuda=False, full=False, free_bytes=1 << 40) == (MB,)
+    assert sweep_sizes(cuda=True, full=True, free_bytes=10) == (MB,)
     assert free_memory(CPU, local_world_size=2) * 2 == pytest.approx(free_memory(CPU, local_world_size=1), rel=0.2)
 
 

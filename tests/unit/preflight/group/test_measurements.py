@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.preflight.group.measurements import Point, factor, fitting_sizes, has_time, num_rounds, size_text
+from elastictrain.preflight.group.measurements import Point, factor, has_time, num_rounds, size_text
 
 GB = 1 << 30
 
@@ -13,13 +13,6 @@ def test_factors(world_size: int, expected: float) -> None:
 def test_bus_bandwidth_of_a_measured_run() -> None:
     # 1 GiB between 2 ranks in 3.25 ms.
     assert Point(GB, 0.00325, 2).bus_gbs == pytest.approx(330.4, abs=0.1)
-
-
-def test_only_what_fits_into_memory_is_sent() -> None:
-    sizes = (1, 10, 100)
-    assert fitting_sizes(sizes, free_bytes=4000) == sizes
-    assert fitting_sizes(sizes, free_bytes=399) == (1, 10)
-    assert fitting_sizes(sizes, free_bytes=0) == (1,)
 
 
 def test_slow_links_end_the_sweep_early() -> None:

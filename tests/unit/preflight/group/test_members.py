@@ -1,6 +1,7 @@
 import pytest
 
-from elastictrain.preflight.group.expected import Links, find_model, group_limit, local_limit, network_limit
+from elastictrain.preflight.group.members import find_model, group_limit, introduced, local_limit, network_limit, strangers
+from tests.unit.preflight.group.ranks import H200, members
 
 
 @pytest.mark.parametrize(
@@ -24,43 +25,53 @@ from elastictrain.preflight.group.expected import Links, find_model, group_limit
     ],
 )
 def test_gpus_by_name(gpu: str, gbs: float, link: str) -> None:
-    limit = local_limit(Links(gpu, None))
+    limit = local_limit(gpu)
     assert limit is not None
     assert (limit.bus_gbs, limit.link) == (pytest.approx(gbs), link)
 
 
-@pytest.mark.parametrize("gpu", [None, "", "AMD Instinct MI300X", "something new"])
-def test_unknown_gpus_are_unknown(gpu: str | None) -> None:
+@pytest.mark.parametrize("gpu", ["cpu", "", "AMD Instinct MI300X", "something new"])
+def test_unknown_gpus_are_unknown(gpu: str) -> None:
     assert find_model(gpu) is None
-    assert local_limit(Links(gpu, None)) is None
+    assert local_limit(gpu) is None
 
 
 def test_what_was_measured_between_two_h200_is_well_above_the_threshold() -> None:
-    limit = group_limit([Links("NVIDIA H200", None)] * 2, num_hosts=1, num_ranks=2)
+    limit = group_limit(members("h1", "h1", device=H200))
     assert limit is not None
     assert 1.2 * 0.7 * limit.bus_gbs < 330
     assert limit.bus_gbs >= 330
 
 
 def test_the_network_of_several_hosts() -> None:
-    links = [Links("NVIDIA H100 80GB HBM3", 3200.0)] * 8 + [Links("NVIDIA H100 80GB HBM3", 400.0)] * 8
-    limit = group_limit(links, num_hosts=2, num_ranks=16)
+    first = members(*["h1"] * 8, device="NVIDIA H100 80GB HBM3", network_gbps=3200.0)
+    second = members(*["h2"] * 8, device="NVIDIA H100 80GB HBM3", network_gbps=400.0)
+    limit = group_limit([*first, *second])
     assert limit is not None
     assert (limit.bus_gbs, limit.link) == (pytest.approx(48.0), "400 Gb/s of network")
-    fast = group_limit(links[:8], num_hosts=2, num_ranks=16)
+    fast = group_limit([*first, *members(*["h2"] * 8, device="NVIDIA H100 80GB HBM3", network_gbps=3200.0)])
     assert fast is not None
     assert fast.link == "18 NVLinks of H100"
 
 
 def test_one_rank_on_each_host_uses_no_link_between_gpus() -> None:
-    limit = group_limit([Links("something new", 100.0)] * 2, num_hosts=2, num_ranks=2)
+    limit = group_limit(members("h1", "h2", device="something new", network_gbps=100.0))
     assert limit is not None
     assert limit.bus_gbs == pytest.approx(12.0)
 
 
 def test_one_unknown_link_leaves_the_limit_unknown() -> None:
-    assert network_limit(Links("x", None)) is None
-    known, unknown = Links("NVIDIA H200", 400.0), Links("NVIDIA H200", None)
-    assert group_limit([known, unknown], num_hosts=2, num_ranks=2) is None
-    assert group_limit([known, Links(None, 400.0)], num_hosts=1, num_ranks=2) is None
-    assert group_limit([], num_hosts=1, num_ranks=1) is None
+    assert network_limit(None) is None
+    known, unknown = members("h1", device=H200, network_gbps=400.0), members("h2", device=H200)
+    assert group_limit([*known, *unknown]) is None
+    assert group_limit([*members("h1", device=H200), *members("h1", device="something new")]) is None
+    assert group_limit(members("h1")) is None
+
+
+def test_introductions() -> None:
+    before = strangers(["h1", "h1", "h2"])
+    assert [(one.local_rank, one.pid) for one in before] == [(0, None), (1, None), (0, None)]
+    row = {"rank": 2, "host": "h2", "local_rank": 0, "pid": 5, "device": "x", "new": 1}
+    after = introduced(before, {2: row, 1: None, 0: "?"})
+    assert after[:2] == before[:2]
+    assert (after[2].pid, after[2].device) == (5, "x")
