@@ -45,7 +45,7 @@ from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manif
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
-from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own, own_items
+from elastictrain.checkpoint.tensor_bytes import Copy, choose_own, own_items
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import WrittenItem, build_manifest
 from elastictrain.config.load import load

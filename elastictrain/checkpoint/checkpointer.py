@@ -25,8 +25,7 @@ from elastictrain.checkpoint.restore import CheckpointLoader
 from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.snapshot.boxes import local_part, own_items
-from elastictrain.checkpoint.tensor_bytes import reader_of
+from elastictrain.checkpoint.tensor_bytes import local_part, own_items, reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
 from elastictrain.config.composed import CheckpointGroup

@@ -26,6 +26,7 @@ from elastictrain.checkpoint.memory.budget import (
 )
 from elastictrain.checkpoint.memory.folder import SlotName, SnapshotSet, look, make_private, run_folder, run_name
 from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.slot import VERSION, SnapshotFacts
 from elastictrain.checkpoint.memory_restore import MemoryRestore
 from elastictrain.checkpoint.peers.client import OtherHosts
 from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of
@@ -33,10 +34,10 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import SaverRoster, WorkerHello
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import proof_of
-from elastictrain.checkpoint.snapshot.arena import Arena, free_indices, slot_indices
-from elastictrain.checkpoint.snapshot.boxes import own_items
-from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots
+from elastictrain.checkpoint.arena import Arena, free_indices, slot_indices
+from elastictrain.checkpoint.tensor_bytes import own_items
+from elastictrain.checkpoint.copier import Copier
+from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.checkpoint.tensor_bytes import dtype_name
 from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
@@ -220,13 +221,18 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         arena,
         Copier(layout, changing=state.changed_by_forward(), device=device),
         link,
-        origin=SnapshotOrigin(
+        facts=SnapshotFacts(
+            version=VERSION,
             run=memory.restore.run,
             incarnation=context.generation.name,
+            step=0,
             world_size=identity.world_size,
             rank=identity.rank,
             layout=layout.digest,
             config_digest=config_digest(config),
+            created=0.0,
+            reason="",
+            state={},
         ),
         steps=list(steps),
         flush_records=synchronous.flush_records,

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.manifest import ChunkRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
-from elastictrain.checkpoint.snapshot.boxes import Copy, choose_own
+from elastictrain.checkpoint.tensor_bytes import Copy, choose_own
 from elastictrain.checkpoint.writer import build_manifest
 
 INCARNATION = "i00001-aa"

@@ -13,7 +13,7 @@ from torch import Tensor
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
-from elastictrain.checkpoint.snapshot.snapshots import SlotStatus, Snapshots
+from elastictrain.checkpoint.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.exits import FIRST_S

@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.snapshot.copier import SMALL_BYTES, STAGING_BYTES, cut, plan_moves
+from elastictrain.checkpoint.copier import SMALL_BYTES, STAGING_BYTES, cut, plan_moves
 from tests.unit.examples import examples
 
 

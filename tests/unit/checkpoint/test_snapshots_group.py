@@ -7,12 +7,13 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.copier import Copier
 from elastictrain.checkpoint.memory.choice import SlotBook
 from elastictrain.checkpoint.memory.folder import SlotName
+from elastictrain.checkpoint.memory.slot import SnapshotFacts
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.snapshot.arena import Arena
-from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots, _Taking
+from elastictrain.checkpoint.snapshots import Snapshots, _Taking
 from tests.unit.examples import examples
 
 
@@ -63,13 +64,11 @@ class Rank:
             cast(Arena, FakeArena(self.slots)),
             cast(Copier, None),
             cast(SaverLink, self),
-            origin=cast(SnapshotOrigin, None),
+            facts=cast(SnapshotFacts, None),
             steps=[None] * self.count,
             flush_records=lambda: None,
             record=None,
         )
-        # Its thread has no part in this.
-        self.snapshots.close()
 
     def needs(self, slot: int, step: int) -> bool:
         return self.now < self.slots[slot].read_until

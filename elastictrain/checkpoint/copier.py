@@ -1,4 +1,4 @@
-"""Copies local tensors into a slot, from a thread of its own, while the next forward and backward passes run."""
+"""Copies local tensors into a slot, from another thread, while the next forward and backward passes run."""
 
 import threading
 import time
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elastictrain.checkpoint.arena import SEGMENT_BYTES
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.snapshot.arena import SEGMENT_BYTES
 
 SMALL_BYTES = 1 << 20
 """Below this, neighbours are gathered on the device first: the launch of a copy takes as long as that many bytes."""
@@ -60,31 +60,6 @@ def cut(start: int, size_bytes: int, *, segment_bytes: int) -> list[tuple[int, i
     return pieces
 
 
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """How long the bytes took."""
-
-    size_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _CopyOrder:
-    """What the device's streams and the two threads wait for."""
-
-    ready: torch.cuda.Event
-    """The state is as it is to be copied."""
-
-    begun: torch.cuda.Event
-    """The first byte is about to be copied."""
-
-    arrived: torch.cuda.Event
-    """All of it is on the host."""
-
-    issued: threading.Event
-    """`arrived` is recorded, so that it can be waited for."""
-
-
 class Copier:
     """Knows where each tensor of a layout goes. One copy at a time.
 
@@ -103,7 +78,8 @@ class Copier:
         self._sizes = [item.sizes for _, item in places]
         self._moves = plan_moves([(start, item.size_bytes) for start, item in places])
         self._headers = [(base, file.header) for file, base in zip(layout.template, layout.starts, strict=True)]
-        self._size_bytes = sum(item.size_bytes for _, item in places)
+        self.size_bytes = sum(item.size_bytes for _, item in places)
+        """Of all tensors."""
         self._changing = changing
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -112,39 +88,37 @@ class Copier:
         self._issued: threading.Event | None = None
         self._arrived: torch.cuda.Event | None = None
 
-    def start(self, slot: Slot, parts: Mapping[str, Tensor], *, then: Callable[[Copied | BaseException], None]) -> None:
-        """Begin to copy `parts` (this rank's part of each tensor) into `slot`; `then` is called from the copying thread."""
+    def start(self, slot: Slot, parts: Mapping[str, Tensor]) -> Callable[[], float]:
+        """Begin to copy `parts` (this rank's part of each tensor) into `slot`.
+
+        Another thread calls what is returned: it copies, and returns the seconds that this took.
+        """
         sources = [self._source(name, sizes, parts) for name, sizes in zip(self._names, self._sizes, strict=True)]
         target = torch.frombuffer(slot.map, dtype=torch.uint8)[HEADER_BYTES:]
-        issued = threading.Event()
-        self._issued = issued
-        order: _CopyOrder | None = None
+        issued = self._issued = threading.Event()
+        ready = None
         if self._stream is not None:
-            ready, begun, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(3))  # type: ignore[no-untyped-call]
-            order = _CopyOrder(ready, begun, arrived, issued)
-            order.ready.record()
-            self._arrived = order.arrived
+            ready, self._arrived = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            # The state is as it is to be copied.
+            ready.record()
+        arrived = self._arrived
 
-        def run() -> None:
+        def copy() -> float:
             began = time.monotonic()
-            outcome: Copied | BaseException
             try:
                 for base, header in self._headers:
                     target[base : base + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-                if order is None:
+                if ready is None or arrived is None:
                     self._copy_on_host(sources, target)
-                    seconds = time.monotonic() - began
-                else:
-                    seconds = self._copy_from_device(sources, target, order)
-                outcome = Copied(self._size_bytes, seconds)
-            except BaseException as error:  # noqa: BLE001  # the edge of the thread
-                outcome = error
+                    return time.monotonic() - began
+                begun = self._issue(sources, target, ready=ready, arrived=arrived)
             finally:
                 # Also after an error: the update waits for this.
                 issued.set()
-            then(outcome)
+            arrived.synchronize()
+            return float(begun.elapsed_time(arrived)) / 1e3
 
-        threading.Thread(target=run, name="snapshot", daemon=True).start()
+        return copy
 
     def before_update(self) -> None:
         """The state is about to change: wait until all of it is copied. On a device only its stream waits."""
@@ -169,24 +143,26 @@ class Copier:
                 target[start : start + sources[index].numel()] = sources[index]
                 start += sources[index].numel()
 
-    def _copy_from_device(self, sources: Sequence[Tensor], target: Tensor, order: _CopyOrder) -> float:
-        """Returns the seconds that the device took, without the wait for the state to be ready."""
+    def _issue(
+        self, sources: Sequence[Tensor], target: Tensor, *, ready: torch.cuda.Event, arrived: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Has the device copy, from when the state is `ready` until all of it has `arrived`. Returns the event of the first
+        byte, so that the wait for the state does not count."""
         stream = self._stream
         assert stream is not None  # noqa: S101
         torch.cuda.set_device(self._device)
+        begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
-            stream.wait_event(order.ready)
-            order.begun.record(stream)
+            stream.wait_event(ready)
+            begun.record(stream)
             for move in self._moves:
                 source = self._gathered(move, sources)
                 # Registration is counted from the beginning of the slot, its header included.
                 for begin, end in cut(move.start + HEADER_BYTES, move.size_bytes, segment_bytes=SEGMENT_BYTES):
                     first, last = begin - HEADER_BYTES, end - HEADER_BYTES
                     target[first:last].copy_(source[first - move.start : last - move.start], non_blocking=True)
-            order.arrived.record(stream)
-        order.issued.set()
-        order.arrived.synchronize()
-        return float(order.begun.elapsed_time(order.arrived)) / 1e3
+            arrived.record(stream)
+        return begun
 
     def _gathered(self, move: Move, sources: Sequence[Tensor]) -> Tensor:
         if len(move.tensors) == 1:

@@ -4,33 +4,21 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.copier import Copier
 from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.snapshot.arena import Arena
-from elastictrain.checkpoint.snapshot.copier import Copied, Copier
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, Snapshot
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotOrigin:
-    """Who takes the snapshots: the same in all of them."""
-
-    run: str
-    incarnation: str
-    world_size: int
-    rank: int
-    layout: str
-    config_digest: str
 
 
 @dataclass(slots=True)
@@ -43,7 +31,6 @@ class _Taking:
     reason: str
     awaited: bool
     stall_s: float
-    outcome: Copied | BaseException | None = None
     state: Mapping[str, JsonValue] | None = None
 
 
@@ -67,17 +54,18 @@ class Snapshots:
         copier: Copier,
         link: SaverLink,
         *,
-        origin: SnapshotOrigin,
+        facts: SnapshotFacts,
         steps: list[int | None],
         flush_records: Callable[[], None],
         record: Callable[[Event], None] | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`steps`: of the snapshots that the slots hold already. `record`: for the rank that speaks."""
+        """`facts` are those of any snapshot that this rank takes, but for its step, time, reason and state. `steps`: of the
+        snapshots that the slots hold already. `record`: for the rank that speaks."""
         self._arena = arena
         self._copier = copier
         self._link = link
-        self._origin = origin
+        self._facts = facts
         self._flush_records = flush_records
         self._record = record
         self._clock = clock
@@ -88,8 +76,7 @@ class Snapshots:
         self._spared: frozenset[int] = frozenset()
         self._taking: dict[int, _Taking] = {}
         self._closing = False
-        self._thread = threading.Thread(target=self._complete_all, name="snapshots", daemon=True)
-        self._thread.start()
+        self._threads: list[threading.Thread] = []
 
     def make_room(self) -> None:
         """Begin to make the slots, once the first step is through: until then the device has other things to do."""
@@ -140,12 +127,10 @@ class Snapshots:
             self._steps[place] = None
             self._taking[place] = taking
 
-        def arrived(outcome: Copied | BaseException) -> None:
-            with self._changed:
-                taking.outcome = outcome
-                self._changed.notify_all()
-
-        self._copier.start(slot, parts, then=arrived)
+        copy = self._copier.start(slot, parts)
+        thread = threading.Thread(target=self._take, args=(taking, copy), name="snapshot", daemon=True)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
+        thread.start()
         taking.stall_s = self._clock() - began
 
     def deliver(self, step: int, state: Mapping[str, JsonValue]) -> None:
@@ -178,8 +163,10 @@ class Snapshots:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(timeout=_CLOSE_S)
-        if self._thread.is_alive():
+        deadline_s = time.monotonic() + _CLOSE_S
+        for thread in self._threads:
+            thread.join(timeout=max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in self._threads):
             # Bytes may still be on their way: what they are written to must stay where it is.
             logger.warning("a snapshot is still being copied; it is left to the end of this process")
             return
@@ -216,53 +203,29 @@ class Snapshots:
     def _index(self, place: int) -> int:
         return self._arena.names[place].index
 
-    def _complete_all(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._next() is not None or (self._closing and not self._copying()))
-                taking = self._next()
-                if taking is None:
-                    return
-            try:
-                self._complete(taking)
-            except Exception:
-                # The edge of the thread: a snapshot less, and the run goes on.
-                logger.exception("the snapshot of step %d could not be completed", taking.step)
-                self._forget(taking)
-
-    def _copying(self) -> bool:
-        return any(taking.outcome is None for taking in self._taking.values())
-
-    def _next(self) -> _Taking | None:
-        for taking in self._taking.values():
-            if taking.outcome is not None and (taking.state is not None or not isinstance(taking.outcome, Copied)):
-                return taking
-        return None
-
-    def _complete(self, taking: _Taking) -> None:
-        outcome, state = taking.outcome, taking.state
-        if not isinstance(outcome, Copied) or state is None:
-            logger.warning("the snapshot of step %d could not be copied: %s", taking.step, outcome)
+    def _take(self, taking: _Taking, copy: Callable[[], float]) -> None:
+        try:
+            seconds = copy()
+        except BaseException as error:  # noqa: BLE001  # the edge of the thread
+            logger.warning("the snapshot of step %d could not be copied: %s", taking.step, error)
             self._forget(taking)
             return
+        with self._changed:
+            self._changed.wait_for(lambda: taking.state is not None or self._closing)
+        if taking.state is None:
+            return
+        try:
+            self._complete(taking, taking.state, seconds=seconds)
+        except Exception:
+            # The edge of the thread: a snapshot less, and the run goes on.
+            logger.exception("the snapshot of step %d could not be completed", taking.step)
+            self._forget(taking)
+
+    def _complete(self, taking: _Taking, state: Mapping[str, JsonValue], *, seconds: float) -> None:
         # A step that is not repeated after a restart must have left its records behind.
         self._flush_records()
-        origin = self._origin
-        taking.slot.complete(
-            SnapshotFacts(
-                version=VERSION,
-                run=origin.run,
-                incarnation=origin.incarnation,
-                step=taking.step,
-                world_size=origin.world_size,
-                rank=origin.rank,
-                layout=origin.layout,
-                config_digest=origin.config_digest,
-                created=time.time(),
-                reason=taking.reason,
-                state=state,
-            )
-        )
+        facts = replace(self._facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
+        taking.slot.complete(facts)
         # The saver locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
         taking.slot.unlock()
         self._link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
@@ -275,8 +238,8 @@ class Snapshots:
                 Snapshot(
                     step=taking.step,
                     slot=self._index(taking.place),
-                    bytes=outcome.size_bytes,
-                    copy_s=outcome.seconds,
+                    bytes=self._copier.size_bytes,
+                    copy_s=seconds,
                     stall_s=taking.stall_s,
                 )
             )

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from elastictrain.checkpoint import snapshots as module
+from elastictrain.checkpoint.arena import Arena
+from elastictrain.checkpoint.copier import Copier
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.slot import Slot
+from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts
 from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.snapshot import snapshots as module
-from elastictrain.checkpoint.snapshot.arena import Arena
-from elastictrain.checkpoint.snapshot.copier import Copier
-from elastictrain.checkpoint.snapshot.snapshots import SnapshotOrigin, Snapshots
+from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event
 
@@ -76,7 +76,7 @@ def taking(tmp_path: Path, *, slots: int = 2, changing: frozenset[str] = frozens
         arena,
         copier,
         cast(SaverLink, link),
-        origin=SnapshotOrigin("run", "000001-aa", 1, 0, LAYOUT.digest, "c"),
+        facts=SnapshotFacts(VERSION, "run", "000001-aa", 0, 1, 0, LAYOUT.digest, "c", 0.0, "", {}),
         steps=[None] * slots,
         flush_records=lambda: flushed.append(1),
         record=events.append,
@@ -283,7 +283,9 @@ def test_memory_that_is_still_copied_to_is_not_given_back(ends: bool, tmp_path: 
         taken.take(0, 3)
     assert at_the_end == (["copied", "closed"] if ends else [])
     go_on.set()
-    taken.snapshots._thread.join(10)
+    for thread in threading.enumerate():
+        if thread.name == "snapshot":
+            thread.join(10)
     taken.arena.close()
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.snapshot.boxes import Copy, box_of, choose_own, local_part, own_items
+from elastictrain.checkpoint.tensor_bytes import Copy, box_of, choose_own, local_part, own_items
 from tests.unit.examples import examples
 
 
