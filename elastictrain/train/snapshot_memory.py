@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastictrain.bounded_json import as_record
+from elastictrain.checkpoint.arena import Arena, free_indices, slot_indices
+from elastictrain.checkpoint.copier import Copier
 from elastictrain.checkpoint.exchange import from_first, gather_json, gather_records
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import (
@@ -34,11 +36,8 @@ from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import SaverRoster, WorkerHello
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import proof_of
-from elastictrain.checkpoint.arena import Arena, free_indices, slot_indices
-from elastictrain.checkpoint.tensor_bytes import own_items
-from elastictrain.checkpoint.copier import Copier
 from elastictrain.checkpoint.snapshots import Snapshots
-from elastictrain.checkpoint.tensor_bytes import dtype_name
+from elastictrain.checkpoint.tensor_bytes import dtype_name, own_items
 from elastictrain.config.digest import config_digest
 from elastictrain.errors import CheckpointError
 from elastictrain.events import MemoryShort

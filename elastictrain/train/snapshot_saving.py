@@ -8,8 +8,8 @@ from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure
-from elastictrain.checkpoint.tensor_bytes import local_part
 from elastictrain.checkpoint.snapshots import Snapshots
+from elastictrain.checkpoint.tensor_bytes import local_part
 from elastictrain.errors import CheckpointError
 from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.liveness.progress import Phase
