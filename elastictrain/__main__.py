@@ -2,47 +2,36 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from typing import NoReturn
 
 from elastictrain.errors import EXIT_OK, EXIT_USAGE
 from elastictrain.version import __version__
 
+COMMANDS = {
+    "run": ("elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
+    "launch": ("elastictrain.launch.__main__", "one per host: train, start again after failures, shrink and grow"),
+    "data": ("elastictrain.data.__main__", "prepare text into token files, and inspect them"),
+    "preflight": ("elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
+    "checkpoint": ("elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
+}
+"""Command -> the module whose `main(argv) -> int` runs it, and what it does."""
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command, and the module whose `main(argv) -> int` runs it."""
+_USAGE = """\
+usage: elastictrain COMMAND ...
+       elastictrain --help | --version
 
-    name: str
-    module: str
-    summary: str
+commands:
+{commands}
 
-
-COMMANDS = (
-    Command("run", "elastictrain.run", "train: under torchrun a worker of the group, otherwise a world of one"),
-    Command("launch", "elastictrain.launch.__main__", "one per host: train, start again after failures, shrink and grow"),
-    Command("data", "elastictrain.data.__main__", "prepare text into token files, and inspect them"),
-    Command("preflight", "elastictrain.preflight.__main__", "check this host, or under torchrun all hosts and their links"),
-    Command("checkpoint", "elastictrain.checkpoint.__main__", "list, verify, delete, compare and export checkpoints"),
-)
+`elastictrain COMMAND --help` tells more; `python -m elastictrain.COMMAND` is the same, for torchrun.
+"""
 
 
 def usage() -> str:
     """The text of `elastictrain --help`."""
-    width = max(len(command.name) for command in COMMANDS)
-    lines = [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS]
-    return "\n".join(
-        [
-            "usage: elastictrain COMMAND ...",
-            "       elastictrain --help | --version",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`elastictrain COMMAND --help` tells more; `python -m elastictrain.COMMAND` is the same, for torchrun.",
-        ]
-    )
+    width = max(map(len, COMMANDS))
+    return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,18 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     first = arguments[0] if arguments else None
     if first in ("-h", "--help"):
-        sys.stdout.write(usage() + "\n")
+        sys.stdout.write(usage())
         return EXIT_OK
     if first == "--version":
         sys.stdout.write(f"elastictrain {__version__}\n")
         return EXIT_OK
-    for command in COMMANDS:
-        if command.name == first:
-            # Imported only now: `elastictrain --help` must not wait for torch.
-            run: Callable[[Sequence[str]], int] = import_module(command.module).main
-            return run(arguments[1:])
+    if first in COMMANDS:
+        # Imported only now: `elastictrain --help` must not wait for torch.
+        run: Callable[[Sequence[str]], int] = import_module(COMMANDS[first][0]).main
+        return run(arguments[1:])
     problem = "a command is missing" if first is None else f"unknown command {first!r}"
-    sys.stderr.write(f"elastictrain: {problem}\n{usage()}\n")
+    sys.stderr.write(f"elastictrain: {problem}\n{usage()}")
     return EXIT_USAGE
 
 

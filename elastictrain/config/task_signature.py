@@ -10,7 +10,7 @@ from typing import cast, get_type_hints
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.constraints import describe, plain, show
 from elastictrain.config.schema import Key, field_docs, keys_of
-from elastictrain.config.validate import NOT_GIVEN, check_value, construct, missing_key, suggest_choice, unknown_key
+from elastictrain.config.validate import check_keys, check_value, construct, suggest_choice
 from elastictrain.errors import ConfigError, Problem
 
 TARGET = "task._target_"
@@ -101,32 +101,24 @@ def check_call(
         hints = _hints(cls)
     except NameError as error:
         return None, [Problem(TARGET, f"names {target}, whose constructor has an annotation that cannot be read: {error}")]
-    open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    named = {
-        name: one
+    declared = {
+        name: (hints.get(name, object), one.default is inspect.Parameter.empty)
         for name, one in parameters.items()
         if one.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     }
-    words = [*(f"task.{name}" for name in named if name != "model"), *vocabulary]
+    hint, required = declared.pop("model", (None, False))
     if "model" in options:
         problems.append(Problem("task.model", "is not a key: the model's keys are the group `model`"))
-    given = {name: (f"task.{name}", value) for name, value in options.items() if name != "model"}
-    if "model" in named:
-        given |= {"model": ("model", model)} if model or named["model"].default is inspect.Parameter.empty else {}
-    elif model:
+    given = {name: value for name, value in options.items() if name != "model"}
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        declared = {**dict.fromkeys(given, (object, False)), **declared}
+    arguments, found = check_keys(declared, values=given, path="task", vocabulary=vocabulary)
+    problems += found
+    if hint is None:
         problems += [Problem(f"model.{key}", f"is not a key: {target} takes no model") for key in model]
-    arguments: dict[str, object] = {}
-    for name, (key, value) in given.items():
-        if name not in named and not open_ended:
-            problems.append(unknown_key(key, vocabulary=words))
-        elif value != NOT_GIVEN:
-            arguments[name], found = check_value(value, hint=hints.get(name, object), path=key)
-            problems += found
-    for name, parameter in named.items():
-        key = f"task.{name}"
-        missing = name not in given and parameter.default is inspect.Parameter.empty
-        if missing or given.get(name, ("", None))[1] == NOT_GIVEN:
-            problems.append(missing_key(key, hint=hints.get(name, object)))
+    elif model or required:
+        arguments["model"], found = check_value(model, hint=hint, path="model")
+        problems += found
     return (None, problems) if problems else (TaskCall(cls, arguments), [])
 
 

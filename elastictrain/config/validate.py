@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -23,29 +23,38 @@ Checked = tuple[object, list[Problem]]
 def check_dataclass(
     cls: type[T], *, values: Mapping[str, object], path: str, vocabulary: Sequence[str] = ()
 ) -> tuple[T | None, list[Problem]]:
-    """An instance of `cls` (or None), and everything that is wrong with `values`.
-
-    `path` is the dotted key of the group; `vocabulary` are all dotted keys there are, for suggestions.
-    """
+    """An instance of `cls` (or None), and everything that is wrong with `values`. Arguments as for `check_keys`."""
     if not is_dataclass(cls):
         raise TypeError(f"{cls} is not a dataclass")
     hints = get_type_hints(cls, include_extras=True)
-    known = [field for field in fields(cls) if field.init]
-    names = [field.name for field in known]
-    words = [*(f"{path}.{name}" for name in names), *vocabulary]
-    problems = [unknown_key(f"{path}.{key}", vocabulary=words) for key in values if key not in names]
+    declared = {
+        field.name: (hints[field.name], field.default is MISSING and field.default_factory is MISSING)
+        for field in fields(cls)
+        if field.init
+    }
+    arguments, problems = check_keys(declared, values=values, path=path, vocabulary=vocabulary)
+    return (None, problems) if problems else construct(cls, arguments=arguments, path=path)
+
+
+def check_keys(
+    declared: Mapping[str, tuple[object, bool]], *, values: Mapping[str, object], path: str, vocabulary: Sequence[str] = ()
+) -> tuple[dict[str, object], list[Problem]]:
+    """Good values of the keys that are given, and everything that is wrong.
+
+    `declared`: key -> its type, and whether it must be given. `path` is the dotted key of the group; `vocabulary` are all
+    dotted keys there are, for suggestions.
+    """
+    words = [*(f"{path}.{name}" for name in declared), *vocabulary]
+    problems = [unknown_key(f"{path}.{name}", vocabulary=words) for name in values if name not in declared]
     arguments: dict[str, object] = {}
-    for field in known:
-        key = f"{path}.{field.name}"
-        if values.get(field.name, NOT_GIVEN) == NOT_GIVEN:
-            if _required(field) or field.name in values:
-                problems.append(missing_key(key, hint=hints[field.name]))
-            continue
-        arguments[field.name], found = check_value(values[field.name], hint=hints[field.name], path=key)
-        problems += found
-    if problems:
-        return None, problems
-    return construct(cls, arguments=arguments, path=path)
+    for name, (hint, required) in declared.items():
+        key = f"{path}.{name}"
+        if values.get(name, NOT_GIVEN) != NOT_GIVEN:
+            arguments[name], found = check_value(values[name], hint=hint, path=key)
+            problems += found
+        elif required or name in values:
+            problems.append(Problem(key, f"must be given: {describe(hint)}"))
+    return arguments, problems
 
 
 def construct(cls: type[T], *, arguments: Mapping[str, object], path: str) -> tuple[T | None, list[Problem]]:
@@ -96,15 +105,6 @@ def suggest_key(wrong: str, *, vocabulary: Sequence[str]) -> str:
     elsewhere = {key for key in vocabulary if not group and key.rpartition(".")[2] == leaf}
     close = [*elsewhere] if len(elsewhere) == 1 else get_close_matches(wrong.lower(), vocabulary, n=1, cutoff=0.85)
     return close[0] if close else ""
-
-
-def missing_key(key: str, *, hint: object) -> Problem:
-    """The problem of a mandatory key without a value."""
-    return Problem(key, f"must be given: {describe(hint)}")
-
-
-def _required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def check_value(value: object, *, hint: object, path: str) -> Checked:

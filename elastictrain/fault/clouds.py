@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -158,6 +157,9 @@ class AzureSource:
         return self._service.ask(path, headers=AZURE_HEADERS)
 
 
+Cloud = type[AwsSource] | type[GcpSource] | type[AzureSource]
+
+
 def _first_notice(
     service: MetadataService, ask: Callable[[str], Answer], items: dict[str, Parser], *, may_lack: bool = True
 ) -> Notice | None:
@@ -242,28 +244,20 @@ def _not_before(event: dict[str, object]) -> float | None:
         return None
 
 
-class Cloud(StrEnum):
-    """One whose notices are understood."""
-
-    AWS = "aws"
-    GCP = "gcp"
-    AZURE = "azure"
-
-
 def cloud_of(facts: dict[str, str]) -> Cloud | None:
     """What the files of /sys/class/dmi/id say, by name; None if they name no cloud."""
     vendor = facts.get("sys_vendor", "")
     if vendor == "Amazon EC2" or "amazon" in facts.get("bios_version", "").lower():
-        return Cloud.AWS
+        return AwsSource
     if vendor == "Google" or facts.get("product_name") == "Google Compute Engine":
-        return Cloud.GCP
+        return GcpSource
     if vendor == "Microsoft Corporation" and facts.get("chassis_asset_tag") == _AZURE_TAG:
-        return Cloud.AZURE
+        return AzureSource
     return None
 
 
-def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> Cloud | None:
-    """The cloud of this host, within a few `timeout_s`; None if it is in none that gives notices.
+def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> NoticeSource | None:
+    """Whom to ask on this host, found within a few `timeout_s`; None if it is in no cloud that gives notices.
 
     Its firmware says it, or else whoever answers at the metadata address.
     """
@@ -271,19 +265,8 @@ def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE
     for name in ("sys_vendor", "product_name", "bios_version", "chassis_asset_tag"):
         with suppress(OSError):
             facts[name] = Path(root, "sys/class/dmi/id", name).read_text(errors="replace").strip()
-    return cloud_of(facts) or _probe(base_url, timeout_s)
-
-
-def source_of(cloud: Cloud, *, base_url: str = ADDRESS) -> NoticeSource:
-    """Whom to ask there."""
-    service = MetadataService(base_url)
-    match cloud:
-        case Cloud.AWS:
-            return AwsSource(service)
-        case Cloud.GCP:
-            return GcpSource(service)
-        case Cloud.AZURE:
-            return AzureSource(service)
+    cloud = cloud_of(facts) or _probe(base_url, timeout_s)
+    return None if cloud is None else cloud(MetadataService(base_url))
 
 
 def _probe(base_url: str, timeout_s: float) -> Cloud | None:
@@ -296,11 +279,11 @@ def _probe(base_url: str, timeout_s: float) -> Cloud | None:
     service = MetadataService(base_url, timeout_s=timeout_s)
     with suppress(MetadataError):
         if service.ask(GCP_MAINTENANCE, headers=GCP_HEADERS).headers.get("metadata-flavor") == "Google":
-            return Cloud.GCP
+            return GcpSource
     with suppress(MetadataError):
         if service.ask(AZURE_NAME, headers=AZURE_HEADERS).status == 200:
-            return Cloud.AZURE
+            return AzureSource
     with suppress(MetadataError):
         if service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: "60"}).status == 200:
-            return Cloud.AWS
+            return AwsSource
     return None

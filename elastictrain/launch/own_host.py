@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
-from elastictrain.fault.clouds import detect, source_of
+from elastictrain.fault.clouds import detect
 from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace, visible_gpus
@@ -130,8 +130,7 @@ class CloudSource:
 
     @cached_property
     def _source(self) -> NoticeSource | None:
-        cloud = detect()
-        return None if cloud is None else source_of(cloud)
+        return detect()
 
     def look(self) -> Notice | None:
         """Nothing, outside of clouds. Raises: MetadataError."""

@@ -125,26 +125,19 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _make_folder(folder: str) -> None:
-    for last_try in (False, True):
-        try:
-            for path in (os.path.dirname(folder), folder):  # noqa: PTH120
-                make_private_folder(path)
-            return
-        except FileNotFoundError:
-            # The end of another run has removed the parent in between.
-            if last_try:
-                raise
+    parent = os.path.dirname(folder)  # noqa: PTH120
+    make_private_folder(parent)
+    try:
+        make_private_folder(folder)
+    except FileNotFoundError:
+        # The end of another run has removed the parent in between.
+        make_private_folder(parent)
+        make_private_folder(folder)
 
 
 def hold(folder: str) -> int:
     """Keep a folder from being swept, for the life of this process or of the returned descriptor. Raises: OSError."""
-    descriptor = _open(folder)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    return _lock(folder, fcntl.LOCK_SH)
 
 
 def remove_folder(folder: str, *, with_files: bool) -> None:
@@ -158,28 +151,27 @@ def remove_folder(folder: str, *, with_files: bool) -> None:
 
 
 def sweep(parent: str, *, now: float | None = None) -> list[str]:
-    """Removes folders whose workers were all killed long ago, and their watcher with them; returns their paths."""
+    """Removes folders whose workers were all killed long ago, and their monitor with them; returns their paths."""
     removed = []
     with suppress(OSError):
         for entry in list(os.scandir(parent)):
             with suppress(OSError):
                 age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
                 if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S:
-                    _remove_if_abandoned(entry.path)
+                    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
+                    descriptor = _lock(entry.path, fcntl.LOCK_EX)
+                    remove_folder(entry.path, with_files=True)
+                    os.close(descriptor)
                     removed.append(entry.path)
     return removed
 
 
-def _remove_if_abandoned(folder: str) -> None:
-    """Raises: OSError if somebody holds it."""
-    # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
-    descriptor = _open(folder)
+def _lock(folder: str, how: int) -> int:
+    """Raises: OSError if somebody holds it otherwise."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_folder(folder, with_files=True)
-    finally:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except OSError:
         os.close(descriptor)
-
-
-def _open(folder: str) -> int:
-    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        raise
+    return descriptor

@@ -83,17 +83,8 @@ class ProgressFile:
     def write(self, mark: ProgressMark, *, bound_s: float, limit_s: float) -> None:
         """Replace the mark."""
         self._sequence += 1
-        body = _MARK.pack(
-            self._sequence,
-            _PHASES.index(mark.phase),
-            mark.first_step_done,
-            mark.compiling,
-            mark.step,
-            mark.micro_batch,
-            mark.since_s,
-            bound_s,
-            limit_s,
-        )
+        place = (_PHASES.index(mark.phase), mark.first_step_done, mark.compiling, mark.step, mark.micro_batch, mark.since_s)
+        body = _MARK.pack(self._sequence, *place, bound_s, limit_s)
         with suppress(ValueError):  # closed
             self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size] = body + _SUM.pack(zlib.crc32(body))
 
@@ -125,7 +116,7 @@ class ProgressFileReader:
             self._map = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        magic, self.pid, self.rank, self._stopped_s, self._grace_s = _FIXED.unpack_from(self._map)
+        magic, self.pid, self.rank, *self._allowed_s = _FIXED.unpack_from(self._map)
         if magic != _MAGIC:
             raise ValueError(f"{progress_path(folder, rank)} holds no marks")
         self._last: RankProgress | None = None
@@ -146,15 +137,7 @@ class ProgressFileReader:
 
     def _marks(self, body: bytes) -> RankProgress:
         sequence, phase, first, compiling, step, micro_batch, since_s, bound_s, limit_s = _MARK.unpack(body)
-        return RankProgress(
-            pid=self.pid,
-            rank=self.rank,
-            stopped_s=self._stopped_s,
-            grace_s=self._grace_s,
-            mark=ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling)),
-            bound_s=bound_s,
-            limit_s=limit_s,
-            sequence=sequence,
-            pulse=_PULSE.unpack_from(self._map, _PULSE_AT)[0],
-            ending=self._map[_ENDING_AT] != 0,
-        )
+        mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
+        (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
+        ending = self._map[_ENDING_AT] != 0
+        return RankProgress(self.pid, self.rank, *self._allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)

@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -56,27 +56,19 @@ class WorkerHandler(logging.Handler):
             self.handleError(record)
 
 
-def set_up_logging(
-    prefix: LogPrefix,
-    *,
-    level: int = logging.INFO,
-    others_level: int = logging.WARNING,
-    loggers: Sequence[str] = OWN_LOGGERS,
-    stream: TextIO | None = None,
-) -> WorkerHandler:
+def set_up_logging(prefix: LogPrefix, *, stream: TextIO | None = None) -> None:
     """Sends everything that is logged in this process to `stream` (stderr), and Python's warnings with it.
 
-    Rank 0 logs `loggers` from `level` on; other ranks, and other libraries, log from `others_level` on. Python's warnings come
-    from rank 0 alone: they are the same on every rank. May be called again; the handler is then replaced.
+    Rank 0 logs what we and the recipes say; other ranks, and other libraries, only warn. Python's warnings come from rank 0
+    alone: they are the same on every rank. May be called again; the handler is then replaced.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, WorkerHandler)]:
         root.removeHandler(handler)
     handler = WorkerHandler(stream if stream is not None else sys.stderr, prefix=prefix)
     root.addHandler(handler)
-    root.setLevel(others_level)
-    for name in loggers:
-        logging.getLogger(name).setLevel(level if prefix.rank == 0 else others_level)
+    root.setLevel(logging.WARNING)
+    for name in OWN_LOGGERS:
+        logging.getLogger(name).setLevel(logging.INFO if prefix.rank == 0 else logging.WARNING)
     logging.getLogger("py.warnings").setLevel(logging.WARNING if prefix.rank == 0 else logging.ERROR)
     logging.captureWarnings(True)
-    return handler

@@ -98,8 +98,8 @@ def test_all_problems_of_task_and_model_at_once() -> None:
     found = problems_of(WithModel, {"rate": "x", "raet": 1, "model": {}}, {"width": 0, "detph": 1})
     assert found == [
         "`task.model` is not a key: the model's keys are the group `model`",
-        '`task.rate` must be a number, but is "x"',
         "`task.raet` is not a key; did you mean `task.rate`?",
+        '`task.rate` must be a number, but is "x"',
         "`model.detph` is not a key; did you mean `model.depth`?",
         "`model.width` must be a whole number >= 1, but is 0",
     ]
@@ -111,8 +111,8 @@ def test_an_inherited_constructor_counts() -> None:
 
 def test_a_mandatory_option_and_a_model_nobody_takes() -> None:
     assert problems_of(WithDatasets, {}, {"width": 1}) == [
-        "`model.width` is not a key: my_tasks.WithDatasets takes no model",
         "`task.folder` must be given: text",
+        "`model.width` is not a key: my_tasks.WithDatasets takes no model",
     ]
     call, _ = check_call(WithDatasets, options={"folder": "x"}, model={})
     assert call == TaskCall(WithDatasets, {"folder": "x"})

@@ -12,7 +12,6 @@ import pytest
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
-from elastictrain.fault.clouds import Cloud
 from elastictrain.fault.metadata import MetadataError
 from elastictrain.fault.notices import Notice, NoticePoller
 from elastictrain.fault.stop import StopListener
@@ -76,8 +75,7 @@ def watched(tmp_path: Path) -> Watched:
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> FakeCloud:
     fake = FakeCloud()
-    monkeypatch.setattr("elastictrain.launch.own_host.detect", lambda: Cloud.AWS)
-    monkeypatch.setattr("elastictrain.launch.own_host.source_of", lambda cloud: fake)
+    monkeypatch.setattr("elastictrain.launch.own_host.detect", lambda: fake)
     return fake
 
 
@@ -156,9 +154,9 @@ def test_who_does_not_want_to_ask_a_cloud_does_not(config: RunConfig, watched: W
 def test_which_cloud_it_is_is_found_out_once(cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[int] = []
 
-    def detect() -> Cloud:
+    def detect() -> FakeCloud:
         looks.append(1)
-        return Cloud.GCP
+        return cloud
 
     monkeypatch.setattr("elastictrain.launch.own_host.detect", detect)
     source = CloudSource()
@@ -182,9 +180,9 @@ def test_outside_of_clouds_nobody_is_asked(cloud: FakeCloud, monkeypatch: pytest
 def test_a_question_that_failed_before_the_cloud_was_known_is_asked_again(
     cloud: FakeCloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers: list[Cloud | Exception] = [OSError("no memory"), Cloud.AWS]
+    answers: list[FakeCloud | Exception] = [OSError("no memory"), cloud]
 
-    def detect() -> Cloud:
+    def detect() -> FakeCloud:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer

@@ -47,13 +47,6 @@ def test_other_ranks_and_other_libraries_only_warn() -> None:
     assert [line.rsplit(" ", 1)[1] for line in stream.getvalue().splitlines()] == ["heard"]
 
 
-def test_the_level_and_the_loggers_can_be_given() -> None:
-    stream = io.StringIO()
-    set_up_logging(LogPrefix(rank=0), level=logging.DEBUG, loggers=("user",), stream=stream)
-    logging.getLogger("user.task").debug("heard")
-    assert "heard" in stream.getvalue()
-
-
 def test_setting_up_again_replaces_the_handler() -> None:
     first, second = io.StringIO(), io.StringIO()
     set_up_logging(LogPrefix(rank=0), stream=first)
