@@ -116,7 +116,7 @@ class ProgressFileReader:
             self._map = mmap.mmap(descriptor, _SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(descriptor)
-        magic, self.pid, self.rank, *self._allowed_s = _FIXED.unpack_from(self._map)
+        magic, self.pid, self.rank, self._stopped_s, self._grace_s = _FIXED.unpack_from(self._map)
         if magic != _MAGIC:
             raise ValueError(f"{progress_path(folder, rank)} holds no marks")
         self._last: RankProgress | None = None
@@ -140,4 +140,5 @@ class ProgressFileReader:
         mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
         (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
         ending = self._map[_ENDING_AT] != 0
-        return RankProgress(self.pid, self.rank, *self._allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)
+        allowed_s = (self._stopped_s, self._grace_s)
+        return RankProgress(self.pid, self.rank, *allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)
