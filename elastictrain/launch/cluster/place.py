@@ -87,7 +87,7 @@ class EnvironmentReader:
             return None
         number = as_whole(self.environment[name])
         if number is None or number < least:
-            self.refuse(name, f"must be a whole number >= {least} in the environment, but is {self.environment[name]!r}")
+            self.require(name, f"a whole number >= {least}")
             return None
         return number
 
@@ -95,6 +95,14 @@ class EnvironmentReader:
         """`NAME=value` of the first of the names that is set."""
         name = self.first(*names)
         return f"{name}={self.environment[name]}" if name else ""
+
+    def require(self, name: str, expected: str, *, hint: str = "") -> None:
+        """One more problem: a variable must be what is expected, and is not."""
+        found = "not"
+        if name in self.environment:
+            text = self.environment[name]
+            found = repr(text) if as_whole(text) is None else text
+        self.refuse(name, f"must be {expected} in the environment, but is {found}" + (f"; {hint}" if hint else ""))
 
     def refuse(self, name: str, message: str) -> None:
         """One more problem; `message` completes the sentence that starts with the name. Only the first of a name is told."""

@@ -47,15 +47,14 @@ def read_torchrun_environment(reader: EnvironmentReader) -> TorchrunEnvironment:
         )
     order = reader.whole("PET_NODE_RANK")
     if order is not None and most and order >= most:
-        reader.refuse("PET_NODE_RANK", f"must be < {most}, the hosts of PET_NNODES, in the environment, but is {order}")
+        reader.require("PET_NODE_RANK", f"< {most}, the hosts of PET_NNODES,")
     if order is not None:
         reader.conclusions.append(f"this is host {order} (PET_NODE_RANK={order}), counted from 0")
     processes = 0
     if reader.first("PET_NPROC_PER_NODE") and (text := reader.text("PET_NPROC_PER_NODE")) not in ("auto", "gpu"):
         processes = as_whole(text) or 0
         if not processes:
-            message = f"must be a whole number >= 1, `auto` or `gpu` in the environment, but is {text!r}"
-            reader.refuse("PET_NPROC_PER_NODE", message)
+            reader.require("PET_NPROC_PER_NODE", "a whole number >= 1, `auto` or `gpu`")
         else:
             reader.conclusions.append(f"{count(processes, 'worker')} ({reader.show('PET_NPROC_PER_NODE')})")
     master = reader.text("PET_MASTER_ADDR")
@@ -74,12 +73,10 @@ def read_torchrun_environment(reader: EnvironmentReader) -> TorchrunEnvironment:
 def _range_of_hosts(reader: EnvironmentReader) -> tuple[int, int]:
     if not reader.first("PET_NNODES"):
         return 0, 0
-    text = reader.text("PET_NNODES")
-    match = _NNODES.fullmatch(text)
+    match = _NNODES.fullmatch(reader.text("PET_NNODES"))
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most:
-        message = f"must be a number of hosts >= 1, or a range like 1:4, in the environment, but is {text!r}"
-        reader.refuse("PET_NNODES", message)
+        reader.require("PET_NNODES", "a number of hosts >= 1, or a range like 1:4,")
         return 0, 0
     return least, most
 
@@ -115,8 +112,7 @@ def read_runai(environment: Mapping[str, str]) -> ClusterPlace:
     place = _pod_place(reader, gpus=gpus)
     processes, source = place.processes, reader.show(_RUNAI_GPUS)
     if gpus and processes > gpus:
-        message = f"must be <= {gpus}, the GPUs of {_RUNAI_GPUS}, in the environment, but is {processes}"
-        reader.refuse("PET_NPROC_PER_NODE", message)
+        reader.require("PET_NPROC_PER_NODE", f"<= {gpus}, the GPUs of {_RUNAI_GPUS},")
     elif 0 < given < 1 and not processes:
         processes = 1
         reader.conclusions.append(f"1 worker with a part of a GPU ({source})")
@@ -133,11 +129,8 @@ def _gpus_of_pod(reader: EnvironmentReader) -> float:
     text = reader.text(_RUNAI_GPUS)
     given = float(text) if _DECIMAL.fullmatch(text) else 0.0
     if given <= 0 or (given > 1 and given != int(given)):
-        message = (
-            f"must be a whole number of GPUs >= 1, or a part of one, in the environment, but is {text!r}; request GPUs for the"
-            f" workload, or start with `env -u {_RUNAI_GPUS}` to train without"
-        )
-        reader.refuse(_RUNAI_GPUS, message)
+        hint = f"request GPUs for the workload, or start with `env -u {_RUNAI_GPUS}` to train without"
+        reader.require(_RUNAI_GPUS, "a whole number of GPUs >= 1, or a part of one,", hint=hint)
         return 0.0
     return given
 
@@ -153,8 +146,7 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
         reader.conclusions.append(f"this is host {order} ({reader.show(source)}), counted from 0")
         if 0 < num_hosts <= order:
             counted_by = "PET_NNODES" if torchrun_env.num_hosts else "WORLD_SIZE"
-            message = f"must be < {num_hosts}, the hosts of {counted_by}, in the environment, but is {order}"
-            reader.refuse(source, message)
+            reader.require(source, f"< {num_hosts}, the hosts of {counted_by},")
     if processes and not torchrun_env.processes:
         reader.conclusions.append(f"{count(processes, 'worker')} (WORLD_SIZE={processes * num_hosts} on all hosts)")
     address = reader.text("POD_IP")
@@ -162,7 +154,7 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
         try:
             ipaddress.ip_address(address)
         except ValueError:
-            reader.refuse("POD_IP", f"must be the pod's IP address in the environment, but is {address!r}")
+            reader.require("POD_IP", "the pod's IP address")
         reader.conclusions.append(f"the others reach it at {address} (POD_IP)")
     peers = torchrun_env.peers or _other_hosts(reader.text("MASTER_ADDR"))
     return ClusterPlace(
@@ -198,7 +190,7 @@ def _count_hosts(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment, *
         names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE", _RUNAI_GPUS if gpus else "") if reader.first(name)]
         wanted = " or ".join(map(str, allowed)) if per_host else f"a multiple of {num_hosts}"
         reasons = ", ".join(map(reader.show, names))
-        reader.refuse("WORLD_SIZE", f"must be {wanted} ({reasons}) in the environment, but is {world_size}")
+        reader.require("WORLD_SIZE", f"{wanted} ({reasons})")
         return num_hosts, processes
     # PET_NPROC_PER_NODE is `auto` or `gpu`, or is not set.
     return num_hosts, processes if reader.first("PET_NPROC_PER_NODE") else world_size // num_hosts
@@ -210,8 +202,7 @@ def _order(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment) -> tupl
     rank = reader.whole("RANK")
     if torchrun_env.order >= 0:
         if rank is not None and rank != torchrun_env.order:
-            message = f"must be {torchrun_env.order}, the pod's number in PET_NODE_RANK, in the environment, but is {rank}"
-            reader.refuse("RANK", message)
+            reader.require("RANK", f"{torchrun_env.order}, the pod's number in PET_NODE_RANK,")
         return torchrun_env.order, "PET_NODE_RANK"
     source = reader.first("PET_NODE_RANK", "RANK", "JOB_COMPLETION_INDEX")
     number = reader.whole(source) if source else None

@@ -94,11 +94,10 @@ def _is_step(reader: EnvironmentReader) -> bool:
     name = reader.first("SLURM_STEP_ID", "SLURM_STEPID")
     if not name:
         return False
-    text = reader.text(name)
-    if not _STEP_ID.fullmatch(text):
-        reader.refuse(name, f"must be the number of a step in the environment, but is {text!r}")
+    if not _STEP_ID.fullmatch(reader.text(name)):
+        reader.require(name, "the number of a step")
         return True
-    return int(text) % 2**32 not in _SPECIAL_STEPS
+    return int(reader.text(name)) % 2**32 not in _SPECIAL_STEPS
 
 
 def _without_step(reader: EnvironmentReader) -> SlurmStep:
@@ -107,10 +106,8 @@ def _without_step(reader: EnvironmentReader) -> SlurmStep:
     num_nodes = reader.whole(*of_job, least=1) or 1
     node_id = reader.whole("SLURM_NODEID")
     if not reader.first("SLURM_NODEID"):
-        message = (
-            f"must be set in the environment, but is not: the shell of an allocation is not on its hosts; start with `{_START}`"
-        )
-        reader.refuse("SLURM_NODEID", message)
+        hint = f"the shell of an allocation is not on its hosts; start with `{_START}`"
+        reader.require("SLURM_NODEID", "set", hint=hint)
     elif num_nodes > 1:
         message = (
             f"must be that of an srun where a job has several hosts ({reader.show(*of_job)}), or the others stay without a"
@@ -118,7 +115,7 @@ def _without_step(reader: EnvironmentReader) -> SlurmStep:
         )
         reader.refuse("SLURM_STEP_ID", message)
     elif node_id:
-        reader.refuse("SLURM_NODEID", f"must be 0 in the environment of a job of one host, but is {node_id}")
+        reader.require("SLURM_NODEID", "0 for a job of one host")
     own = reader.text("SLURMD_NODENAME")
     reader.conclusions.append("this host alone: started without srun in a job of one host")
     return SlurmStep(order=node_id or 0, names=(own,), own=own)
@@ -128,14 +125,13 @@ def _read_step(reader: EnvironmentReader) -> SlurmStep:
     names = _read_names(reader)
     order = reader.whole("SLURM_NODEID")
     if not reader.first("SLURM_NODEID"):
-        reader.refuse("SLURM_NODEID", "must be set in the environment of each task of a step, but is not")
+        reader.require("SLURM_NODEID", "set for each task of a step")
     if order is not None and names and order >= len(names):
-        message = f"must be < {len(names)}, the hosts of {reader.first(*_NAMES)}, in the environment, but is {order}"
-        reader.refuse("SLURM_NODEID", message)
+        reader.require("SLURM_NODEID", f"< {len(names)}, the hosts of {reader.first(*_NAMES)},")
         order = None
     own = reader.text("SLURMD_NODENAME")
     if own and any(names) and own not in names:
-        reader.refuse("SLURMD_NODENAME", f"must be one of {reader.show(*_NAMES)} in the environment, but is {own!r}")
+        reader.require("SLURMD_NODENAME", f"one of {reader.show(*_NAMES)}")
     local_tasks, source = _read_local_tasks(reader, num_nodes=len(names), order=order)
     reader.conclusions.append(f"{count(len(names), 'host')} ({reader.show(*_NAMES, *_NUM_NODES)})")
     reader.conclusions.append(f"this is host {order} (SLURM_NODEID), counted from 0")
@@ -156,7 +152,7 @@ def _read_names(reader: EnvironmentReader) -> tuple[str, ...]:
     list_name = reader.first(*_NAMES)
     if not list_name:
         if not reader.first(*_NUM_NODES):
-            reader.refuse(_NAMES[0], "must be set in the environment of each task of a step, but is not")
+            reader.require(_NAMES[0], "set for each task of a step")
         return ("",) * min(number or 0, _MOST_HOSTS)
     names = _expand(reader, list_name, expand_hosts, "a list of hosts like gpu[001-003,7],login1")
     if names and number is not None and number != len(names):
@@ -173,10 +169,7 @@ def _read_local_tasks(reader: EnvironmentReader, *, num_nodes: int, order: int |
         if total is None or not num_nodes:
             return 1, ""
         if total % num_nodes:
-            message = (
-                f"must be a multiple of the {num_nodes} hosts where {_TASKS[0]} is not set in the environment, but is {total}"
-            )
-            reader.refuse(reader.first(*_NUM_TASKS), message)
+            reader.require(reader.first(*_NUM_TASKS), f"a multiple of the {num_nodes} hosts where {_TASKS[0]} is not set")
         return max(1, total // num_nodes), reader.show(*_NUM_TASKS)
     counts = _expand(reader, name, expand_counts, "numbers of tasks like 4(x2),3")
     if not counts or not num_nodes or order is None:
@@ -184,8 +177,7 @@ def _read_local_tasks(reader: EnvironmentReader, *, num_nodes: int, order: int |
     if name == "SLURM_NTASKS_PER_NODE" and len(counts) == 1:
         counts *= num_nodes
     if len(counts) != num_nodes or not counts[order]:
-        message = f"must give tasks to each of {num_nodes} hosts in the environment, but is {reader.text(name)!r}"
-        reader.refuse(name, message)
+        reader.require(name, f"numbers of tasks for each of {num_nodes} hosts")
         return 1, ""
     return counts[order], reader.show(name)
 
@@ -194,16 +186,13 @@ def _read_local_id(reader: EnvironmentReader, *, local_tasks: int) -> int:
     local_id = reader.whole("SLURM_LOCALID")
     if local_id is None:
         if local_tasks > 1 and not reader.first("SLURM_LOCALID"):
-            message = f"must be set in the environment where {local_tasks} tasks are on a host, but is not"
-            reader.refuse("SLURM_LOCALID", message)
+            reader.require("SLURM_LOCALID", f"set where {local_tasks} tasks are on a host")
         return 0
     if local_id >= local_tasks:
-        message = f"must be < {local_tasks}, the tasks of this host, in the environment, but is {local_id}"
-        reader.refuse("SLURM_LOCALID", message)
+        reader.require("SLURM_LOCALID", f"< {local_tasks}, the tasks of this host,")
     rank, total = reader.whole("SLURM_PROCID"), reader.whole(*_NUM_TASKS, least=1)
     if rank is not None and total is not None and rank >= total:
-        message = f"must be < {total}, the tasks of {reader.first(*_NUM_TASKS)}, in the environment, but is {rank}"
-        reader.refuse("SLURM_PROCID", message)
+        reader.require("SLURM_PROCID", f"< {total}, the tasks of {reader.first(*_NUM_TASKS)},")
     return local_id
 
 
@@ -259,10 +248,9 @@ def _count_gpus(reader: EnvironmentReader, *, local_tasks: int) -> tuple[int, st
     name = reader.first("SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK")
     if not name:
         return 0, ""
-    text = reader.text(name)
-    matches = [_REQUEST.fullmatch(item) for item in text.split(",")]
+    matches = [_REQUEST.fullmatch(item) for item in reader.text(name).split(",")]
     if None in matches:
-        reader.refuse(name, f"must be a number of GPUs like 8 or a100:8 in the environment, but is {text!r}")
+        reader.require(name, "a number of GPUs like 8 or a100:8")
         return 0, ""
     times = local_tasks if name == "SLURM_GPUS_PER_TASK" else 1
     return times * sum(int(match[1]) for match in matches if match), reader.show(name)
@@ -278,21 +266,20 @@ def _read_deadline(reader: EnvironmentReader) -> float | None:
         )
         return None
     if end > _LAST_SECOND:
-        reader.refuse("SLURM_JOB_END_TIME", f"must be a time in seconds since 1970 in the environment, but is {end}")
+        reader.require("SLURM_JOB_END_TIME", "a time in seconds since 1970")
         return None
     if start is not None and start >= end:
-        reader.refuse("SLURM_JOB_END_TIME", f"must be > SLURM_JOB_START_TIME={start} in the environment, but is {end}")
+        reader.require("SLURM_JOB_END_TIME", f"> SLURM_JOB_START_TIME={start}")
     shown = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d %H:%M:%S} UTC"
     reader.conclusions.append(f"the job ends at {shown} ({reader.show('SLURM_JOB_END_TIME')})")
     return float(end)
 
 
 def _expand(reader: EnvironmentReader, name: str, expand: Callable[[str], tuple[T, ...]], what: str) -> tuple[T, ...]:
-    text = reader.text(name)
     try:
-        return expand(text)
+        return expand(reader.text(name))
     except ValueError as error:
-        reader.refuse(name, f"must be {what} in the environment, but is {text!r}: {error}")
+        reader.require(name, what, hint=str(error))
         return ()
 
 

@@ -95,10 +95,10 @@ def test_without_kubernetes_a_person_may_number_hosts_the_same_way() -> None:
         ({"PET_NNODES": "1:2"}, "PET_NODE_RANK", "must be < 2, the hosts of PET_NNODES"),
         ({"PET_NNODES": "four"}, "PET_NNODES", "must be a number of hosts >= 1, or a range like 1:4"),
         ({"PET_NNODES": "4:1"}, "PET_NNODES", "but is '4:1'"),
-        ({"PET_NNODES": "0"}, "PET_NNODES", "but is '0'"),
+        ({"PET_NNODES": "0"}, "PET_NNODES", "but is 0"),
         ({"PET_NNODES": "1:"}, "PET_NNODES", "but is '1:'"),
         ({"PET_NPROC_PER_NODE": "cpu"}, "PET_NPROC_PER_NODE", "must be a whole number >= 1, `auto` or `gpu`"),
-        ({"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE", "but is '0'"),
+        ({"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE", "but is 0"),
         ({"PET_NPROC_PER_NODE": ""}, "PET_NPROC_PER_NODE", "but is ''"),
         ({"RANK": "1"}, "RANK", "must be 2, the pod's number in PET_NODE_RANK, in the environment, but is 1"),
         (

@@ -44,10 +44,8 @@ def test_whole_gpus_and_a_part_of_one(text: str, processes: int) -> None:
 def test_a_number_of_gpus_that_is_none_is_refused(text: str) -> None:
     said = refused(RUNAI_SINGLE | {"RUNAI_NUM_OF_GPUS": text})
     assert said.keys() == {"RUNAI_NUM_OF_GPUS"}
-    assert (
-        f"must be a whole number of GPUs >= 1, or a part of one, in the environment, but is {text!r}"
-        in said["RUNAI_NUM_OF_GPUS"]
-    )
+    assert "must be a whole number of GPUs >= 1, or a part of one, in the environment, but is " in said["RUNAI_NUM_OF_GPUS"]
+    assert text in said["RUNAI_NUM_OF_GPUS"]
 
 
 def test_what_the_workload_asks_for_comes_before_its_gpus() -> None:

@@ -199,8 +199,12 @@ def test_an_array_of_jobs_needs_folders_of_their_own() -> None:
         ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST", "a name is empty"),
         ({"SLURM_STEP_NODELIST": "gnode[10,20,25]"}, "SLURM_STEP_NODELIST", "must name the 4 hosts of SLURM_STEP_NUM_NODES"),
         ({"SLURM_STEP_NUM_NODES": "0"}, "SLURM_STEP_NUM_NODES", "must be a whole number >= 1"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, "SLURM_STEP_TASKS_PER_NODE", "must give tasks to each of 4 hosts"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x2),0,1"}, "SLURM_STEP_TASKS_PER_NODE", "must give tasks to each of 4 hosts"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, "SLURM_STEP_TASKS_PER_NODE", "must be numbers of tasks for each of 4 hosts"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "1(x2),0,1"},
+            "SLURM_STEP_TASKS_PER_NODE",
+            "must be numbers of tasks for each of 4 hosts",
+        ),
         ({"SLURM_STEP_TASKS_PER_NODE": "one"}, "SLURM_STEP_TASKS_PER_NODE", "must be numbers of tasks like 4(x2),3"),
         ({"SLURM_LOCALID": "1"}, "SLURM_LOCALID", "must be < 1, the tasks of this host"),
         ({"SLURM_PROCID": "4"}, "SLURM_PROCID", "must be < 4, the tasks of SLURM_STEP_NUM_TASKS"),
@@ -220,8 +224,12 @@ def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str
 @pytest.mark.parametrize(
     ("environment", "name", "messages"),
     [
-        (without(SLURM_TASK_PER_NODE, "SLURM_NODEID"), "SLURM_NODEID", "must be set in the environment of each task"),
-        (without(SLURM_TASK_PER_GPU, "SLURM_LOCALID"), "SLURM_LOCALID", "must be set in the environment where 3 tasks"),
+        (
+            without(SLURM_TASK_PER_NODE, "SLURM_NODEID"),
+            "SLURM_NODEID",
+            "must be set for each task of a step in the environment",
+        ),
+        (without(SLURM_TASK_PER_GPU, "SLURM_LOCALID"), "SLURM_LOCALID", "must be set where 3 tasks"),
         (
             without(SLURM_BATCH_SCRIPT, "SLURM_GPUS_ON_NODE") | {"SLURM_GPUS_PER_NODE": "a100:all"},
             "SLURM_GPUS_PER_NODE",
@@ -230,12 +238,12 @@ def test_a_contradiction_is_refused_by_name(change: Mapping[str, str], name: str
         (
             SLURM_BATCH_SCRIPT | {"SLURM_NODEID": "1"},
             "SLURM_NODEID",
-            "must be 0 in the environment of a job of one host, but is 1",
+            "must be 0 for a job of one host in the environment, but is 1",
         ),
         (
             SHELL | {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0"},
             "SLURM_STEP_NODELIST",
-            "must be set in the environment of each task",
+            "must be set for each task of a step in the environment",
         ),
         (
             SHELL | {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NNODES": "2", "SLURM_NTASKS": "3"},
