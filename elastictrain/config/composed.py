@@ -1,12 +1,10 @@
-"""The groups of keys that few modules read, and RunConfig: all groups of one run, validated and frozen."""
+"""The groups of keys, and RunConfig: all groups of one run, validated and frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from elastictrain.config.constraints import NonEmpty, Range
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
 
 
@@ -231,6 +229,112 @@ class TelemetryGroup:
 
     flush_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
     """Longest time for which events may be missing from a remote run.dir."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultGroup:
+    """How long anything may take before it counts as hung. The values form a ladder, checked when the config is composed."""
+
+    rendezvous_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 900.0
+    """Until all ranks have agreed on a new incarnation; a host that still fetches its data keeps the others waiting."""
+
+    init_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 600.0
+    """For any collective, and for any phase, until the first step is through: start-up, restore, compilation."""
+
+    step_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 120.0
+    """For any collective, and for any one part of a step (data, a forward or a backward pass, the update), from then on."""
+
+    save_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 900.0
+    """For one checkpoint to be durable."""
+
+    shutdown_grace_s: Annotated[float, Range(0.0, exclusive=True)] = 20.0
+    """For the end of a run to be orderly; after that the process ends itself."""
+
+    notice_s: Annotated[float, Range(0.0, exclusive=True)] = 30.0
+    """How long after a signal this host, or its workers, will be ended; where a notice names a time, that counts. 30 s are what
+    Kubernetes leaves a pod, torchrun its workers, and Google Cloud and Azure a spot instance. What is not in storage by then
+    stays in host memory."""
+
+    heartbeat_s: Annotated[float, Range(0.0, exclusive=True)] = 1.0
+    """Interval at which each rank tells the others where it is."""
+
+    hang_multiple: Annotated[float, Range(1.0)] = 10.0
+    """A part of a step may last this many times as long as this rank's own steps usually do, once it has done some of them."""
+
+    hang_floor_s: Annotated[float, Range(0.0, exclusive=True)] = 10.0
+    """A shorter silence is never taken for a hang, however short the steps are; `fault.step_timeout_s` is the longest."""
+
+    compare_every_steps: Annotated[int, Range(0)] = 0
+    """Replicas (DDP, HSDP) compare their parameters and optimizer state this often, besides before every snapshot and
+    checkpoint; 0: then only."""
+
+    flight_recorder_entries: Annotated[int, Range(0)] = 2000
+    """Collectives that the flight recorder remembers per rank for the dump after a failure; 0 turns it off."""
+
+    @property
+    def close_s(self) -> float:
+        """For each of the logs and curves of a rank at its end: they are closed one after another, within the grace."""
+        return self.shutdown_grace_s / 4
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchGroup:
+    """How `python -m elastictrain.launch` forms groups of hosts and restarts them. Without effect on a plain torchrun."""
+
+    min_hosts: Annotated[int, Range(1)] = 1
+    """Hosts below which the run waits instead of training."""
+
+    max_hosts: Annotated[int, Range(0)] = 0
+    """Hosts above which others wait as spares; 0 for as many as come."""
+
+    processes: Annotated[int, Range(0)] = 0
+    """Workers of each host; 0 for one for each GPU that is visible, or a single one without GPUs."""
+
+    hosts: tuple[Annotated[str, NonEmpty()], ...] = ()
+    """Names or addresses of the hosts, in the order of their ranks, where no cluster lists them; the first group waits
+    for `min_hosts` of them, and for the rest for `join_s`. Without a list hosts are taken as they come."""
+
+    address: str = ""
+    """IP address at which the other hosts reach this one; empty for the one that the cluster names or the kernel uses."""
+
+    join_s: Annotated[float, Range(0.0)] = 30.0
+    """How long the first group waits for more hosts than `min_hosts`, unless all that the cluster promised are there."""
+
+    wait_s: Annotated[float, Range(0.0)] = 3600.0
+    """How long to wait for `min_hosts` before giving up; 0 for ever."""
+
+    lost_s: Annotated[float, Range(0.5)] = 4.0
+    """How long a host may be silent before the others go on without it."""
+
+    poll_s: Annotated[float, Range(0.1)] = 1.0
+    """Interval at which the roster is read; a host that waits shows a sign of life there as often."""
+
+    grow: bool = True
+    """Take in hosts that come while the group trains."""
+
+    grow_after_s: Annotated[float, Range(0.0)] = 30.0
+    """How long a host that comes late must have been there before training is interrupted for it."""
+
+    grow_every_s: Annotated[float, Range(0.0)] = 300.0
+    """Shortest time between a start and an interruption to take in more hosts."""
+
+    max_failures: Annotated[int, Range(1)] = 3
+    """Failures without progress in between, a newer step in storage or in host memory, after which the run gives up."""
+
+    backoff_s: Annotated[float, Range(0.0)] = 1.0
+    """Pause before the second start without progress; doubled each time, up to `backoff_limit_s`."""
+
+    backoff_limit_s: Annotated[float, Range(0.0)] = 60.0
+    """Longest pause between two starts."""
+
+    retry_unfit_s: Annotated[float, Range(0.0)] = 600.0
+    """When a host that was found unfit is checked again; 0 to leave at once with exit code 69."""
+
+    max_hours: Annotated[float, Range(0.0)] = 0.0
+    """Wall-clock limit after which the run is stopped and saved; 0 for none. A limit of Slurm is found by itself."""
+
+    notices: bool = True
+    """Ask the cloud's metadata service whether this host is about to be taken away."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import DataGroup, ParallelGroup, TrainGroup
+from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, TrainGroup
 from elastictrain.config.constraints import show, show_number
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.errors import Problem
 
 TORCHRUN_KILL_S = 30.0

@@ -12,6 +12,8 @@ from typing import get_type_hints
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
+    FaultGroup,
+    LaunchGroup,
     OptimGroup,
     ParallelGroup,
     RunGroup,
@@ -19,8 +21,6 @@ from elastictrain.config.composed import (
     TrainGroup,
 )
 from elastictrain.config.constraints import describe, show
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
 
 DATACLASSES: Mapping[str, type] = {

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.gpus import needs_gpu, read_gpus, why_no_gpu
 from elastictrain.errors import ConfigError, HostUnfitError, Problem
 

@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from elastictrain.fault.metadata import MetadataError
-
 logger = logging.getLogger(__name__)
 
 POLL_S = 2.0
 """The shortest notices are 30 s long. AWS recommends 5 s, Azure 1 s; all of them refuse who asks many times a second."""
 
 _SAME_S = 1.0
+
+
+class MetadataError(Exception):
+    """The service does not answer, or not in a way that means anything; asking again may help."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from elastictrain.bounded_json import encode_record, parse_record
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
 from elastictrain.liveness.diagnosis import LONGEST_TEXT, Entered, RankStatus
 from elastictrain.liveness.progress import Phase, ProgressMark

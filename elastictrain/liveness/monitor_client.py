@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from elastictrain.bounded_json import encode_record
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader
 from elastictrain.liveness.stacks import no_stacks_any_more, take_stacks, tell_stacks_when_asked

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
 from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, diagnose
 from elastictrain.liveness.heartbeats import HeartbeatStore

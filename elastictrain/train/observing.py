@@ -9,8 +9,7 @@ from elastictrain.events import Resume, Step
 from elastictrain.storage.store import Store
 from elastictrain.telemetry.flops import mfu, peak_flops
 from elastictrain.telemetry.progress import Progress, Reading
-from elastictrain.telemetry.scalars import HostProbe, scalars_of
-from elastictrain.telemetry.tensorboard import ScalarWriter
+from elastictrain.telemetry.tensorboard import HostProbe, ScalarWriter, scalars_of
 from elastictrain.train.cadence import is_logged
 from elastictrain.train.context import TrainContext
 

@@ -4,7 +4,7 @@ A host follows the newest generation that it can see, and runs nothing of an old
 ended may propose the next: storage takes the first proposal of each number and no other.
 """
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT, EXIT_UNFIT
 from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.observation import (

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_STOPPED
 from elastictrain.launch.membership import messages
 from elastictrain.launch.membership.observation import (

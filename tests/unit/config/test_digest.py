@@ -7,6 +7,8 @@ import pytest
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
+    FaultGroup,
+    LaunchGroup,
     OptimGroup,
     ParallelGroup,
     RunConfig,
@@ -16,8 +18,6 @@ from elastictrain.config.composed import (
     TrainGroup,
 )
 from elastictrain.config.digest import answer_keys, changed_answers, config_digest, from_yaml, group_digest, to_tree, to_yaml
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.config.schema import DATACLASSES
 from elastictrain.errors import ConfigError

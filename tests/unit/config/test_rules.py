@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.config.composed import DataGroup, ParallelGroup, TrainGroup
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, TrainGroup
 from elastictrain.config.preflight import PreflightGroup, PreflightThresholds
 from elastictrain.config.rules import check_rules
 

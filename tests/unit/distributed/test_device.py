@@ -4,7 +4,7 @@ from typing import Literal
 import pytest
 import torch
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed import device as module
 from elastictrain.distributed.device import choose_backend, find_backend, plan_environment, start_device
 from elastictrain.distributed.gpus import Gpus

@@ -20,13 +20,13 @@ from elastictrain.fault.clouds import (
     AzureSource,
     Cloud,
     GcpSource,
+    MetadataService,
     cloud_of,
     detect,
     parse_action,
     parse_rebalance,
 )
-from elastictrain.fault.metadata import MetadataError, MetadataService
-from elastictrain.fault.notices import Notice, NoticeSource
+from elastictrain.fault.notices import MetadataError, Notice, NoticeSource
 from tests.unit.fault.metadata_servers import FakeAws, FakeAzure, FakeCloud, FakeGcp, serving
 
 NOWHERE = "http://127.0.0.1:9"

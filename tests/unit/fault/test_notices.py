@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.fault.clouds import AWS_ACTION, GCP_PREEMPTED, AwsSource, GcpSource
-from elastictrain.fault.metadata import MetadataError, MetadataService
-from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, NoticeSource, adds_to
+from elastictrain.fault.clouds import AWS_ACTION, GCP_PREEMPTED, AwsSource, GcpSource, MetadataService
+from elastictrain.fault.notices import LimitSource, MetadataError, Notice, NoticePoller, NoticeSource, adds_to
 from tests.unit.fault.metadata_servers import FakeAws, FakeGcp, serving
 
 NOTICE = Notice("preempt", "taken", 100.0)

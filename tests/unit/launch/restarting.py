@@ -8,9 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from elastictrain.config.composed import RunGroup
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import FaultGroup, LaunchGroup, RunGroup
 from elastictrain.events import Event
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry

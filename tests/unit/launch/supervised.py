@@ -10,6 +10,8 @@ from typing import Literal, cast
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
+    FaultGroup,
+    LaunchGroup,
     OptimGroup,
     ParallelGroup,
     RunConfig,
@@ -18,8 +20,6 @@ from elastictrain.config.composed import (
     TelemetryGroup,
     TrainGroup,
 )
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text

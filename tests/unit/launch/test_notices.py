@@ -12,8 +12,7 @@ import pytest
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
-from elastictrain.fault.metadata import MetadataError
-from elastictrain.fault.notices import Notice, NoticePoller
+from elastictrain.fault.notices import MetadataError, Notice, NoticePoller
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.own_host import CloudSource, watch_notices

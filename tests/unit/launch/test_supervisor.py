@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
 from elastictrain.launch.host_registry import RegistrySnapshot

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from elastictrain.config.composed import RunConfig
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup, RunConfig
 from elastictrain.config.load import load
 from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_OK, EXIT_STOPPED, EXIT_STORAGE, EXIT_USAGE
 from elastictrain.launch.cluster.detect import detect

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import heartbeats as module
 from elastictrain.liveness.diagnosis import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore

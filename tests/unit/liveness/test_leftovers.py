@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, hold, sweep
 from elastictrain.liveness.progress_file import ProgressFile
 from elastictrain.liveness.stacks import STACKS_SIGNAL

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import monitor_client as module
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, workers_of
 from elastictrain.liveness.progress import Phase, ProgressMark

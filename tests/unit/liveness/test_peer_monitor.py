@@ -3,7 +3,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness.diagnosis import Entered
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.peer_monitor import PeerMonitor

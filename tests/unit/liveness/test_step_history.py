@@ -6,7 +6,7 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness.progress import ENOUGH_STEPS, WINDOW_STEPS, Phase, ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import bound_s, judge, limit_s
 

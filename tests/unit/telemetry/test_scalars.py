@@ -2,7 +2,7 @@ import psutil
 import torch
 
 from elastictrain.telemetry.progress import Reading
-from elastictrain.telemetry.scalars import HostProbe, scalars_of
+from elastictrain.telemetry.tensorboard import HostProbe, scalars_of
 
 
 def test_every_figure_has_its_tag() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastictrain.config.fault import FaultGroup
+from elastictrain.config.composed import FaultGroup
 from elastictrain.events import Event, Hang
 from elastictrain.identity import Identity
 from elastictrain.liveness import monitor_client

@@ -14,6 +14,8 @@ from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.config.composed import (
     CheckpointGroup,
     DataGroup,
+    FaultGroup,
+    LaunchGroup,
     OptimGroup,
     ParallelGroup,
     RunConfig,
@@ -22,8 +24,6 @@ from elastictrain.config.composed import (
     TelemetryGroup,
     TrainGroup,
 )
-from elastictrain.config.fault import FaultGroup
-from elastictrain.config.launch import LaunchGroup
 from elastictrain.config.preflight import PreflightGroup
 from elastictrain.data.loader import Loader
 from elastictrain.errors import (

@@ -3,7 +3,7 @@ from dataclasses import replace
 from math import inf
 from string import ascii_lowercase
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import (

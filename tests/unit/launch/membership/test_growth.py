@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.decide import decide, worth_growing
 from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import EndKind, Finish, Generation, HostState, Wait

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from tests.unit.launch.membership.simulated.storage import Weather
 from tests.unit.launch.membership.simulated.world import STORM, World
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.observation import ClusterState, HostObservation, observe, observe_datagrams
 from elastictrain.launch.membership.records import (
     Create,

@@ -3,7 +3,7 @@
 from itertools import combinations, pairwise
 from random import Random
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.records import EndKind
 from tests.unit.launch.membership.simulated.storage import Weather
 from tests.unit.launch.membership.simulated.world import STORM, BrokenPromiseError, World

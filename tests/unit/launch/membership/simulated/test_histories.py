@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState

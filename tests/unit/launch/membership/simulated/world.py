@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
 
-from elastictrain.config.launch import LaunchGroup
+from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import Generation
 from tests.unit.launch.membership.simulated.commits import Commit, Made, Resume, Stale, is_stale
