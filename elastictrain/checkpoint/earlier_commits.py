@@ -13,7 +13,7 @@ from elastictrain.bounded_json import MalformedJsonError, parse_json
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, number_of
 from elastictrain.errors import ObjectNotFoundError
-from elastictrain.lease.merge_plan import EVENTS, LAUNCHERS, parse_merged
+from elastictrain.lease.merge import EVENTS, LAUNCHERS, parse_merged
 from elastictrain.storage.bounded_read import read_all
 from elastictrain.storage.store import ObjectInfo, Store
 

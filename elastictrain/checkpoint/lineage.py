@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass
 from elastictrain.bounded_json import parse_record
 from elastictrain.checkpoint.folders import FolderFacts
 from elastictrain.errors import LeaseLostError, ObjectNotFoundError, ObjectTooLargeError
-from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import LeaseClaim
+from elastictrain.lease.chain import Chain, LeaseClaim
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.store import Store
 

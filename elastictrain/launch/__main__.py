@@ -53,9 +53,8 @@ from elastictrain.launch.own_host import OwnAddress, count_gpus, default_interfa
 from elastictrain.launch.records import Recorder
 from elastictrain.launch.supervisor import Supervisor
 from elastictrain.launch.torchrun import Torchrun, free_port
-from elastictrain.lease.chain import Chain
+from elastictrain.lease.chain import LAUNCHER, Chain
 from elastictrain.lease.holder import Waiting, clean_up, wait_until_free
-from elastictrain.lease.records import LAUNCHER
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import own_address, usable_interfaces
 from elastictrain.storage.appendlog import open_append_log

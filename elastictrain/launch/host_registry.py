@@ -10,7 +10,7 @@ from elastictrain.errors import StorageError
 from elastictrain.launch.membership.observation import HostObservation, observe, observe_datagrams, outdated
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
-from elastictrain.lease.records import BEAT_S
+from elastictrain.lease.chain import BEAT_S
 from elastictrain.storage.bounded_read import side_by_side
 from elastictrain.storage.failures import reason_of
 

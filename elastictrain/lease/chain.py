@@ -1,16 +1,31 @@
-"""The chain of generations in a run's storage, and the signs of life of their owners. Acts."""
+"""The chain of generations in a run's storage, and the signs of life of their owners.
+
+A generation is one object, created if it does not exist; the newest one names the owner. An owner shows that it lives by a
+number that grows in an object of its own. All observers use their own monotonic clock.
+"""
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum, auto
 from functools import partial
 
-from elastictrain.bounded_json import encode_record
+from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
 from elastictrain.errors import ObjectExistsError, ObjectNotFoundError
-from elastictrain.lease.records import LAUNCHER, LeaseClaim, Sign, encode_sign, parse_claim, parse_sign
 from elastictrain.storage.bounded_read import read_all, read_record
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import is_dead, this_writer
+
+LAUNCHER = "launch"
+"""The owner of every generation of `python -m elastictrain.launch`: launchers agree among themselves."""
+
+BEAT_S = 5.0
+"""Interval at which an owner shows that it lives."""
+
+STALE_S = 20.0
+"""How long an owner may be silent before another one may take over; a few of its beats, so that slow storage is survived."""
 
 HOSTS, GENERATIONS, LINEAGE = "launch/hosts", "launch/generations", "lineage"
 _NEWEST = "launch/newest.json"
@@ -20,6 +35,95 @@ _AHEAD = 4
 _DIGITS = 10
 _GENERATION = re.compile(rf"{GENERATIONS}/(\d{{9}})\.json")
 _TRACE = re.compile(r"(?:events/(?:\d{6,}-to-)?|lineage/\d+-)(\d{6,})[-.]")
+
+
+class Hold(StrEnum):
+    """What is known of an owner."""
+
+    FREE = auto()
+    HELD = auto()
+    UNKNOWN = auto()
+    """Not looked at for long enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseClaim:
+    """A generation, as far as its owner goes."""
+
+    number: int
+    owner: str
+    """Empty where the record is damaged, or older than owners."""
+
+    host: str = ""
+    pid: int = 0
+    lines: tuple[str, ...] = ()
+    """Names of the objects in which its owner shows that it lives."""
+
+    over: bool = False
+    """Whether the run was over: nobody holds it."""
+
+    def __str__(self) -> str:
+        who = f"launcher(s) on {self.host}" if self.owner == LAUNCHER else f"process {self.pid} on {self.host}"
+        return f"{who}, generation {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What an owner's object says; read from those of launchers, too."""
+
+    beat: int
+    state: str = ""
+    writers: tuple[str, ...] = ()
+    """Its processes."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has left, or its processes are known to be dead."""
+        return self.state == "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    name: str = ""
+    host: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _LauncherGeneration:
+    """As launchers write it, as far as its owner goes."""
+
+    number: int
+    outcome: str
+    owner: str = ""
+    members: tuple[_Member, ...] = ()
+
+    def claim(self) -> LeaseClaim:
+        owner = LAUNCHER if self.owner == LAUNCHER else ""
+        names, lines = ", ".join(one.name for one in self.members), tuple(one.host for one in self.members)
+        return LeaseClaim(self.number, owner, names, lines=lines, over=self.outcome != "run")
+
+
+def parse_claim(number: int, data: bytes) -> LeaseClaim:
+    """From the record of a generation, also one that launchers made. What cannot be read has no owner, and is over."""
+    try:
+        document = parse_json(data)
+        if "outcome" in document:
+            claim = as_record(document, _LauncherGeneration).claim()
+        else:
+            claim = as_record({"over": True, **document}, LeaseClaim)
+    except (ValueError, TypeError):
+        return LeaseClaim(number, "", over=True)
+    return claim if claim.number == number else LeaseClaim(number, "", over=True)
+
+
+def judge(before: Mapping[str, Sign], now: Mapping[str, Sign], *, watched_s: float) -> Hold:
+    """Whether the owner of these objects lives; `before` was read `watched_s` ago."""
+    living = {name: sign for name, sign in now.items() if not sign.gone}
+    if now and not living:
+        return Hold.FREE
+    if any(before.get(name) != sign for name, sign in living.items()):
+        return Hold.HELD
+    return Hold.FREE if watched_s >= STALE_S else Hold.UNKNOWN
 
 
 class Chain:
@@ -56,12 +160,16 @@ class Chain:
         """What the owner of a generation says of itself, by object."""
         dead = partial(is_dead, here=this_writer())
         read = read_all(self._store, map(_line, claim.lines))
-        signs = {name: parse_sign(read[_line(name)], is_dead=dead) for name in claim.lines if _line(name) in read}
-        return {name: sign for name, sign in signs.items() if sign is not None}
+        signs = {}
+        for name in claim.lines:
+            with suppress(KeyError, ValueError):
+                sign = parse_record(read[_line(name)], Sign)
+                signs[name] = replace(sign, state="gone") if sign.writers and all(map(dead, sign.writers)) else sign
+        return signs
 
     def write_sign(self, owner: str, *, beat: int, gone: bool, writers: tuple[str, ...]) -> None:
         """Show that an owner lives, or has left."""
-        self.volatile.write(_line(owner), encode_sign(beat=beat, gone=gone, writers=writers))
+        self.volatile.write(_line(owner), encode_record(Sign(beat, "gone" if gone else "busy", writers)))
 
     def remove_signs(self, claim: LeaseClaim) -> None:
         """Of an owner whose place was taken."""

@@ -9,8 +9,7 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from elastictrain.errors import RunHeldError, StorageError
-from elastictrain.lease.chain import Chain, point_at
-from elastictrain.lease.records import BEAT_S, LAUNCHER, Hold, LeaseClaim, judge
+from elastictrain.lease.chain import BEAT_S, LAUNCHER, Chain, Hold, LeaseClaim, judge, point_at
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from functools import partial
 
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.lease.chain import LINEAGE, generation_key
-from elastictrain.lease.merge import merge_finished
-from elastictrain.lease.merge_plan import KEPT_STARTS
+from elastictrain.lease.merge import KEPT_STARTS, merge_finished
 from elastictrain.storage.bounded_read import exists, read_all, side_by_side
 from elastictrain.storage.store import Store
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
-from elastictrain.lease.records import LAUNCHER
+from elastictrain.lease.chain import LAUNCHER
 
 
 class HostState(StrEnum):

@@ -9,8 +9,7 @@ from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode, encode
-from elastictrain.lease.chain import HOSTS, generation_key, newest_record, point_at
-from elastictrain.lease.records import parse_claim
+from elastictrain.lease.chain import HOSTS, generation_key, newest_record, parse_claim, point_at
 from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
 from elastictrain.storage.opening import create_secret, read_secret
 from elastictrain.storage.store import Store

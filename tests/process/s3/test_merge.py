@@ -5,8 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from elastictrain.lease.merge import merge_finished
-from elastictrain.lease.merge_plan import BLOCK, FINISHED_S, KEPT_STARTS
+from elastictrain.lease.merge import BLOCK, FINISHED_S, KEPT_STARTS, merge_finished
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.store import Store
 from tests.unit.lease.made import read_events

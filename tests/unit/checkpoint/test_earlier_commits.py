@@ -11,8 +11,7 @@ from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.errors import NoValidCheckpointError
 from elastictrain.identity import Identity, Launcher
-from elastictrain.lease.merge import merge_finished
-from elastictrain.lease.merge_plan import FINISHED_S
+from elastictrain.lease.merge import FINISHED_S, merge_finished
 from elastictrain.train.job_notes import JobNotes, job_from_json
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import restored_step, save

@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from elastictrain.lease.chain import Chain
+from elastictrain.lease.chain import Chain, LeaseClaim
 from elastictrain.lease.holder import Owner, Waiting
-from elastictrain.lease.merge_plan import EVENTS, parse_merged
-from elastictrain.lease.records import LeaseClaim
+from elastictrain.lease.merge import EVENTS, parse_merged
 from elastictrain.storage.store import Store
 from tests.unit.checkpoint.fakes import FakeStore
 

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from elastictrain.errors import RunHeldError, StopRequestedError
-from elastictrain.lease.chain import Chain
+from elastictrain.lease.chain import LAUNCHER, STALE_S, Chain, LeaseClaim
 from elastictrain.lease.holder import Lease, Owner, take, wait_until_free
-from elastictrain.lease.records import LAUNCHER, STALE_S, LeaseClaim
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.writers import this_writer
 from tests.unit.lease.made import SECOND, Scene

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from elastictrain.lease.merge_plan import FINISHED_S
+from elastictrain.lease.merge import FINISHED_S
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.train.lease import note_start

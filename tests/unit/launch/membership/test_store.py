@@ -10,8 +10,7 @@ import pytest
 from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
 from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState, encode
 from elastictrain.launch.membership.store import MembershipStore
-from elastictrain.lease.chain import Chain
-from elastictrain.lease.records import LeaseClaim
+from elastictrain.lease.chain import Chain, LeaseClaim
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store
