@@ -43,7 +43,7 @@ def find_backend(
 ) -> tuple[Backend, str]:
     """The collective library; and why the CPU is used although this host has GPUs, if nobody has asked for that.
 
-    Raises: HostUnfitError, ConfigError.
+    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs.
     """
     if wanted == "gloo":
         return "gloo", ""
@@ -51,29 +51,16 @@ def find_backend(
         # What torch would warn of is said below.
         warnings.simplefilter("ignore")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if usable:
-        return choose_backend(wanted, usable_gpus=usable, local_world_size=local_world_size, why_none=""), ""
-    gpus = read_gpus(environment)
-    reason = why_no_gpu(gpus, error=_error_of_torch())
-    backend = choose_backend(wanted, usable_gpus=0, local_world_size=local_world_size, why_none=reason)
-    return backend, reason if gpus.files and not gpus.all_hidden else ""
-
-
-def choose_backend(
-    wanted: Literal["auto", "nccl", "gloo"], *, usable_gpus: int, local_world_size: int, why_none: str
-) -> Backend:
-    """The collective library. `why_none`: why no GPU is usable.
-
-    Raises: HostUnfitError without the GPUs that nccl needs; ConfigError for more ranks than GPUs.
-    """
-    if wanted == "gloo" or (wanted == "auto" and not usable_gpus):
-        return "gloo"
-    if not usable_gpus:
-        raise HostUnfitError(needs_gpu(why_none))
-    if usable_gpus < local_world_size:
-        message = f"must be <= {usable_gpus}, the CUDA devices that this host shows, but is {local_world_size}"
+    if not usable:
+        gpus = read_gpus(environment)
+        reason = why_no_gpu(gpus, error=_error_of_torch())
+        if wanted == "nccl":
+            raise HostUnfitError(needs_gpu(reason))
+        return "gloo", reason if gpus.files and not gpus.all_hidden else ""
+    if usable < local_world_size:
+        message = f"must be <= {usable}, the CUDA devices that this host shows, but is {local_world_size}"
         raise ConfigError([Problem("--nproc-per-node", message)])
-    return "nccl"
+    return "nccl", ""
 
 
 def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str, present: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,10 @@
 """Bring-up of one generation: what each rank checks alone, the agreement of the ranks, and the process group."""
 
+import hashlib
 import logging
+import os
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 
@@ -10,25 +13,31 @@ import torch.distributed as dist
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree, check_alike
+from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree, check_alike, say_waiting
 from elastictrain.distributed.group import connect, make_group
-from elastictrain.distributed.store import BoundedStore, StoreExchange
+from elastictrain.distributed.store import BoundedStore, SharedStore, StoreExchange
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.identity import Identity
-from elastictrain.lease.holder import Lease
+from elastictrain.lease.chain import Chain
+from elastictrain.lease.holder import Lease, Owner, Waiting, take
+from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.appendlog import LostLog, open_append_log
+from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
+from elastictrain.storage.writers import Writer, start_of, this_writer
 from elastictrain.train.checks import OwnFacts, check_alone, check_memory
 from elastictrain.train.context import StopRequested, Timings, TrainContext, leave_if_asked
 from elastictrain.train.job_notes import JobNotes
-from elastictrain.train.lease import Asking, note_start, take_lease
 from elastictrain.train.preflight import RunPreflight
 
 logger = logging.getLogger(__name__)
+
+_DIGITS = 16
+_OWNER_KEY = "elastictrain/owner"
 
 
 def meet_ranks(
@@ -158,16 +167,20 @@ class _Meeting:
         self.job = JobNotes(self.store.unbounded, identity)
 
     def take_lease(self, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
-        """Raises: RunHeldError, StorageError, StopRequestedError, TransportError."""
+        """As rank 0 of a group that no launcher started. Raises: RunHeldError, StorageError, what `poll` raises."""
+        config, identity = self._config, self._identity
 
         def wait_on() -> None:
+            say_waiting(self.store)
             self._put_off(self._limit_s)
             self._poll()
 
         # Also where the run folder was deleted under a job that lives, the numbers go on.
         used = max(map(number_of, self.job.read().incarnations), default=0)
-        asking = Asking(self.store, parent, wait_on, on_lost)
-        return take_lease(self._own.store, self._config, self._identity, asking, used=used)
+        waiting = Waiting(
+            on_held=config.run.on_held, url=config.run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on
+        )
+        return take(Chain(self._own.store), _owner(identity, self.store, parent), waiting, on_lost=on_lost, used=used)
 
     def agree(self, lease: Lease | None) -> AgreedGeneration:
         """With all other ranks. Collective: yes. Raises: StopRequestedError, TransportError."""
@@ -192,6 +205,49 @@ class _Meeting:
         # As long as another run trains here there is no progress to be made.
         self._tracker.set_phase(Phase.RENDEZVOUS)
         self.store.put_off(seconds)
+
+
+def _owner(identity: Identity, shared: SharedStore, parent: int) -> Owner:
+    """A torchrun is the same owner after each restart of its workers; a world of one is as old as its process."""
+    here = this_writer()
+    if here is None:
+        writers: tuple[str, ...] = ()
+    elif identity.launched:
+        writers = (Writer(here.boot, here.namespace, parent, start_of(parent) or "0").name, here.name)
+    else:
+        writers = (here.name,)
+    pid = parent if identity.launched else os.getpid()
+    seed = writers[0] if writers else os.urandom(_DIGITS).hex()
+    name = f"{'torchrun' if identity.launched else 'alone'}-{hashlib.sha256(seed.encode()).hexdigest()[:_DIGITS]}"
+    if identity.launched:
+        # The agent's store outlives its workers, and is the same where another host's rank becomes rank 0.
+        name = shared.compare_set(_OWNER_KEY, "", name).decode()
+    return Owner(name, identity.host, pid, writers)
+
+
+def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
+    """As rank 0, when the ranks have met: later starts find this one by its number, what none needs any more goes, and the
+    events of finished starts are merged.
+
+    In a thread of its own: nobody waits for that.
+    """
+    number = number_of(incarnation)
+
+    def note() -> None:
+        starts = Starts(without_sync(store))
+        try:
+            starts.write(StartRecord(number, incarnation, world_size))
+            starts.trim(number)
+        except StorageError as error:
+            logger.warning("the next start will know less of this one: %s", error)
+            return
+        try:
+            # Synced: what is merged is deleted.
+            Starts(store).merge_events(number)
+        except StorageError as error:
+            logger.info("events of earlier starts are merged by a later start: %s", error)
+
+    threading.Thread(target=note, name="note-start", daemon=True).start()
 
 
 def _open_journal(

@@ -2,22 +2,29 @@
 
 import platform
 import sys
+import time
 
 import torch
 from torch import Tensor, nn
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
+from elastictrain.checkpoint.earlier_commits import JobMemory
+from elastictrain.checkpoint.exchange import gather_json
+from elastictrain.checkpoint.lineage import number_of
+from elastictrain.checkpoint.manifest import counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.config.digest import config_digest
 from elastictrain.data.assignment import Share
 from elastictrain.data.ledger import Ledger, ledger_key
 from elastictrain.data.loader import Loader, ReadAhead
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
+from elastictrain.errors import ConfigError, DataError, Problem
 from elastictrain.events import Resume, Start
 from elastictrain.liveness.progress import Phase
 from elastictrain.storage.appendlog import open_append_log
-from elastictrain.train.checks import store_config
+from elastictrain.train.checks import signing_key, store_config
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
 from elastictrain.train.loop import Loop
@@ -25,7 +32,6 @@ from elastictrain.train.observing import Observer, SpeakingObserver
 from elastictrain.train.optimizer import describe_short_warmup, forget_steps, make_optimizer
 from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.restoring import make_checkpointer, restore
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
 from elastictrain.train.snapshot_saving import Saving
@@ -84,25 +90,78 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     )
 
 
+def make_checkpointer(context: TrainContext) -> Checkpointer:
+    """The checkpointer of this rank. Collective: yes. Raises: ConfigError if ranks have no key, or not all the same one."""
+    config, identity, incarnation = context.config, context.identity, context.generation.name
+    return Checkpointer(
+        context.store,
+        options=config.checkpoint,
+        group=context.group.control,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        incarnation=incarnation,
+        config_digest=config_digest(config),
+        record=context.journal.record,
+        job=context.job.read() if identity.rank == 0 else JobMemory(),
+        generation=number_of(incarnation),
+        signing=_agreed_key(context),
+    )
+
+
+def _agreed_key(context: TrainContext) -> SigningKey | None:
+    """The key that signs checkpoints, where all ranks have the same one. Collective: yes. Raises: ConfigError on all if not."""
+    key = signing_key(context.config)
+    if key is None:
+        return None
+    proofs = gather_json(proof_of(key), group=context.group.control)
+    others = [rank for rank, proof in enumerate(proofs) if proof != proofs[0]]
+    if others:
+        message = f"must name the same secret on all hosts, but {key.name} of rank {others[0]} is another"
+        raise ConfigError([Problem("checkpoint.key_env", message)])
+    return key
+
+
 def _restore(
     context: TrainContext, checkpointer: Checkpointer, state: TrainState, *, wrapped: Wrapped, memory: SnapshotMemory | None
 ) -> Resume:
-    """The state as it was saved, and the records of where this generation begins. Collective: yes."""
+    """Load the newest state in any tier; with run.on_change=stop it must have been trained on the same data. Records it.
+
+    Collective: yes. Raises: CheckpointError, ConfigError, StorageError; DataError if the data is not the same.
+    """
+    config, identity = context.config, context.identity
 
     def begin_again() -> None:
-        fill_again(state.model, context.task, seed=context.config.run.seed, device=context.group.device)
+        fill_again(state.model, context.task, seed=config.run.seed, device=context.group.device)
         share_copies(wrapped)
         forget_steps(state.optimizer)
 
-    if context.identity.speaks:
-        store_config(context.store, context.config)
+    if identity.speaks:
+        store_config(context.store, config)
         context.journal.record(_start_event(context))
     context.tracker.set_phase(Phase.RESTORE)
+    began = time.monotonic()
     recall = memory.restore if memory is not None else None
-    resume = restore(checkpointer, state, on_change=context.config.run.on_change, recall=recall, reset=begin_again)
-    if context.identity.speaks:
+    result = checkpointer.restore(tensors=state.tensors(), reset=begin_again, recall=recall)
+    if result is None:
+        seconds = {"total": round(time.monotonic() - began, 4)}
+        resume = Resume(step=0, tier="none", checkpoint=None, bytes=0, seconds=seconds)
+    else:
+        # The restore has taken no state whose counters are not sound.
+        counters = counters_of(result.state, step=result.step)
+        state.adopt(counters)
+        before = counters.data_digest
+        if before is not None and before != state.data_digest and config.run.on_change == "stop":
+            message = (
+                f"holds other data (digest {state.data_digest}) than {result.checkpoint} was trained on ({before}); put it "
+                "back, or set run.on_change=continue"
+            )
+            raise DataError([Problem("data.path", message)])
+        resume = Resume(
+            step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds
+        )
+    if identity.speaks:
         context.journal.record(resume)
-    if context.identity.local_rank == 0:
+    if identity.local_rank == 0:
         context.job.begin(context.generation.name, step=resume.step)
     return resume
 

@@ -3,19 +3,16 @@
 Both outlive the workers, and what deletes the run folder does not reach them.
 """
 
-import json
-import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.checkpoint.earlier_commits import JobMemory
 from elastictrain.distributed.bounded import within
 from elastictrain.fault.reasons import JOB_NAME, leave_text
 from elastictrain.identity import Identity
-
-logger = logging.getLogger(__name__)
 
 _KEY = "elastictrain/job"
 _LIMIT_S = 5.0
@@ -32,8 +29,7 @@ class JobNotes:
         launcher = identity.launcher
         # The folder of a generation lies in the launcher's own.
         self._file = Path(launcher.folder).parent / JOB_NAME if launcher is not None else None
-        self._incarnations: tuple[str, ...] = ()
-        self._step = 0
+        self._memory = JobMemory()
 
     def read(self) -> JobMemory:
         """What earlier generations of this job noted; empty if nothing can be read."""
@@ -43,15 +39,19 @@ class JobNotes:
     def begin(self, incarnation: str, *, step: int) -> None:
         """This generation goes on from `step`. On step 0 the run begins anew, and what was before is forgotten."""
         before = self.read() if step else JobMemory()
-        self._incarnations = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
-        self.committed(max(step, before.step))
+        names = (*(one for one in before.incarnations if one != incarnation), incarnation)[-_INCARNATIONS:]
+        self._memory = JobMemory(names, max(step, before.step))
+        self._write()
 
     def committed(self, step: int) -> None:
         """A step is in storage."""
-        self._step = max(self._step, step)
+        self._memory = replace(self._memory, step=max(self._memory.step, step))
+        self._write()
+
+    def _write(self) -> None:
         if not self._identity.launched:
             return
-        text = json.dumps({"incarnations": self._incarnations, "step": self._step})
+        text = encode_record(self._memory).decode()
         if self._identity.rank == 0:
             within(_LIMIT_S, lambda: self._store.set(_KEY, text))
         if self._file is not None and self._identity.local_rank == 0:
@@ -65,11 +65,9 @@ class JobNotes:
 
 
 def job_from_json(text: str) -> JobMemory:
-    """Nothing, if it cannot be read. Pure."""
+    """Nothing, if it cannot be read."""
     try:
-        value = parse_json(text)
-        incarnations, step = value["incarnations"], value["step"]
-    except (ValueError, TypeError, KeyError):
+        memory = parse_record(text, JobMemory)
+    except ValueError:
         return JobMemory()
-    names = tuple(one for one in incarnations if isinstance(one, str)) if isinstance(incarnations, list) else ()
-    return JobMemory(names, step if type(step) is int and step > 0 else 0)
+    return memory if memory.step >= 0 else JobMemory()

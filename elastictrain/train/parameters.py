@@ -1,11 +1,27 @@
-"""Filling a model: on the meta device first, then one tensor at a time, the same values on any world and in any wrapping."""
+"""Seeds, and the first values of a model: one tensor at a time, the same on any world and in any wrapping."""
 
+import hashlib
+import random
+
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from elastictrain.train.seeding import derive_seed, seed_everything
 from elastictrain.train.task import InitializesParameters, Task
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is a function of `parts` alone, on every platform."""
+    text = "\0".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (CPU and CUDA), Python and NumPy, for whatever the task draws from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFFFFFF)  # the global generator, which a task may use
 
 
 def build_model(task: Task, *, seed: int, device: torch.device) -> nn.Module:

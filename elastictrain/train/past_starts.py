@@ -1,11 +1,12 @@
 """What the records of a run tell of its earlier starts: how ranks ended, and what preflights found."""
 
 import logging
-from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from elastictrain.bounded_json import parse_json
+from elastictrain.bounded_json import as_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.errors import ObjectNotFoundError, StorageError
 from elastictrain.lease.starts import StartRecord, Starts
@@ -21,6 +22,22 @@ _READ_AT_MOST = 64
 
 _READ_BYTES = 256 << 10
 """Of each log: its last record names where all ranks were, and a long run's log is long."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """The last record of a rank that said how it ended."""
+
+    event: Literal["failure", "stop"]
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class _HostsPreflight:
+    """The record of a preflight of hosts."""
+
+    stage: Literal["hosts"]
+    findings: list[Any]
 
 
 class PastStarts:
@@ -82,37 +99,28 @@ def _stem(start: StartRecord, rank: int) -> str:
 
 def last_word(data: bytes, *, rank: int) -> Ended | None:
     """How a rank ended, by the last line of its records; None if it did not say."""
-    lines = data.decode(errors="replace").strip().splitlines()
-    rows, _ = _rows(lines[-1:])
-    if not rows or rows[0].get("event") not in ("failure", "stop"):
+    lines = data.strip().splitlines()
+    try:
+        return Ended(rank, parse_record(lines[-1], _End).exit_code) if lines else None
+    except ValueError:
         return None
-    code = rows[0].get("exit_code")
-    return Ended(rank, code) if isinstance(code, int) else None
 
 
 def findings_in(data: bytes) -> list[PastFindings]:
     """What the records of one incarnation tell of its preflight of hosts; lines that are no records are counted and skipped."""
     whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
-    rows, num_skipped = _rows(line for line in whole.splitlines() if b'"preflight"' in line)
-    if num_skipped:
-        logger.warning("%d lines of an earlier start's events are no records, and are skipped", num_skipped)
-    return [
-        [one for one in row["findings"] if isinstance(one, dict)]
-        for row in rows
-        if row.get("stage") == "hosts" and isinstance(row.get("findings"), list)
-    ]
-
-
-def _rows(lines: Iterable[bytes | str]) -> tuple[list[dict[str, Any]], int]:
-    """The records in lines of a log, and how many lines are none."""
-    rows, num_skipped = [], 0
-    for line in lines:
+    found, num_skipped = [], 0
+    for line in whole.splitlines():
+        if b'"preflight"' not in line:
+            continue
         try:
             row = parse_json(line)
         except ValueError:
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
             num_skipped += 1
-    return rows, num_skipped
+            continue
+        with suppress(ValueError):
+            findings = as_record(row, _HostsPreflight).findings
+            found.append([one for one in findings if isinstance(one, dict)])
+    if num_skipped:
+        logger.warning("%d lines of an earlier start's events are no records, and are skipped", num_skipped)
+    return found

@@ -14,9 +14,8 @@ from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.train.optimizer import set_learning_rate
-from elastictrain.train.parameters import local
+from elastictrain.train.parameters import derive_seed, local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
-from elastictrain.train.seeding import derive_seed, seed_everything
 from elastictrain.train.task import Task
 
 # The vector that ranks sum once per step. Flags ride along, so that agreeing on a stop costs no collective of its own.

@@ -6,7 +6,7 @@ import torch
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed import device as module
-from elastictrain.distributed.device import choose_backend, find_backend, plan_environment, start_device
+from elastictrain.distributed.device import find_backend, plan_environment, start_device
 from elastictrain.distributed.gpus import Gpus
 from elastictrain.errors import EXIT_UNFIT, ConfigError, HostUnfitError
 
@@ -86,6 +86,12 @@ def test_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_backend("gloo", environment={}, local_world_size=2) == ("gloo", "")
 
 
+def show_devices(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: number > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(module, "read_gpus", lambda environment: Gpus(torch="2.13.0+cpu"))
+
+
 @pytest.mark.parametrize(
     ("wanted", "devices", "local", "chosen"),
     [
@@ -98,20 +104,24 @@ def test_gpus_that_torch_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_backend_follows_the_devices(
-    wanted: Literal["auto", "nccl", "gloo"], devices: int, local: int, chosen: str
+    wanted: Literal["auto", "nccl", "gloo"], devices: int, local: int, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert choose_backend(wanted, usable_gpus=devices, local_world_size=local, why_none="") == chosen
+    show_devices(monkeypatch, devices)
+    assert find_backend(wanted, environment={}, local_world_size=local) == (chosen, "")
 
 
-def test_nccl_without_a_gpu_ends_with_69_and_the_reason() -> None:
-    with pytest.raises(HostUnfitError, match=r"parallel\.backend=nccl needs a GPU.*: all are hidden; parallel\.backend=gloo"):
-        choose_backend("nccl", usable_gpus=0, local_world_size=1, why_none="all are hidden")
+def test_nccl_without_a_gpu_ends_with_69(monkeypatch: pytest.MonkeyPatch) -> None:
+    show_devices(monkeypatch, 0)
+    with pytest.raises(HostUnfitError):
+        find_backend("nccl", environment={}, local_world_size=1)
 
 
 @pytest.mark.parametrize("wanted", ["auto", "nccl"])
-def test_more_ranks_than_devices_are_refused(wanted: Literal["auto", "nccl"]) -> None:
-    with pytest.raises(ConfigError, match=r"`--nproc-per-node` must be <= 2, .* is 4"):
-        choose_backend(wanted, usable_gpus=2, local_world_size=4, why_none="")
+def test_more_ranks_than_devices_are_refused(wanted: Literal["auto", "nccl"], monkeypatch: pytest.MonkeyPatch) -> None:
+    show_devices(monkeypatch, 2)
+    with pytest.raises(ConfigError) as caught:
+        find_backend(wanted, environment={}, local_world_size=4)
+    assert [problem.key for problem in caught.value.problems] == ["--nproc-per-node"]
 
 
 def plan(backend: Literal["nccl", "gloo"], **present: str) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from elastictrain.lease.merge import FINISHED_S
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import open_store
-from elastictrain.train.lease import note_start
+from elastictrain.train.bringup import note_start
 
 
 def test_a_start_is_noted_and_merges_events_of_finished_ones(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from elastictrain.lease.chain import Chain, LeaseClaim, point_at
 from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import checks
+from elastictrain.train.build import make_checkpointer
 from elastictrain.train.checks import store_config
 from elastictrain.train.past_starts import PastStarts
-from elastictrain.train.restoring import make_checkpointer
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import state_of
 from tests.unit.train.test_bringup import Life, of, own_environment
