@@ -109,7 +109,8 @@ def last_word(data: bytes, *, rank: int) -> Ended | None:
 def findings_in(data: bytes) -> list[PastFindings]:
     """What the records of one incarnation tell of its preflight of hosts; lines that are no records are counted and skipped."""
     whole = data if len(data) < _READ_BYTES else data[: data.rfind(b"\n") + 1]
-    found, num_skipped = [], 0
+    found: list[PastFindings] = []
+    num_skipped = 0
     for line in whole.splitlines():
         if b'"preflight"' not in line:
             continue
