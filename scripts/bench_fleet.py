@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.preflight.links.culprit import Way
 from elastictrain.preflight.links.judge import flow_blame, suspect_rounds
 from elastictrain.preflight.links.messages import Flow, Link
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round, first_rounds
 
 FAULTS = 0.01
@@ -100,10 +100,9 @@ def make_fleet(num_hosts: int, *, seed: int) -> Fleet:
     return Fleet(num_hosts, {host: (random.choice(list(Way)), random.uniform(0.05, 0.4)) for host in bad}, seed)
 
 
-def simulate(num_hosts: int, *, seeds: Iterable[int], options: LinkOptions | None = None) -> Row:
+def simulate(num_hosts: int, *, seeds: Iterable[int]) -> Row:
     """Many fleets of one size, each through the rounds of a full check."""
-    options = options or LinkOptions()
-    hosts, links = Score(), Score()
+    thresholds, hosts, links = PreflightThresholds(), Score(), Score()
     most_first = most_second = num_fleets = 0
     covered, deciding_s = 0.0, 0.0
     for seed in seeds:
@@ -113,11 +112,11 @@ def simulate(num_hosts: int, *, seeds: Iterable[int], options: LinkOptions | Non
         deciding_s += time.process_time() - began
         first = fleet.measure(plan, random)
         began = time.process_time()
-        again = suspect_rounds(first, num_hosts=num_hosts, options=options)
+        again = suspect_rounds(first, num_hosts=num_hosts, thresholds=thresholds)
         deciding_s += time.process_time() - began
         second = fleet.measure(again, random)
         began = time.process_time()
-        found = flow_blame(first, second, options=options).one_way
+        found = flow_blame(first, second, thresholds=thresholds)[0]
         deciding_s += time.process_time() - began
         hosts.add(
             {(one.subject, one.way) for one in found.hosts if one.confirmed},
@@ -143,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[8, 128, 1024])
     parser.add_argument("--seeds", type=int, help="fleets of each size (default: as many as have 32,000 hosts, at most 500)")
     told = parser.parse_args(arguments)
-    streams_s = 3 * LinkOptions().stream_s
+    streams_s = 3 * PreflightLimits().stream_s
     print("hosts  fleets  bad hosts  precision  recall  bad links  precision  recall  covered  rounds  s/round  deciding s")
     for num_hosts in told.hosts:
         num = told.seeds or min(500, max(20, 32_000 // num_hosts))

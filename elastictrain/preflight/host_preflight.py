@@ -19,7 +19,7 @@ from elastictrain.errors import PreflightError
 from elastictrain.preflight.host.alike import Likeness, compare, describe
 from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
-from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
 from elastictrain.preflight.surroundings import Exchange, Surroundings

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.generation import AgreedGeneration
@@ -26,7 +25,7 @@ from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest, Report, find_layout
-from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe
@@ -98,7 +97,7 @@ class RunPreflight:
             layout=layout,
             asked=self._asked(level, layout),
             exchange=self._exchange,
-            links=_link_options(self._config.preflight),
+            links=LinkOptions(thresholds=self._config.preflight.thresholds, limits=self._config.preflight.limits),
         ).check()
         self._plan = report.plan
         if report.plan is not None:
@@ -216,18 +215,6 @@ class RunPreflight:
         if path is not None:
             with suppress(OSError):
                 Path(path).unlink()
-
-
-def _link_options(config: PreflightGroup) -> LinkOptions:
-    thresholds, limits = config.thresholds, config.limits
-    return LinkOptions(
-        clock_warn_s=thresholds.clock_warn_s,
-        clock_fail_s=thresholds.clock_fail_s,
-        slow_ratio=thresholds.slow_ratio,
-        late_factor=thresholds.late_factor,
-        contact_s=limits.contact_s,
-        stream_s=limits.stream_s,
-    )
 
 
 def _planned(plan: TransportPlan) -> TransportPlanned:

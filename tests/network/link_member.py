@@ -12,7 +12,7 @@ from pathlib import Path
 from word_folder import WordFolder
 
 from elastictrain.preflight.links.messages import HostIntroduction
-from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkSession
 
 

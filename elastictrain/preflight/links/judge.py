@@ -1,9 +1,10 @@
 """All verdicts about hosts and links; here latency and bandwidth, by a host's best link against the median of all. Pure."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.culprit import LinkBlame, Way, blame
 from elastictrain.preflight.links.judge_contacts import (
     LinkReporter,
@@ -14,14 +15,16 @@ from elastictrain.preflight.links.judge_contacts import (
     judge_roster,
 )
 from elastictrain.preflight.links.messages import Contact, Flow, Link, Roster
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.rounds import Round, num_second_rounds, second_rounds
 from elastictrain.preflight.verdict import Status, Verdict
 
+LATE_FLOOR_S = 0.005
+"""More than `late_factor` says, latency must be this much above the median: less is what a busy processor adds."""
 
-def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> set[Link]:
+
+def suspicious_contacts(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> set[Link]:
     """What is to be tried a second time before anybody is blamed."""
-    late = late_blame(contacts, options=options)
+    late = late_blame(contacts, thresholds=thresholds)
     hosts, links = {one.subject for one in late.hosts}, {one.subject for one in late.links}
     return {
         link
@@ -30,20 +33,20 @@ def suspicious_contacts(contacts: Mapping[Link, Contact], *, options: LinkOption
     }
 
 
-def late_blame(contacts: Mapping[Link, Contact], *, options: LinkOptions) -> LinkBlame:
+def late_blame(contacts: Mapping[Link, Contact], *, thresholds: PreflightThresholds) -> LinkBlame:
     """Who is to blame for latency; figures are negative seconds."""
 
     def too_late(figure: float, typical: float) -> bool:
-        return figure < options.late_factor * typical and figure < typical - options.late_floor_s
+        return figure < thresholds.late_factor * typical and figure < typical - LATE_FLOOR_S
 
     figures = [(link, -contact.latency_s) for link, contact in contacts.items() if contact.latency_s is not None]
     return blame(figures, too_bad=too_late, directed=False)
 
 
-def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
+def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
     """Check `latency`: round trips."""
     report = LinkReporter("latency", roster)
-    found = late_blame(contacts, options=options)
+    found = late_blame(contacts, thresholds=thresholds)
     if found.typical is None:
         return [report.nothing_known()]
     late = {one.subject for one in found.links}
@@ -60,20 +63,18 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, options: 
     return list(verdicts) or [report(None, Status.PASS, _milliseconds(found.typical), unit="ms")]
 
 
-@dataclass(frozen=True, slots=True)
-class FlowBlame:
-    """Who is to blame for bandwidth one way, and who only while bytes flow both ways."""
+def flow_blame(
+    first: Iterable[Flow], second: Iterable[Flow] | None, *, thresholds: PreflightThresholds
+) -> tuple[LinkBlame, LinkBlame]:
+    """Who is to blame for bandwidth one way, and who while bytes flow both ways.
 
-    one_way: LinkBlame
-    both_ways: LinkBlame
-
-
-def flow_blame(first: Iterable[Flow], second: Iterable[Flow] | None, *, options: LinkOptions) -> FlowBlame:
-    """`second`: what was measured of suspects again, and counts if it is better; None before that."""
+    `second`: what was measured of suspects again, and counts if it is better; None before that. The threshold is measured with
+    3 and 4 hosts: right for 100 Mbit/s in either or both directions, +20 ms and 2 % loss.
+    """
     flows, again = [*first, *(second or ())], None if second is None else list(second)
 
     def too_slow(figure: float, typical: float) -> bool:
-        return figure < options.slow_ratio * typical
+        return figure < thresholds.slow_ratio * typical
 
     def blamed(*, both: bool) -> LinkBlame:
         return blame(
@@ -82,15 +83,15 @@ def flow_blame(first: Iterable[Flow], second: Iterable[Flow] | None, *, options:
             excused=None if again is None else [(flow.link, flow.excused_gbps()) for flow in again if flow.both is both],
         )
 
-    return FlowBlame(blamed(both=False), blamed(both=True))
+    return blamed(both=False), blamed(both=True)
 
 
-def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, options: LinkOptions) -> tuple[Round, ...]:
+def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, thresholds: PreflightThresholds) -> tuple[Round, ...]:
     """Rounds in which all that looks guilty is measured again; none if nothing does."""
     flows = tuple(flows)
-    found = flow_blame(flows, None, options=options)
-    hosts = {culprit.subject for one in (found.one_way, found.both_ways) for culprit in one.hosts}
-    links = {bad.subject for one in (found.one_way, found.both_ways) for bad in one.links}
+    found = flow_blame(flows, None, thresholds=thresholds)
+    hosts = {culprit.subject for one in found for culprit in one.hosts}
+    links = {bad.subject for one in found for bad in one.links}
     measured = {flow.link for flow in flows}
     tainted = hosts | {host for link in links for host in link}
     present = sorted({host for link in measured for host in link} - hosts)
@@ -100,23 +101,23 @@ def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, options: LinkOption
     return second_rounds(hosts=hosts, links=links, good=good, met=measured, num=num_second_rounds(num_hosts))
 
 
-def judge_bandwidth(first: Iterable[Flow], second: Iterable[Flow], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
+def judge_bandwidth(
+    first: Iterable[Flow], second: Iterable[Flow], *, roster: Roster, thresholds: PreflightThresholds
+) -> list[Verdict]:
     """Check `bandwidth`: one way, and while bytes flow both ways."""
     report = LinkReporter("bandwidth", roster)
-    found = flow_blame(first, second, options=options)
-    one_way, typical = found.one_way, found.one_way.typical
+    one_way, both_ways = flow_blame(first, second, thresholds=thresholds)
+    typical = one_way.typical
     if typical is None:
         return [report(None, Status.SKIP, "no link was measured", remedy="see what the other link checks say, and repeat")]
     # Bytes in one direction wait for acknowledgements in the other: what is named already has more such symptoms.
     guilty = {culprit.subject for culprit in one_way.hosts}
     named = {bad.subject for bad in one_way.links}
     both_ways = replace(
-        found.both_ways,
-        hosts=tuple(culprit for culprit in found.both_ways.hosts if culprit.subject not in guilty),
+        both_ways,
+        hosts=tuple(culprit for culprit in both_ways.hosts if culprit.subject not in guilty),
         links=tuple(
-            bad
-            for bad in found.both_ways.links
-            if not guilty & set(bad.subject) and not named & {bad.subject, bad.subject[::-1]}
+            bad for bad in both_ways.links if not guilty & set(bad.subject) and not named & {bad.subject, bad.subject[::-1]}
         ),
     )
     verdicts: list[Verdict] = []
@@ -178,36 +179,29 @@ def _gbps(figure: float) -> float:
     return float(f"{figure:.3g}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evidence:
-    """All that the first host has gathered. `flows_again`: of suspects; `full`: whether bandwidth was to be measured."""
+def judge(
+    roster: Roster,
+    *,
+    contacts: Mapping[Link, Contact],
+    flows: tuple[Sequence[Flow], Sequence[Flow]] | None,
+    silences: Sequence[Silence],
+    thresholds: PreflightThresholds,
+    names: Mapping[int, str],
+) -> list[Verdict]:
+    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: a pass each, or what is wrong.
 
-    roster: Roster
-    contacts: Mapping[Link, Contact]
-    flows: tuple[Flow, ...] = ()
-    flows_again: tuple[Flow, ...] = ()
-    silences: tuple[Silence, ...] = ()
-    full: bool = False
-
-
-def judge(evidence: Evidence, *, options: LinkOptions, names: Mapping[int, str] | None = None) -> list[Verdict]:
-    """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and, if it is full, `bandwidth`: a pass each, or what is wrong.
-
-    Nothing that was asked of a host that fell silent is held against anybody else.
+    Nothing that was asked of a host that fell silent is held against anybody else. `flows`: the first ones, and those of
+    suspects again; None where bandwidth was not to be measured. `names`: of hosts by node rank, as far as they are known.
     """
-    roster = evidence.roster
-    silent = {silence.place for silence in evidence.silences}
-    contacts = {link: contact for link, contact in evidence.contacts.items() if not silent & set(link)}
-    verdicts = judge_roster(roster, silences=evidence.silences, names=names or {})
-    verdicts += judge_reach(contacts, roster=roster)
+    silent = {silence.place for silence in silences}
+    contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}
+    verdicts = [*judge_roster(roster, silences=silences, names=names), *judge_reach(contacts, roster=roster)]
     if len(roster.hosts) < 2:
         return verdicts
     verdicts += judge_mtu(contacts, roster=roster)
-    verdicts += judge_latency(contacts, roster=roster, options=options)
-    verdicts += judge_clocks(contacts, roster=roster, options=options)
-    if evidence.full:
-        first, again = (
-            [flow for flow in flows if not silent & set(flow.link)] for flows in (evidence.flows, evidence.flows_again)
-        )
-        verdicts += judge_bandwidth(first, again, roster=roster, options=options)
+    verdicts += judge_latency(contacts, roster=roster, thresholds=thresholds)
+    verdicts += judge_clocks(contacts, roster=roster, thresholds=thresholds)
+    if flows is not None:
+        first, again = ([flow for flow in part if not silent & set(flow.link)] for part in flows)
+        verdicts += judge_bandwidth(first, again, roster=roster, thresholds=thresholds)
     return verdicts

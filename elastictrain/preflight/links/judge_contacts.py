@@ -5,9 +5,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.culprit import Broken, Way, find_broken
 from elastictrain.preflight.links.messages import Contact, HostIntroduction, Link, Roster
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
 
 _MOST_NAMES = 8
@@ -203,16 +203,16 @@ def _unanswered(report: LinkReporter, tried: Mapping[Link, Contact]) -> Iterator
         yield report(one.subject, Status.WARN, measured, "an answer", remedy)
 
 
-def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, options: LinkOptions) -> list[Verdict]:
+def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, thresholds: PreflightThresholds) -> list[Verdict]:
     """Check `clock`: against the median of the group; two hosts against each other."""
     report = LinkReporter("clock", roster)
     ahead = offsets_from_group({link: one.offset_s for link, one in contacts.items() if one.offset_s is not None})
     if not ahead:
         return [report.nothing_known()]
-    expected, is_pair = f"within {options.clock_warn_s:g}", len(ahead) == 2
+    expected, is_pair = f"within {thresholds.clock_warn_s:g}", len(ahead) == 2
     found = []
     for place, offset_s in ahead.items():
-        if abs(offset_s) <= options.clock_warn_s:
+        if abs(offset_s) <= thresholds.clock_warn_s:
             continue
         label = report.label(place)
         subject = f"{report.label(min(ahead))}, {label}" if is_pair else place
@@ -221,7 +221,7 @@ def judge_clocks(contacts: Mapping[Link, Contact], *, roster: Roster, options: L
             f"on {'both hosts' if is_pair else label} set the clock: `chronyc makestep`, or `timedatectl set-ntp true` and "
             f"`systemctl restart systemd-timesyncd`"
         )
-        status = Status.FAIL if abs(offset_s) > options.clock_fail_s else Status.WARN
+        status = Status.FAIL if abs(offset_s) > thresholds.clock_fail_s else Status.WARN
         found.append(report(subject, status, round(offset_s, 3), expected, remedy, unit=unit))
     worst = max(ahead.values(), key=abs)
     return found or [report(None, Status.PASS, round(worst, 4), expected, unit="s")]

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
+from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.net.channel import Channel, ChannelError, connect
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.links.streams import (
     ECHO,
     FRAME_BYTES,
@@ -53,83 +54,89 @@ def candidates(passing: int, lost: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in known | set(spread) if passing < size < lost))
 
 
-class PathProbe:
-    """Sends to one host, from one address; the packets that it speaks of include the headers of IP and UDP."""
+def find_largest_packet(place: tuple[str, int], *, source: str, key: ResponderKey, intended: int, wait_s: float) -> int:
+    """Bytes of the largest packet to `place` that arrives, headers of IP and UDP included, `intended` at the most; 0 if none is
+    acknowledged.
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        *,
-        source: str,
-        key: ResponderKey,
-        wait_s: float,
-    ) -> None:
-        self._place = (address, port)
-        self._source = source
-        self._key = key
-        self._wait_s = wait_s
-        self._family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
-    def largest(self, intended: int) -> int:
-        """Bytes of the largest packet that arrives, `intended` at the most; 0 if none is acknowledged.
-
-        Takes a round trip where all is well, and at most four times `wait_s` otherwise. Raises: OSError without a way there.
-        """
-        top = max(SMALLEST, min(intended, LARGEST))
-        with socket.socket(self._family, socket.SOCK_DGRAM) as datagrams:
-            datagrams.setsockopt(*_FORBID_FRAGMENTS[self._family])
-            datagrams.bind((self._source, 0))
-            datagrams.connect(self._place)
-            passed = self._ask(datagrams, [SMALLEST, top], enough=top, wait_s=self._wait_s)
-            if top in passed or not passed:
-                return max(passed, default=0)
-            passing, lost = SMALLEST, top
-            for _ in range(_MOST_SEARCHES):
-                sizes = candidates(passing, lost)
-                if not sizes:
-                    break
-                passed = self._ask(datagrams, sizes, enough=sizes[-1], wait_s=self._wait_s / 2)
-                passing = max([passing, *passed])
-                lost = min([lost, *(size for size in sizes if size > passing)])
-            return passing
-
-    def _ask(self, datagrams: socket.socket, sizes: Sequence[int], *, enough: int, wait_s: float) -> set[int]:
-        """Which sizes arrived. Each is sent a few times, for any packet may be lost; `enough` ends the waiting."""
-        passed: set[int] = set()
-        began = time.monotonic()
-        for attempt in range(_TRIES):
-            for size in sizes:
-                if size not in passed:
-                    self._send(datagrams, size)
-            until = began + wait_s * (attempt + 1) / _TRIES
-            while enough not in passed and (left_s := until - time.monotonic()) > 0:
-                number = self._hear(datagrams, limit_s=left_s)
-                if number in sizes:
-                    passed.add(number)
-            if enough in passed:
+    Takes a round trip where all is well, and at most four times `wait_s` otherwise. Raises: OSError without a way there.
+    """
+    top = max(SMALLEST, min(intended, LARGEST))
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+        datagrams.setsockopt(*_FORBID_FRAGMENTS[family])
+        datagrams.bind((source, 0))
+        datagrams.connect(place)
+        passed = _acknowledged(datagrams, key, [SMALLEST, top], wait_s=wait_s)
+        if top in passed or not passed:
+            return max(passed, default=0)
+        passing, lost = SMALLEST, top
+        for _ in range(_MOST_SEARCHES):
+            sizes = candidates(passing, lost)
+            if not sizes:
                 break
-        return passed
+            passed = _acknowledged(datagrams, key, sizes, wait_s=wait_s / 2)
+            passing = max([passing, *passed])
+            lost = min([lost, *(size for size in sizes if size > passing)])
+        return passing
 
-    def _send(self, datagrams: socket.socket, size: int) -> None:
-        payload = size - _HEADERS[self._family]
-        try:
-            datagrams.send(self._key.probe(size, size=max(payload, FRAME_BYTES)))
-        except OSError:
-            # Larger than the interface takes, or word of an earlier one: this size is not acknowledged then.
-            return
 
-    def _hear(self, datagrams: socket.socket, *, limit_s: float) -> int:
-        try:
-            datagrams.settimeout(limit_s)
-            number = self._key.acknowledged(datagrams.recv(FRAME_BYTES))
-        except TimeoutError:
-            return 0
-        except OSError:
-            # Word of an earlier datagram that was refused.
-            time.sleep(0.001)
-            return 0
-        return number or 0
+def _acknowledged(datagrams: socket.socket, key: ResponderKey, sizes: Sequence[int], *, wait_s: float) -> set[int]:
+    """Which sizes arrived. Each is sent a few times, for any packet may be lost; the largest one ends the waiting."""
+    passed: set[int] = set()
+    began = time.monotonic()
+    for attempt in range(_TRIES):
+        for size in sizes:
+            if size not in passed:
+                # Larger than the interface takes, or the refusal of an earlier one: this size is not acknowledged then.
+                with suppress(OSError):
+                    datagrams.send(key.probe(size, size=max(size - _HEADERS[datagrams.family], FRAME_BYTES)))
+        until = began + wait_s * (attempt + 1) / _TRIES
+        while sizes[-1] not in passed and (left_s := until - time.monotonic()) > 0:
+            try:
+                datagrams.settimeout(left_s)
+                number = key.acknowledged(datagrams.recv(FRAME_BYTES))
+            except TimeoutError:
+                break
+            except OSError:
+                # An earlier datagram was refused.
+                time.sleep(0.001)
+                continue
+            if number is not None and number in sizes:
+                passed.add(number)
+        if sizes[-1] in passed:
+            break
+    return passed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkOptions:
+    """Thresholds and deadlines of the link checks. Times in seconds; the defaults fit hosts of one data centre."""
+
+    thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
+    limits: PreflightLimits = field(default_factory=PreflightLimits)
+
+    roster_s: float = 60.0
+    """How long the first host waits for the others to introduce themselves."""
+
+    grace_s: float = 1.0
+    """How much later than its own limit a host's report may come before the host counts as silent."""
+
+    take_s: float = 2.0
+    """Until a host that has nothing else to do has taken up an order."""
+
+    connect_s: float = 1.0
+    """Setting up a TCP connection: a first packet that is lost is sent again after one second, and is not waited for; what
+    failed is tried a second time."""
+
+    answer_s: float = 1.0
+    """One answer of a host that is connected."""
+
+    mtu_wait_s: float = 0.45
+    """Until a large frame that was not acknowledged counts as lost. Healthy links answer in a millisecond."""
+
+    def measure_s(self) -> float:
+        """What the streams of one pair take at the most, each with connecting, a handshake and a receipt."""
+        return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s)
 
 
 _NUM_PINGS = 9
@@ -189,7 +196,7 @@ class PeerProbe:
         asking = threading.Thread(target=lambda: there.append(self._there(both=True)), name="link-there", daemon=True)
         asking.start()
         back = self._back(both=True)
-        asking.join(self._options.stream_s + self._options.connect_s + 3 * self._options.answer_s)
+        asking.join(self._options.limits.stream_s + self._options.connect_s + 3 * self._options.answer_s)
         return (*one_way, *(there or [self._flow(self._link, None, both=True)]), back)
 
     def _try_port(self, port: int) -> tuple[float, float] | str:
@@ -215,29 +222,23 @@ class PeerProbe:
                 break
         return statistics.median(took_s for took_s, _ in found), min(found)[1]
 
-    def _largest(self, intended: int) -> int | None:
-        probe = PathProbe(
-            self._target.address,
-            self._target.udp_port,
-            source=self._source.address,
-            key=self._key,
-            wait_s=self._options.mtu_wait_s,
-        )
+    def _largest(self, intended: int) -> int:
+        place, source = (self._target.address, self._target.udp_port), self._source.address
         try:
-            return probe.largest(intended)
+            return find_largest_packet(place, source=source, key=self._key, intended=intended, wait_s=self._options.mtu_wait_s)
         except OSError:
             return 0
 
     def _there(self, *, both: bool) -> Flow:
         result: StreamResult | None = None
         with suppress(ChannelError), self._connected(self._port) as channel:
-            result = ask_to_take(channel, seconds=self._options.stream_s, answer_s=self._options.answer_s)
+            result = ask_to_take(channel, seconds=self._options.limits.stream_s, answer_s=self._options.answer_s)
         return self._flow(self._link, result, both=both)
 
     def _back(self, *, both: bool) -> Flow:
         result: StreamResult | None = None
         with suppress(ChannelError), self._connected(self._port) as channel:
-            result = ask_to_give(channel, seconds=self._options.stream_s, idle_s=self._options.answer_s)
+            result = ask_to_give(channel, seconds=self._options.limits.stream_s, idle_s=self._options.answer_s)
         return self._flow(self._link[::-1], result, both=both)
 
     def _flow(self, link: Link, result: StreamResult | None, *, both: bool) -> Flow:

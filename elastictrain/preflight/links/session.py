@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.errors import HostUnfitError, TransportError
-from elastictrain.preflight.links.judge import Evidence, judge, suspect_rounds, suspicious_contacts
+from elastictrain.preflight.links.judge import judge, suspect_rounds, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, no_port, unheard
 from elastictrain.preflight.links.messages import (
     Contact,
@@ -29,8 +29,7 @@ from elastictrain.preflight.links.messages import (
     Task,
     merged,
 )
-from elastictrain.preflight.links.options import LinkOptions
-from elastictrain.preflight.links.probes import PeerProbe
+from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
 from elastictrain.preflight.surroundings import Exchange
@@ -50,6 +49,9 @@ _TURN_S = 0.5
 
 _AT_A_TIME = 16
 """Peers that one host probes side by side: dead ones only cost time."""
+
+_ALL_PAIRS_UP_TO = 16
+"""Up to so many hosts a full check contacts every pair; above, distances of 1, 2, 4, 8 and so on along the ring."""
 
 _DOING = {Task.CONTACT: "contacts were made", Task.MEASURE: "bandwidth was measured"}
 
@@ -157,7 +159,7 @@ class LinkSession:
 
     def _follow(self, worker: "_Worker", roster: Roster) -> tuple[Verdict, ...]:
         # For the next order the first host may take as long as everybody may take for this one, and judge a little.
-        limit_s, number = self.options.contact_s, 0
+        limit_s, number = self.options.limits.contact_s, 0
         while True:
             patience_s = limit_s + 2 * self.options.grace_s
             order = self.get(f"order/{number}", Order, limit_s=patience_s)
@@ -172,7 +174,7 @@ class LinkSession:
 
     def limit_s(self, order: Order) -> float:
         """When all must have carried it out."""
-        return self.options.contact_s if order.task is Task.CONTACT else self.options.measure_s()
+        return self.options.limits.contact_s if order.task is Task.CONTACT else self.options.measure_s()
 
 
 class _Worker:
@@ -219,6 +221,7 @@ class _Coordinator:
         self.num_rounds = 0
         self._session = session
         self._options = session.options
+        self._thresholds = session.options.thresholds
         self._roster = roster
         self._worker = worker
         self._num_orders = 0
@@ -228,22 +231,22 @@ class _Coordinator:
     def lead(self) -> tuple[Verdict, ...]:
         """From the first order to the last. Raises: TransportError."""
         num, full = len(self._roster.hosts), self._session.full
-        few = num <= self._options.all_pairs_up_to
-        self._make_contact(contact_links(num, all_pairs=full and few, num_distances=None if full else 2))
+        self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()
         again: tuple[Flow, ...] = ()
         if full:
             first = self._measure(self._first_rounds())
-            again = self._measure(suspect_rounds(first, num_hosts=num, options=self._options))
-        evidence = Evidence(
-            roster=self._roster,
-            contacts=self._contacts,
-            flows=first,
-            flows_again=again,
-            silences=tuple(self._silences.values()),
-            full=full,
+            again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=self._thresholds))
+        verdicts = tuple(
+            judge(
+                self._roster,
+                contacts=self._contacts,
+                flows=(first, again) if full else None,
+                silences=tuple(self._silences.values()),
+                thresholds=self._thresholds,
+                names=self._session.names,
+            )
         )
-        verdicts = tuple(judge(evidence, options=self._options, names=self._session.names))
         self._session.put(f"order/{self._num_orders}", Order(Task.END, verdicts=verdicts))
         return verdicts
 
@@ -256,7 +259,7 @@ class _Coordinator:
             found = self._carry_out(Order(Task.CONTACT, links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
             heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
-            links = sorted(suspicious_contacts(heard, options=self._options) & set(links))
+            links = sorted(suspicious_contacts(heard, thresholds=self._thresholds) & set(links))
 
     def _first_rounds(self) -> tuple[Round, ...]:
         """Among those who are still heard."""

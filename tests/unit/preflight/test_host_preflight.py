@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import PreflightError
 from elastictrain.preflight import host_preflight
 from elastictrain.preflight.host_checks import OwnChecks
 from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report, find_layout
-from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict, failures
@@ -275,7 +276,7 @@ class Lost(Table):
 
 
 def test_a_host_that_is_lost_after_all_had_met_is_named(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
-    links = replace(LINKS, contact_s=1.0)
+    links = replace(LINKS, limits=PreflightLimits(contact_s=1.0))
     results = check([("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), links=links, limit_s=15.0)
     assert isinstance(results[1], RuntimeError)
     for rank in (0, 2):

@@ -4,12 +4,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from elastictrain.config.preflight import PreflightLimits
 from elastictrain.preflight.links.messages import HostIntroduction
-from elastictrain.preflight.links.options import LinkOptions
+from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from tests.unit.preflight.table import Table
 
-QUICK = LinkOptions(roster_s=5.0, stream_s=0.05)
+QUICK = LinkOptions(roster_s=5.0, limits=PreflightLimits(stream_s=0.05))
 """Short streams: on loopback, bytes flow at once."""
 
 

@@ -2,19 +2,19 @@ from dataclasses import replace
 
 import pytest
 
+from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_bandwidth, suspect_rounds
 from elastictrain.preflight.links.messages import Flow, Link
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.links.made import all_links, flows, roster
 
-OPTIONS = LinkOptions()
+THRESHOLDS = PreflightThresholds()
 SENT, RECEIVED = {(2, 0), (2, 1)}, {(0, 2), (1, 2)}
 
 
 def judge(num_hosts: int, slow: set[Link], *, gbps: float = 0.1, again: bool = True) -> list[Verdict]:
     first = flows(all_links(num_hosts), lambda link: gbps if link in slow else 10.0)
-    return judge_bandwidth(first, first if again else [], roster=roster(num_hosts), options=OPTIONS)
+    return judge_bandwidth(first, first if again else [], roster=roster(num_hosts), thresholds=THRESHOLDS)
 
 
 def subjects(verdicts: list[Verdict]) -> list[tuple[Status, Scope, str, str]]:
@@ -38,7 +38,7 @@ def test_a_slow_host(slow: set[Link], unit: str, first_look: str) -> None:
 
 def test_all_well_and_nothing_known() -> None:
     assert subjects(judge(3, set())) == [(Status.PASS, Scope.GROUP, "all", "Gbit/s")]
-    (nothing,) = judge_bandwidth([], [], roster=roster(3), options=OPTIONS)
+    (nothing,) = judge_bandwidth([], [], roster=roster(3), thresholds=THRESHOLDS)
     assert nothing.status is Status.SKIP
 
 
@@ -60,7 +60,7 @@ def test_nobody_fails_for_want_of_a_processor() -> None:
         for gbps, waited, status in ((2.0, 0.8, Status.WARN), (0.1, 0.8, Status.FAIL), (0.1, 0.0, Status.FAIL)):
             first = flows(all_links(3), lambda link, slow=slow, gbps=gbps: gbps if link in slow else 10.0)
             again = [replace(flow, waited=waited) for flow in first]
-            (verdict,) = judge_bandwidth(first, again, roster=roster(3), options=OPTIONS)
+            (verdict,) = judge_bandwidth(first, again, roster=roster(3), thresholds=THRESHOLDS)
             assert verdict.status is status
 
 
@@ -70,7 +70,7 @@ def test_slow_only_while_bytes_go_both_ways() -> None:
         for a, b in all_links(3)
         for both in (False, True)
     ]
-    verdicts = judge_bandwidth(first, first, roster=roster(3), options=OPTIONS)
+    verdicts = judge_bandwidth(first, first, roster=roster(3), thresholds=THRESHOLDS)
     assert subjects(verdicts) == [(Status.FAIL, Scope.HOST, "h3", "Gbit/s while sending and receiving")]
 
 
@@ -82,10 +82,10 @@ def test_two_hosts() -> None:
 
 def test_suspects_are_measured_again_with_good_hosts() -> None:
     healthy = flows(all_links(4), lambda link: 10.0)
-    assert suspect_rounds(healthy, num_hosts=4, options=OPTIONS) == ()
+    assert suspect_rounds(healthy, num_hosts=4, thresholds=THRESHOLDS) == ()
     slow = flows(all_links(4), lambda link: 0.1 if 3 in link else 10.0)
-    rounds = suspect_rounds(slow, num_hosts=4, options=OPTIONS)
+    rounds = suspect_rounds(slow, num_hosts=4, thresholds=THRESHOLDS)
     assert [len(pairs) for pairs in rounds] == [1, 1]
     assert {suspect for ((_, suspect),) in rounds} == {3}
     link = flows(all_links(4), lambda link: 0.1 if link == (0, 2) else 10.0)
-    assert suspect_rounds(link, num_hosts=4, options=OPTIONS) == (((0, 2),), ((0, 2),))
+    assert suspect_rounds(link, num_hosts=4, thresholds=THRESHOLDS) == (((0, 2),), ((0, 2),))

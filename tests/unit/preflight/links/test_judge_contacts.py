@@ -2,14 +2,14 @@ from typing import Any
 
 import pytest
 
+from elastictrain.config.preflight import PreflightThresholds
 from elastictrain.preflight.links.judge import judge_latency, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import judge_clocks, judge_mtu, judge_reach, offsets_from_group
 from elastictrain.preflight.links.messages import Link
-from elastictrain.preflight.links.options import LinkOptions
 from elastictrain.preflight.verdict import Scope, Status, Verdict
 from tests.unit.preflight.links.made import contacts, roster
 
-OPTIONS = LinkOptions()
+THRESHOLDS = PreflightThresholds()
 
 
 def subjects(verdicts: list[Verdict]) -> list[tuple[Status, Scope, str]]:
@@ -27,18 +27,18 @@ OF_H3 = {link for link in EVERY if 2 in link}
 def test_healthy_links_pass_everything() -> None:
     found = contacts(3)
     verdicts = judge_reach(found, roster=roster(3)) + judge_mtu(found, roster=roster(3))
-    verdicts += judge_latency(found, roster=roster(3), options=OPTIONS)
-    verdicts += judge_clocks(found, roster=roster(3), options=OPTIONS)
+    verdicts += judge_latency(found, roster=roster(3), thresholds=THRESHOLDS)
+    verdicts += judge_clocks(found, roster=roster(3), thresholds=THRESHOLDS)
     assert subjects(verdicts) == [(Status.PASS, Scope.GROUP, "all")] * 4
-    assert suspicious_contacts(found, options=OPTIONS) == set()
+    assert suspicious_contacts(found, thresholds=THRESHOLDS) == set()
 
 
 def test_nothing_known_is_skipped() -> None:
     unknown: dict[str, Any] = {"largest": None, "latency_s": None, "offset_s": None}
     found = contacts(3, lambda link: unknown)
     verdicts = judge_mtu(found, roster=roster(3)) + judge_reach({}, roster=roster(3))
-    verdicts += judge_latency(found, roster=roster(3), options=OPTIONS)
-    verdicts += judge_clocks(found, roster=roster(3), options=OPTIONS)
+    verdicts += judge_latency(found, roster=roster(3), thresholds=THRESHOLDS)
+    verdicts += judge_clocks(found, roster=roster(3), thresholds=THRESHOLDS)
     assert {verdict.status for verdict in verdicts} == {Status.SKIP}
 
 
@@ -111,7 +111,7 @@ def test_an_address_that_another_host_answers_at() -> None:
 
 def late(bad: set[Link], *, num_hosts: int = 3, latency_s: float = 0.04) -> list[Verdict]:
     found = contacts(num_hosts, lambda link: {"latency_s": latency_s} if link in bad else {})
-    return judge_latency(found, roster=roster(num_hosts), options=OPTIONS)
+    return judge_latency(found, roster=roster(num_hosts), thresholds=THRESHOLDS)
 
 
 def test_a_late_host() -> None:
@@ -137,7 +137,7 @@ def test_two_hosts_are_late_to_each_other() -> None:
 
 def clocks(num_hosts: int, ahead: dict[int, float]) -> list[Verdict]:
     found = contacts(num_hosts, lambda link: {"offset_s": ahead.get(link[1], 0.0) - ahead.get(link[0], 0.0)})
-    return judge_clocks(found, roster=roster(num_hosts), options=OPTIONS)
+    return judge_clocks(found, roster=roster(num_hosts), thresholds=THRESHOLDS)
 
 
 def test_clocks() -> None:
@@ -157,7 +157,7 @@ def test_all_that_looks_bad_is_tried_again() -> None:
         (3, 0): {"latency_s": 0.5},
     }
     found = contacts(4, lambda link: changes.get(link, {}))
-    assert suspicious_contacts(found, options=OPTIONS) == changes.keys()
+    assert suspicious_contacts(found, thresholds=THRESHOLDS) == changes.keys()
 
 
 def test_offsets_add_up_along_a_ring_and_the_median_is_the_time() -> None:

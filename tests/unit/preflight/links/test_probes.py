@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.preflight.links.probes import PathProbe, candidates, exchange_offset
+from elastictrain.preflight.links.probes import candidates, exchange_offset, find_largest_packet
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.streams import ResponderKey
 
@@ -25,7 +25,7 @@ def test_common_sizes_are_found_in_one_round() -> None:
 
 
 @contextmanager
-def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iterator[PathProbe]:
+def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iterator[Callable[[int], int]]:
     """Loopback, on which packets are lost by their size."""
     real = ResponderKey.answer
 
@@ -38,15 +38,16 @@ def path(monkeypatch: pytest.MonkeyPatch, passes: Callable[[int], bool]) -> Iter
     responder.set_token(TOKEN)
     key = ResponderKey(TOKEN, responder.nonce)
     try:
-        yield PathProbe("127.0.0.1", responder.udp_port, source="127.0.0.1", key=key, wait_s=0.15)
+        place = ("127.0.0.1", responder.udp_port)
+        yield lambda intended: find_largest_packet(place, source="127.0.0.1", key=key, intended=intended, wait_s=0.15)
     finally:
         responder.close()
 
 
 @pytest.mark.parametrize("limit", [9000, 1500, 8917, 577])
 def test_the_largest_that_passes_is_found(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    with path(monkeypatch, lambda size: size <= limit) as probe:
-        assert probe.largest(9000) == limit
+    with path(monkeypatch, lambda size: size <= limit) as largest:
+        assert largest(9000) == limit
 
 
 def test_a_packet_that_is_lost_by_chance_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,13 +57,13 @@ def test_a_packet_that_is_lost_by_chance_is_sent_again(monkeypatch: pytest.Monke
         tries.append(size)
         return tries.count(size) > 1
 
-    with path(monkeypatch, passes) as probe:
-        assert probe.largest(9000) == 9000
+    with path(monkeypatch, passes) as largest:
+        assert largest(9000) == 9000
 
 
 def test_silence_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    with path(monkeypatch, lambda size: False) as probe:
-        assert probe.largest(9000) == 0
+    with path(monkeypatch, lambda size: False) as largest:
+        assert largest(9000) == 0
 
 
 def test_frames_of_strangers_are_not_answered() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from elastictrain.bounded_json import encode_record
+from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import TransportError
 from elastictrain.preflight.links.messages import Order, Roster, Task
 from elastictrain.preflight.links.session import LinkReport, LinkSession
@@ -132,7 +133,7 @@ class Deaf(Table):
 @pytest.mark.parametrize(("number", "doing"), [(0, "contacts were made"), (1, "bandwidth was measured")])
 def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, number: int, doing: str) -> None:
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, number))
-    options = replace(QUICK, contact_s=1.0, connect_s=0.1, answer_s=0.1, stream_s=0.02, grace_s=0.1)
+    options = replace(QUICK, connect_s=0.1, answer_s=0.1, grace_s=0.1, limits=PreflightLimits(contact_s=1.0, stream_s=0.02))
     reports = run_group(3, full=True, options=options)
     assert ("roster", "h3") in failed(reports[0])
     assert find(reports[0], "roster").measured == f"silent while {doing}"
@@ -142,7 +143,7 @@ def test_a_host_that_falls_silent_is_named(monkeypatch: pytest.MonkeyPatch, numb
 def test_a_host_that_does_not_take_up_an_order_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ports still answer, as do those of a host that the first one cannot judge by them."""
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Deaf(2, 1, words=("found", "taken")))
-    options = replace(QUICK, stream_s=0.02, take_s=0.3)
+    options = replace(QUICK, take_s=0.3, limits=PreflightLimits(stream_s=0.02))
     reports = run_group(3, full=True, options=options)
     assert ("roster", "h3") in failed(reports[0])
     assert reports[0].seconds < 3.0
@@ -171,5 +172,5 @@ def test_a_host_that_reports_garbage_counts_as_silent(monkeypatch: pytest.Monkey
 def test_an_order_about_hosts_that_are_not_there_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     order = encode_record(Order(Task.CONTACT, ((1, 7),)))
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Garbling("links/order/0", order))
-    reports = run_group(2, options=replace(QUICK, take_s=0.2, contact_s=0.5, grace_s=0.1))
+    reports = run_group(2, options=replace(QUICK, take_s=0.2, grace_s=0.1, limits=PreflightLimits(contact_s=0.5)))
     assert failed(reports[1]) == [("roster", "h2")]
