@@ -10,7 +10,6 @@ A leader that is killed and started again goes on with the attempt that it finds
 write twice. What is said late of an attempt that has failed bears its name, and is not heard in the next one.
 """
 
-import json
 import logging
 import re
 import secrets
@@ -20,18 +19,28 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
+from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.folders import ROOT
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes, written_items
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import WrittenItem
-from elastictrain.errors import CheckpointError, InvalidCheckpointError, ObjectNotFoundError, StorageError
+from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
 
+logger = logging.getLogger(__name__)
+
 PENDING = f"{ROOT}/pending"
 
-_SAID = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
+_ANSWER = re.compile(r"(host|failed)-(\d+)-(\w+)\.json")
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+SHORTENED_S = 10.0
+"""How long other hosts are waited for once the group that took the snapshots is gone: some of them may be gone, too."""
+
+T = TypeVar("T")
 
 
 def pending_folder(incarnation: str, step: int) -> str:
@@ -44,43 +53,6 @@ def begin_key(incarnation: str, step: int) -> str:
     return f"{pending_folder(incarnation, step)}/begin.json"
 
 
-def host_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
-    """Says what one host has written."""
-    return f"{pending_folder(incarnation, step)}/host-{first_rank:05d}-{attempt}.json"
-
-
-def failed_key(incarnation: str, step: int, attempt: str, *, first_rank: int) -> str:
-    """Says that one host could not write."""
-    return f"{pending_folder(incarnation, step)}/failed-{first_rank:05d}-{attempt}.json"
-
-
-def said_by(key: str, *, attempt: str) -> tuple[str, int] | None:
-    """`host` or `failed`, and the host's first rank; None for what is said of something else."""
-    match = _SAID.fullmatch(key.rpartition("/")[2])
-    return (match[1], int(match[2])) if match is not None and match[3] == attempt else None
-
-
-@dataclass(frozen=True, slots=True)
-class CommitAttempt:
-    """What the leader has chosen."""
-
-    folder: str
-    attempt: str
-
-    def to_bytes(self) -> bytes:
-        """The content of `begin`."""
-        return json.dumps({"folder": self.folder, "attempt": self.attempt}).encode()
-
-
-def begun_from_bytes(data: bytes, *, where: str) -> CommitAttempt:
-    """The inverse of `to_bytes`. Raises: InvalidCheckpointError naming `where`."""
-    try:
-        document = parse_json(data, limits=DOCUMENT)
-        return CommitAttempt(str(document["folder"]), str(document["attempt"]))
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
-
-
 def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
     """The steps of an incarnation for which `begin` is there, oldest first."""
     steps = []
@@ -90,6 +62,21 @@ def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
         if name == "begin.json" and folder != number and number.isdecimal():
             steps.append(int(number))
     return sorted(steps)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAttempt:
+    """What the leader has chosen: the content of `begin`."""
+
+    folder: str
+    attempt: str
+
+
+@dataclass(frozen=True, slots=True)
+class _FailureReason:
+    """The content of `failed`."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +92,19 @@ class RankPart:
         return written_items(self.layout, self.digests, incarnation=incarnation, rank=self.rank)
 
 
+@dataclass(frozen=True, slots=True)
+class _PartsRecord:
+    """The content of `host`: each layout once, under its digest; of each rank its number, layout and digests."""
+
+    layouts: dict[str, str]
+    ranks: list[tuple[int, str, RankDigests]]
+
+
 def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
-    """The content of `host-RANK`. Equal layouts are written once. Signed for its `key` in the store if there is a secret."""
-    layouts: dict[str, str] = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
+    """The content of `host-RANK`. Signed for its `key` in the store if there is a secret."""
+    layouts = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
     ranks = [[part.rank, part.layout.digest, part.digests.to_json()] for part in parts]
-    text = json.dumps({"layouts": layouts, "ranks": ranks}, separators=(",", ":")).encode()
+    text = encode_record({"layouts": layouts, "ranks": ranks})
     return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
 
 
@@ -120,28 +115,17 @@ def decode_parts(data: bytes, *, where: str, key: str = "", signing: SigningKey 
         if not signing.is_signed(data, signature.decode("latin-1"), purpose=f"elastictrain {key}"):
             raise InvalidCheckpointError(f"{where}: must be signed with the key in {signing.name}, but is not")
     try:
-        document = parse_json(data, limits=DOCUMENT)
-        layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in document["layouts"].items()}
-        ranks = as_record(document["ranks"], list[tuple[int, str, RankDigests]])
-        return [RankPart(rank, layouts[name], digests) for rank, name, digests in ranks]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        record = parse_record(data, _PartsRecord, limits=DOCUMENT)
+        layouts = {name: layout_from_bytes(text.encode(), where=where) for name, text in record.layouts.items()}
+        return [RankPart(rank, layouts[name], digests) for rank, name, digests in record.ranks]
+    except (MalformedJsonError, KeyError) as error:
         raise InvalidCheckpointError(f"{where}: is garbled ({type(error).__name__}: {error})") from error
 
 
-def missing_ranks(parts: Iterable[RankPart], *, world_size: int) -> tuple[int, ...]:
-    """Who is not covered yet."""
+def missing_ranks(parts: Iterable[RankPart], *, world_size: int) -> list[int]:
+    """The ranks that are not covered yet."""
     covered = {part.rank for part in parts}
-    return tuple(rank for rank in range(world_size) if rank not in covered)
-
-
-def late_error(ranks: Sequence[int], *, waited_s: float) -> CheckpointError:
-    """The leader waited in vain."""
-    named = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return CheckpointError(f"the hosts of ranks {named} did not say within {waited_s:.0f} s that their files are written")
-
-
-SHORTENED_S = 10.0
-"""How long other hosts are waited for once the group that took the snapshots is gone: some of them may be gone, too."""
+    return [rank for rank in range(world_size) if rank not in covered]
 
 
 class Deadline:
@@ -169,14 +153,6 @@ class Deadline:
         if self._shortened_s is None:
             return left_s
         return min(left_s, max(since_s, self._shortened_s) + SHORTENED_S + alike_s - now_s)
-
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
-
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 
 
 class CommitProtocol:
@@ -207,13 +183,13 @@ class CommitProtocol:
         Attempts that are `over` could not be cleared when they failed. Raises: StorageError, and what `choose` raises.
         """
         try:
-            begun = self._begun()
+            begun = self._begun(over)
         except InvalidCheckpointError as error:
             logger.warning("%s", error)
             begun = None
-        if begun is None or begun.attempt in over:
+        if begun is None:
             begun = CommitAttempt(choose(), secrets.token_hex(4))
-            self._store.write(begin_key(self._incarnation, self._step), begun.to_bytes())
+            self._store.write(begin_key(self._incarnation, self._step), encode_record(begun))
         self._attempt = begun.attempt
         return begun.folder
 
@@ -240,13 +216,12 @@ class CommitProtocol:
         Raises: CheckpointError if it will not begin any more; StorageError.
         """
 
-        def another() -> CommitAttempt | None:
-            begun = self._begun()
-            return begun if begun is not None and begun.attempt not in over else None
-
-        begun = another()
-        if begun is None and self._is_past() and (begun := another()) is None:
-            raise CheckpointError(f"the host of rank 0 is past step {self._step}")
+        begun = self._begun(over)
+        if begun is None and self._is_past():
+            # The last look may have been a moment too early.
+            begun = self._begun(over)
+            if begun is None:
+                raise CheckpointError(f"the host of rank 0 is past step {self._step}")
         if begun is None:
             return None
         self._attempt = begun.attempt
@@ -254,14 +229,13 @@ class CommitProtocol:
 
     def acknowledge(self, parts: Sequence[RankPart]) -> None:
         """This host's files are durable. Raises: StorageError."""
-        key = host_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
+        key = self._answer_key("host")
         self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
 
     def report_failure(self, reason: str) -> None:
         """This host cannot write its files; said if the store lets it."""
-        key = failed_key(self._incarnation, self._step, self._attempt, first_rank=self._first_rank)
         try:
-            self._store.write(key, json.dumps({"reason": reason}).encode())
+            self._store.write(self._answer_key("failed"), encode_record(_FailureReason(reason)))
         except StorageError as error:
             logger.warning("the other hosts could not be told of it: %s", error)
 
@@ -273,11 +247,11 @@ class CommitProtocol:
     def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
         """This host has no part in a step that was begun; never raises. What was said in an attempt that is `over` stands."""
         try:
-            begun = None if self._attempt else self._begun()
+            begun = None if self._attempt else self._begun(over)
         except (StorageError, InvalidCheckpointError) as error:
             logger.warning("the first host waits in vain for step %d: %s", self._step, error)
             return
-        if begun is not None and begun.attempt not in over:
+        if begun is not None:
             self._attempt = begun.attempt
         if self._attempt:
             self.report_failure(reason)
@@ -289,28 +263,31 @@ class CommitProtocol:
 
         Raises: CheckpointError naming who failed or is missing; StorageError.
         """
-        others: list[RankPart] = []
+        parts = list(own)
         read: set[str] = set()
 
         def look() -> bool | None:
-            if not missing_ranks((*own, *others), world_size=world_size):
+            if not missing_ranks(parts, world_size=world_size):
                 return True
             for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
-                said = said_by(info.key, attempt=self._attempt)
-                if said is None or info.key in read:
+                answer = _ANSWER.fullmatch(info.key.rpartition("/")[2])
+                if answer is None or answer[3] != self._attempt or info.key in read:
                     continue
-                what, first_rank = said
-                if what == "failed":
-                    raise CheckpointError(f"the host of rank {first_rank} could not save: {self._told(info.key)}")
+                if answer[1] == "failed":
+                    raise CheckpointError(f"the host of rank {int(answer[2])} could not save: {self._reason(info.key)}")
                 read.add(info.key)
                 raw, where = read_bounded(self._store, info.key, most_bytes=DOCUMENT_BYTES), f"{self._store.url}/{info.key}"
-                others.extend(decode_parts(raw, where=where, key=info.key, signing=self._signing))
-            return True if not missing_ranks((*own, *others), world_size=world_size) else None
+                parts.extend(decode_parts(raw, where=where, key=info.key, signing=self._signing))
+            return True if not missing_ranks(parts, world_size=world_size) else None
 
         complete, waited_s = self._poll(look, deadline, alike_s=wrote_s)
         if complete is None:
-            raise late_error(missing_ranks((*own, *others), world_size=world_size), waited_s=waited_s)
-        return others
+            missing = missing_ranks(parts, world_size=world_size)
+            named = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            raise CheckpointError(
+                f"the hosts of ranks {named} did not say within {waited_s:.0f} s that their files are written"
+            )
+        return parts[len(own) :]
 
     def clear(self) -> None:
         """As the leader: remove what was said about this save, and what older saves left; never raises."""
@@ -328,17 +305,23 @@ class CommitProtocol:
         begun = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
         return any(step > self._step for step in begun)
 
-    def _begun(self) -> CommitAttempt | None:
+    def _answer_key(self, kind: str) -> str:
+        return f"{pending_folder(self._incarnation, self._step)}/{kind}-{self._first_rank:05d}-{self._attempt}.json"
+
+    def _begun(self, over: Container[str]) -> CommitAttempt | None:
         key = begin_key(self._incarnation, self._step)
         try:
-            return begun_from_bytes(read_bounded(self._store, key), where=f"{self._store.url}/{key}")
+            begun = parse_record(read_bounded(self._store, key), CommitAttempt)
         except ObjectNotFoundError:
             return None
+        except MalformedJsonError as error:
+            raise InvalidCheckpointError(f"{self._store.url}/{key}: is garbled ({error})") from error
+        return begun if begun.attempt not in over else None
 
-    def _told(self, key: str) -> str:
+    def _reason(self, key: str) -> str:
         try:
-            return str(parse_json(read_bounded(self._store, key))["reason"])
-        except (StorageError, ValueError, TypeError, KeyError) as error:
+            return parse_record(read_bounded(self._store, key), _FailureReason).reason
+        except (StorageError, MalformedJsonError) as error:
             return f"no reason can be read ({error})"
 
     def _poll(self, look: Callable[[], T | None], deadline: Deadline, *, alike_s: float = 0.0) -> tuple[T | None, float]:
@@ -350,3 +333,62 @@ class CommitProtocol:
                 return found, self._clock() - began_s
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RefusedSave:
+    """One step that this host cannot take part in saving; the leader is told once it has begun."""
+
+    incarnation: str
+    step: int
+    first_rank: int
+    reason: str
+    deadline: Deadline
+
+
+class RefusedSaves:
+    """All methods but `shorten_deadline` are called in the writer's thread."""
+
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._refused: dict[tuple[str, int], tuple[RefusedSave, CommitProtocol, float]] = {}
+        """By incarnation and step: several ranks may lack it. The times are of the refusals."""
+
+    def __bool__(self) -> bool:
+        return bool(self._refused)
+
+    def add(self, refused: RefusedSave) -> None:
+        """One more; the leader is told by the next `report` that finds its step begun."""
+        key = (refused.incarnation, refused.step)
+        protocol = CommitProtocol(self._store, *key, first_rank=refused.first_rank, clock=self._clock)
+        self._refused[key] = (refused, protocol, self._clock())
+
+    def shorten_deadline(self) -> None:
+        """The group that took the snapshots is gone."""
+        for refused, _, _ in list(self._refused.values()):
+            refused.deadline.shorten()
+
+    def drop(self, incarnation: str, step: int) -> None:
+        """This host has the step after all."""
+        self._refused.pop((incarnation, step), None)
+
+    def report(self, *, over: set[str]) -> None:
+        """Tell the leader of what it has begun, in attempts that are not `over`, which those are from then on."""
+        for key, (refused, protocol, since_s) in list(self._refused.items()):
+            may_begin = refused.deadline.left_s(since_s) > 0
+            try:
+                if protocol.find_prepared(over=over) is not None:
+                    protocol.report_failure(refused.reason)
+                    over.add(protocol.attempt)
+                    may_begin = False
+            except StorageError as error:
+                logger.warning("whether step %d is begun cannot be seen yet: %s", refused.step, error)
+            except ElasticTrainError:
+                may_begin = False
+            except Exception:
+                # The edge of the thread: the next saves are more than this report.
+                logger.exception("the leader cannot be told of step %d", refused.step)
+                may_begin = False
+            if not may_begin:
+                del self._refused[key]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from elastictrain.checkpoint.folders import list_checkpoints
 from elastictrain.checkpoint.lineage import Lineage
@@ -113,21 +113,13 @@ def last_host_ranks(held: Sequence[Held], *, run: str) -> HostRanks | None:
     return HostRanks(last.incarnation, last.world_size, tuple(sorted(ranks)), from_worker=False)
 
 
-@dataclass(frozen=True, slots=True)
-class FinalSaveLimits:
-    """How long the first host is waited for, and storage that is away, in seconds."""
-
-    leader_s: float
-    storage_s: float
-
-
 def choose_final_save(
     store: Store,
     host_ranks: HostRanks,
     held: Sequence[Held],
     *,
     done: Collection[int],
-    limits: FinalSaveLimits,
+    config: SaverConfig,
     needed_no_more: Callable[[], bool],
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
@@ -138,13 +130,13 @@ def choose_final_save(
     not, unless their part of it is `done`. Storage that is away is waited for, too: what is here is nowhere else.
     Raises: StorageError.
     """
-    began_s = clock()
+    give_up_s = clock() + config.save_timeout_s
     while True:
         try:
             wanted = _wanted(store, host_ranks, held)
             break
         except TransientStorageError as error:
-            if clock() - began_s > limits.storage_s or needed_no_more():
+            if clock() > give_up_s or needed_no_more():
                 raise
             logger.warning("what is in memory only waits for storage: %s", error)
         sleep(_STORAGE_PAUSE_S)
@@ -153,7 +145,7 @@ def choose_final_save(
     if wanted[0][0].facts.rank == 0:
         return wanted[0]
     noted: set[int] = set()
-    deadline_s = clock() + limits.leader_s
+    deadline_s = clock() + config.grace_s
     while clock() < deadline_s and not needed_no_more():
         try:
             begun = set(steps_begun((info.key for info in store.list(PENDING)), incarnation=host_ranks.incarnation))
@@ -161,31 +153,24 @@ def choose_final_save(
                 # That save is over. If it failed, the first host goes on with an older step.
                 wanted = _wanted(store, host_ranks, held)
                 noted &= begun
-                deadline_s = clock() + limits.leader_s
+                deadline_s = clock() + config.grace_s
         except TransientStorageError as error:
             logger.warning("whether the first host saves cannot be seen yet: %s", error)
             begun = noted
-        if not wanted:
-            return ()
-        common = [one for one in wanted if one[0].facts.step in begun]
-        if common:
-            return common[0]
+        common = next((one for one in wanted if one[0].facts.step in begun), ())
+        if common or not wanted:
+            return common
         for step in sorted(begun - noted):
             noted.add(step)
-            deadline_s = clock() + _AGAIN * limits.leader_s
+            deadline_s = clock() + _AGAIN * config.grace_s
             if step not in done and step > wanted[-1][0].facts.step:
                 # Torn here by what ended everything. The first host writes its own files before it hears this.
-                first_rank = min(host_ranks.ranks)
-                CommitProtocol(store, host_ranks.incarnation, step, first_rank=first_rank).refuse(
-                    "it has no whole snapshot of this step"
-                )
+                protocol = CommitProtocol(store, host_ranks.incarnation, step, first_rank=min(host_ranks.ranks))
+                protocol.refuse("it has no whole snapshot of this step")
         sleep(_PAUSE_S)
-    return () if needed_no_more() else _without_leader(store)
-
-
-def _without_leader(store: Store) -> tuple[Held, ...]:
-    """The first host has not begun: it may be gone, or storage refuses its writes as it refuses ours. Raises: StorageError."""
-    check_writable(store)
+    if not needed_no_more():
+        # The first host has not begun: it may be gone, or storage refuses its writes as it refuses ours.
+        check_writable(store)
     return ()
 
 
@@ -211,13 +196,6 @@ AGAIN_S = 1.0
 """Until a step is tried again that storage refused."""
 
 
-class BeginSave(Protocol):
-    """Has the snapshots of one step written."""
-
-    def __call__(self, snapshots: tuple[LeasedSnapshot, ...], *, leader: bool, reason: str) -> None:
-        """`leader`: this host commits."""
-
-
 class FinalSaveLoop:
     """One look after another, as long as nobody comes back. All but the search itself happens in the saver's thread."""
 
@@ -227,11 +205,11 @@ class FinalSaveLoop:
         config: SaverConfig,
         leases: SlotLeases,
         *,
-        begin: BeginSave,
+        begin: Callable[[tuple[LeasedSnapshot, ...]], None],
         later: Callable[[Callable[[], None]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`begin` is called in a task that is handed to `later`."""
+        """`begin` has the snapshots of one step written; it is called in a task that is handed to `later`."""
         self._store = store
         self._run_folder = RunFolder(store)
         self._config = config
@@ -311,7 +289,7 @@ class FinalSaveLoop:
                     host_ranks,
                     own,
                     done=done,
-                    limits=FinalSaveLimits(leader_s=self._config.grace_s, storage_s=self._config.save_timeout_s),
+                    config=self._config,
                     needed_no_more=lambda: self._since_s != since_s,
                 )
         except Exception as error:
@@ -364,8 +342,7 @@ class FinalSaveLoop:
             self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=Cause.PASSING if readable else Cause.OTHER)
             return
         logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
-        snapshots = tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased)
-        self._begin(snapshots, leader=chosen[0].facts.rank == 0, reason=chosen[0].facts.reason or "flush")
+        self._begin(tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased))
 
     def _lease_soon(self, held: Held) -> LeasedSnapshot | None:
         """A worker that is being killed hangs up a moment before it lets go of its slots; None if it does not.

@@ -9,30 +9,8 @@ from contextlib import suppress
 
 import msgspec
 
-from elastictrain.checkpoint.saver.messages import (
-    Goodbye,
-    MalformedError,
-    MessageLines,
-    RankLost,
-    ReplicasSent,
-    ReplicateSwitch,
-    RosterKnown,
-    RunFinished,
-    Saved,
-    SaveFailure,
-    SaverRoster,
-    SaverWelcome,
-    SendReplicas,
-    SlotsReleased,
-    SlowSave,
-    SnapshotSeen,
-    StepTook,
-    ToSaver,
-    ToWorker,
-    WorkerHello,
-    WorkerRefused,
-    encode,
-)
+from elastictrain.checkpoint.saver import messages
+from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, Saved, SaveFailure, ToSaver, ToWorker, encode
 from elastictrain.checkpoint.saver.pending_saves import PendingSaves
 from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter, clear_if_abandoned, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
@@ -52,7 +30,7 @@ class SaverLink:
         self,
         folder: str,
         config: SaverConfig,
-        hello: WorkerHello,
+        hello: messages.WorkerHello,
         *,
         starts: bool,
         record: Callable[[Event], None],
@@ -68,11 +46,11 @@ class SaverLink:
         self._changed = threading.Condition()
         # All guarded by the condition.
         self._socket: socket.socket | None = None
-        self._roster: SaverRoster | None = None
-        self._switch: ReplicateSwitch | None = None
+        self._roster: messages.SaverRoster | None = None
+        self._switch: messages.ReplicateSwitch | None = None
         self._roster_known = False
         self._pending_saves = PendingSaves()
-        self._slow: list[SlowSave] = []
+        self._slow: list[messages.SlowSave] = []
         self.replicates = False
         self._sending: int | None = None
         self._sending_failed = False
@@ -106,7 +84,7 @@ class SaverLink:
         """Why there is no saver any more, and none is tried; empty as long as there is hope."""
         return self._broken
 
-    def send_roster(self, roster: SaverRoster, timeout_s: float = _ANSWER_S) -> None:
+    def send_roster(self, roster: messages.SaverRoster, timeout_s: float = _ANSWER_S) -> None:
         """Tell the saver who the others are. Raises: CheckpointError if it does not take note."""
         with self._changed:
             self._roster, self._roster_known = roster, False
@@ -131,7 +109,7 @@ class SaverLink:
         with self._changed:
             self.replicates = on
             if self._starts:
-                self._switch = ReplicateSwitch(on, unpaced)
+                self._switch = messages.ReplicateSwitch(on, unpaced)
                 self._send(self._switch)
 
     def send(self, step: int) -> None:
@@ -141,7 +119,7 @@ class SaverLink:
                 # A saver that is not there will not answer, and its successor is not told.
                 there = self._socket is not None
                 self._sending, self._sending_failed = (step, False) if there else (None, True)
-                self._send(SendReplicas(step))
+                self._send(messages.SendReplicas(step))
 
     def sending(self) -> tuple[bool, bool]:
         """Whether the saver still sends what it was asked to, and whether that failed."""
@@ -152,7 +130,7 @@ class SaverLink:
         """How long a step took, for a saver that sends replicas: they must not slow it down."""
         with self._changed:
             if self._starts and self.replicates:
-                self._send(StepTook(round(1e6 * seconds)))
+                self._send(messages.StepTook(round(1e6 * seconds)))
 
     def needs(self, slot: int, step: int) -> bool:
         """Whether the saver still has to look at a snapshot, or to write it."""
@@ -174,7 +152,7 @@ class SaverLink:
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
             return self._pending_saves.take_failures()
 
-    def take_slow(self) -> list[SlowSave]:
+    def take_slow(self) -> list[messages.SlowSave]:
         """Saves that take long, since the last call."""
         with self._changed:
             slow, self._slow = self._slow, []
@@ -190,7 +168,7 @@ class SaverLink:
         with self._changed:
             self._closing = True
             if self._starts:
-                self._send(RunFinished())
+                self._send(messages.RunFinished())
         self.close()
         if self._starts and self.pid:
             self._process.wait_for_end(self.pid, timeout_s=timeout_s)
@@ -202,7 +180,7 @@ class SaverLink:
         """Say goodbye; the saver stays for whoever comes next."""
         with self._changed:
             self._closing = True
-            self._send(Goodbye())
+            self._send(messages.Goodbye())
             if self._socket is not None:
                 with suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
@@ -280,32 +258,32 @@ class SaverLink:
     def _receive(self, message: ToWorker) -> None:
         with self._changed:
             match message:
-                case SaverWelcome():
+                case messages.SaverWelcome():
                     self._welcome(message)
-                case RosterKnown():
+                case messages.RosterKnown():
                     self._roster_known = True
-                case SnapshotSeen():
+                case messages.SnapshotSeen():
                     self._pending_saves.seen(message.slot, message.step)
-                case SlotsReleased():
+                case messages.SlotsReleased():
                     self._pending_saves.released(message.step, done=message.done)
-                case RankLost():
+                case messages.RankLost():
                     self.lost = self.lost or (message.rank, self._clock())
-                case WorkerRefused():
+                case messages.WorkerRefused():
                     raise CheckpointError(f"it refuses this worker: {message.reason}")
                 case Saved():
                     self._pending_saves.saved(message)
                 case SaveFailure():
                     self._pending_saves.failed(message)
-                case ReplicasSent() if self._sending == message.step:
+                case messages.ReplicasSent() if self._sending == message.step:
                     self._sending, self._sending_failed = None, not message.whole
-                case SlowSave():
+                case messages.SlowSave():
                     self._slow.append(message)
             self._changed.notify_all()
-        if isinstance(message, SaverWelcome) and self._starts:
+        if isinstance(message, messages.SaverWelcome) and self._starts:
             # Not with the condition held: storage that hangs would stop whoever asks what the saver needs.
             self._record(KeeperStarted(pid=self.pid))
 
-    def _welcome(self, message: SaverWelcome) -> None:
+    def _welcome(self, message: messages.SaverWelcome) -> None:
         self._welcomed = True
         before, self.pid, self.port = self.pid, message.pid, message.port
         if before not in (0, self.pid):

@@ -78,48 +78,33 @@ class SaveJob:
     """One step of this host's ranks that is to become durable."""
 
     snapshots: tuple[LeasedSnapshot, ...]
-    leader: bool
-    """Whether this host commits."""
+    """In the order of their ranks."""
 
-    reason: str
     deadline: Deadline
     """With other hosts."""
 
     @property
+    def first(self) -> SnapshotFacts:
+        """Of the first rank, which names this host among the others."""
+        return self.snapshots[0].facts
+
+    @property
     def incarnation(self) -> str:
-        """Of the ranks that took the snapshots."""
-        return self.snapshots[0].facts.incarnation
+        return self.first.incarnation
 
     @property
     def step(self) -> int:
-        """Of the snapshots."""
-        return self.snapshots[0].facts.step
+        return self.first.step
 
     @property
-    def world_size(self) -> int:
-        """Of the group that took them."""
-        return self.snapshots[0].facts.world_size
-
-    @property
-    def first_rank(self) -> int:
-        """Names this host among the others."""
-        return min(leased.facts.rank for leased in self.snapshots)
+    def leader(self) -> bool:
+        """Whether this host commits."""
+        return self.first.rank == 0
 
     @property
     def alone(self) -> bool:
         """Whether all ranks are on this host."""
-        return len(self.snapshots) == self.world_size
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RefusedSave:
-    """One step that this host cannot take part in saving; the leader is told once it has begun."""
-
-    incarnation: str
-    step: int
-    first_rank: int
-    reason: str
-    deadline: Deadline
+        return len(self.snapshots) == self.first.world_size
 
 
 class Cause(StrEnum):

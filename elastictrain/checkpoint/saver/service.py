@@ -8,40 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.memory.folder import SlotName, look, remove_slot, slot_names
-from elastictrain.checkpoint.saver.commit_protocol import Deadline
+from elastictrain.checkpoint.saver import messages
+from elastictrain.checkpoint.saver.commit_protocol import Deadline, RefusedSave
 from elastictrain.checkpoint.saver.connections import WorkerConnection, WorkerConnections
 from elastictrain.checkpoint.saver.event_log import SaverEventLogs, SlowSaves
 from elastictrain.checkpoint.saver.final_save import FinalSaveLoop, SaverClients, decide
-from elastictrain.checkpoint.saver.messages import (
-    Flushed,
-    FlushRequest,
-    Goodbye,
-    MalformedError,
-    OldSlots,
-    RankLost,
-    ReplicasSent,
-    ReplicateSwitch,
-    RosterKnown,
-    RunFinished,
-    Saved,
-    SaveFailure,
-    SaverRoster,
-    SaverWelcome,
-    SendReplicas,
-    SlotsReleased,
-    SlowSave,
-    SnapshotSeen,
-    SnapshotTaken,
-    StepTook,
-    ToSaver,
-    WorkerHello,
-    is_past,
-)
+from elastictrain.checkpoint.saver.messages import MalformedError, Saved, SaveFailure, ToSaver, is_past
 from elastictrain.checkpoint.saver.pending_snapshots import (
     Cause,
     IncarnationSaves,
     LeasedSnapshot,
-    RefusedSave,
     SaveJob,
     SlotLeases,
     with_digests,
@@ -156,7 +132,7 @@ class SaverService:
         slow = self._slow.look(under_way)
         if under_way is not None and slow is not None:
             self._event_logs.record(under_way[0].incarnation, slow)
-            self._workers.send_all(SlowSave(slow.step, round(slow.seconds), slow.trouble or ""))
+            self._workers.send_all(messages.SlowSave(slow.step, round(slow.seconds), slow.trouble or ""))
 
     def _life(self) -> SaverClients:
         return SaverClients(
@@ -178,7 +154,7 @@ class SaverService:
         for one in self._workers.asking:
             if not one.told_flushed:
                 one.told_flushed = True
-                self._workers.send(one, Flushed())
+                self._workers.send(one, messages.Flushed())
 
     def _later(self, task: Callable[[], None]) -> None:
         self._tasks.append(task)
@@ -186,13 +162,15 @@ class SaverService:
 
     def _on_message(self, one: WorkerConnection, message: ToSaver) -> None:
         match message:
-            case WorkerHello():
+            case messages.WorkerHello():
                 self._on_hello(one, message)
-            case Goodbye() | FlushRequest():
-                one.said_goodbye, one.asks_to_flush = isinstance(message, Goodbye), isinstance(message, FlushRequest)
+            case messages.Goodbye():
+                one.said_goodbye, one.asks_to_flush = True, False
+            case messages.FlushRequest():
+                one.said_goodbye, one.asks_to_flush = False, True
             case _ if one.rank >= 0 and one.incarnation == self._incarnation and self._saves is not None:
                 self._on_worker_message(one, message, self._saves)
-            case RunFinished():
+            case messages.RunFinished():
                 # Of the past: what the present incarnation has is still wanted.
                 pass
             case _:
@@ -200,23 +178,23 @@ class SaverService:
 
     def _on_worker_message(self, one: WorkerConnection, message: ToSaver, saves: IncarnationSaves) -> None:
         match message:
-            case SnapshotTaken():
+            case messages.SnapshotTaken():
                 self._on_snapshot(one, message, saves)
-            case OldSlots():
+            case messages.OldSlots():
                 self._drop_old(one.rank, message.slots, saves)
-            case RunFinished():
+            case messages.RunFinished():
                 self._finished = True
-            case SaverRoster():
+            case messages.SaverRoster():
                 self._replicas.set_roster(message)
-                self._workers.send(one, RosterKnown())
-            case ReplicateSwitch():
+                self._workers.send(one, messages.RosterKnown())
+            case messages.ReplicateSwitch():
                 self._replicas.switch(on=message.on, unpaced=message.unpaced, incarnation=self._incarnation)
-            case SendReplicas():
+            case messages.SendReplicas():
                 self._replicas.send(message.step, incarnation=self._incarnation)
-            case StepTook():
+            case messages.StepTook():
                 self._replicas.step_took(message.micros / 1e6)
 
-    def _on_hello(self, one: WorkerConnection, hello: WorkerHello) -> None:
+    def _on_hello(self, one: WorkerConnection, hello: messages.WorkerHello) -> None:
         if hello.key != self._proof:
             raise MalformedError("the saver on this host was started with another `checkpoint.key_env`, and has not ended yet")
         connected = any(other.incarnation == self._incarnation for other in self._workers.connections)
@@ -237,19 +215,19 @@ class SaverService:
         self._final_save.interrupt()
         self._workers.watch(hello.agent)
         listening = self._replicas.listen(hello.address, port=hello.port)
-        self._workers.send(one, SaverWelcome(os.getpid(), listening))
+        self._workers.send(one, messages.SaverWelcome(os.getpid(), listening))
         for outcome in self._saves.outcomes:
             # It may have been sent while this worker was not connected.
             self._workers.send(one, outcome)
         # After a saver was killed its successor finds out from the slots what workers told the one before it.
         self._take_all(hello.rank)
 
-    def _on_snapshot(self, one: WorkerConnection, message: SnapshotTaken, saves: IncarnationSaves) -> None:
+    def _on_snapshot(self, one: WorkerConnection, message: messages.SnapshotTaken, saves: IncarnationSaves) -> None:
         if message.durable:
             saves.announced(message.step)
         error = self._take(one.rank, message.slot, message.step)
         # Also of one that is of no use: its worker waits for this before it uses the slot again.
-        self._workers.send(one, SnapshotSeen(message.slot, message.step))
+        self._workers.send(one, messages.SnapshotSeen(message.slot, message.step))
         if error:
             logger.warning("%s", error)
             if message.durable:
@@ -272,7 +250,7 @@ class SaverService:
             del self._missing[one.rank]
             self._lost = True
             self._writer.shorten_deadline()
-            self._workers.send_all(RankLost(one.rank))
+            self._workers.send_all(messages.RankLost(one.rank))
 
     def _take_all(self, rank: int) -> None:
         names = {str(name): name for name in slot_names(self._folder) if name.kind == "own" and name.rank == rank}
@@ -312,7 +290,7 @@ class SaverService:
             deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
             self._writer.begin(RefusedSave(host_ranks.incarnation, step, min(host_ranks.ranks), error, deadline))
 
-    def _send_outcome(self, outcome: Saved | SaveFailure | SlotsReleased, saves: IncarnationSaves) -> None:
+    def _send_outcome(self, outcome: Saved | SaveFailure | messages.SlotsReleased, saves: IncarnationSaves) -> None:
         """What became of a step; a worker that is not connected now gets it when it comes again."""
         saves.sent(outcome.step, outcome)
         self._workers.send_all(outcome)
@@ -327,7 +305,7 @@ class SaverService:
         if saves.is_wanted(facts):
             whole = saves.arrived(leased)
             if whole:
-                self._begin(whole, leader=saves.host_ranks.leader, reason=facts.reason)
+                self._begin(whole)
         else:
             leased.release()
         for step in saves.overtaken():
@@ -354,7 +332,7 @@ class SaverService:
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
         if incarnation == self._incarnation:
-            self._workers.send_all(ReplicasSent(step, whole))
+            self._workers.send_all(messages.ReplicasSent(step, whole))
 
     def _drop_old(self, rank: int, slots: int, saves: IncarnationSaves) -> None:
         """All ranks have a whole snapshot of this incarnation: what older ones left is of no use. Each rank tells its slots."""
@@ -364,13 +342,12 @@ class SaverService:
                 remove_slot(self._folder, name)
         self._replicas.drop_others()
 
-    def _begin(self, snapshots: tuple[LeasedSnapshot, ...], *, leader: bool, reason: str) -> None:
-        deadline = Deadline(self._config.save_timeout_s, clock=self._clock)
-        job = SaveJob(snapshots, leader=leader, reason=reason, deadline=deadline)
+    def _begin(self, snapshots: tuple[LeasedSnapshot, ...]) -> None:
+        job = SaveJob(snapshots, Deadline(self._config.save_timeout_s, clock=self._clock))
         if (saves := self._present(job)) is not None:
             saves.handed_over(job.step)
         if self._lost or saves is None:
-            deadline.shorten()
+            job.deadline.shorten()
         self._jobs.add(job)
         self._writer.begin(job)
 
@@ -383,7 +360,7 @@ class SaverService:
             leased.release()
         if (saves := self._present(job)) is None:
             return
-        released = SlotsReleased(job.step, done=not job.leader)
+        released = messages.SlotsReleased(job.step, done=not job.leader)
         if job.leader:
             self._workers.send_all(released)
         else:

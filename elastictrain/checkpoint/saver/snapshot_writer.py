@@ -15,8 +15,8 @@ from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import digests_of
 from elastictrain.checkpoint.retention import Pruner, read_manifest
 from elastictrain.checkpoint.run_folder import RunFolder
-from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart
-from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, RefusedSave, SaveJob, cause_of
+from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart, RefusedSave, RefusedSaves
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, cause_of
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.writer import ByteReader, WrittenItem, build_manifest, check_files, commit, write_file
@@ -24,7 +24,6 @@ from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,
     InvalidCheckpointError,
-    StorageError,
     UntrustedCheckpointError,
 )
 from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
@@ -33,76 +32,7 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""How often it is looked whether the leader has begun one of them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Unsaid:
-    refusal: RefusedSave
-    protocol: CommitProtocol
-    since_s: float
-
-    @property
-    def too_late(self) -> bool:
-        return self.refusal.deadline.left_s(self.since_s) <= 0
-
-
-class RefusedSaves:
-    """All methods but `shorten_deadline` are called by the writer's thread."""
-
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._unsaid: list[_Unsaid] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._unsaid)
-
-    def add(self, refusal: RefusedSave) -> None:
-        """One more; it is told by the next `say` that finds its step begun."""
-        protocol = CommitProtocol(
-            self._store, refusal.incarnation, refusal.step, first_rank=refusal.first_rank, clock=self._clock
-        )
-        with self._lock:
-            self._unsaid.append(_Unsaid(refusal, protocol, self._clock()))
-
-    def shorten_deadline(self) -> None:
-        """The group that took the snapshots is gone."""
-        with self._lock:
-            for one in self._unsaid:
-                one.refusal.deadline.shorten()
-
-    def drop(self, incarnation: str, step: int) -> None:
-        """This host has the step after all, or nobody asks for it any more."""
-        with self._lock:
-            self._unsaid = [one for one in self._unsaid if (one.refusal.incarnation, one.refusal.step) != (incarnation, step)]
-
-    def say(self, *, over: set[str]) -> None:
-        """Tell the leader of what it has begun, in attempts that are not `over`, which those are from then on."""
-        for one in list(self._unsaid):
-            refusal = one.refusal
-            try:
-                if one.protocol.find_prepared(over=over) is not None:
-                    one.protocol.report_failure(refusal.reason)
-                    over.add(one.protocol.attempt)
-                    # Several ranks may lack it.
-                    self.drop(refusal.incarnation, refusal.step)
-                    continue
-            except StorageError as error:
-                logger.warning("whether step %d is begun cannot be seen yet: %s", refusal.step, error)
-            except ElasticTrainError:
-                # It will not be begun any more.
-                self.drop(refusal.incarnation, refusal.step)
-                continue
-            except Exception:
-                # The edge of the thread: the next saves are more than this word.
-                logger.exception("the leader cannot be told of step %d", refusal.step)
-                self.drop(refusal.incarnation, refusal.step)
-                continue
-            if one.too_late:
-                self.drop(refusal.incarnation, refusal.step)
-
+"""How often it is looked whether the leader has begun a step that this host has refused."""
 
 STREAMS = 8
 """Files that are written at once."""
@@ -116,23 +46,20 @@ class _Known:
     manifest: Manifest
 
 
+@dataclass(frozen=True, slots=True)
 class SaveCallbacks:
-    """What a saver tells; the methods are called from its thread."""
+    """What a writer reports; called in its thread."""
 
-    def __init__(
-        self,
-        *,
-        record: Callable[[str, Event], None],
-        written: Callable[[SaveJob], None],
-        saved: Callable[[SaveJob, str, int], None],
-        failed: Callable[[SaveJob, str, Cause], None],
-    ) -> None:
-        """`record` takes the incarnation that an event belongs to; `written`: the snapshots are not needed any more; `failed`
-        takes the reason, and what kind it is of."""
-        self.record = record
-        self.written = written
-        self.saved = saved
-        self.failed = failed
+    record: Callable[[str, Event], None]
+    """With the incarnation that the event belongs to."""
+
+    written: Callable[[SaveJob], None]
+    """The snapshots are not needed any more."""
+
+    saved: Callable[[SaveJob, str, int], None]
+    """With the name of the checkpoint and its bytes."""
+
+    failed: Callable[[SaveJob, str, Cause], None]
 
 
 class SnapshotWriter:
@@ -206,14 +133,14 @@ class SnapshotWriter:
             try:
                 job = self._jobs.get(timeout=LOOK_S if self._refused_saves else None)
             except queue.Empty:
-                self._refused_saves.say(over=self._over)
+                self._refused_saves.report(over=self._over)
                 continue
             if job is None:
                 return
             try:
                 if isinstance(job, RefusedSave):
                     self._refused_saves.add(job)
-                    self._refused_saves.say(over=self._over)
+                    self._refused_saves.report(over=self._over)
                 else:
                     self._current_since_s = self._clock()
                     self._current = job
@@ -231,7 +158,7 @@ class SnapshotWriter:
 
     def _carry_out(self, job: SaveJob) -> None:
         protocol = CommitProtocol(
-            self._store, job.incarnation, job.step, first_rank=job.first_rank, clock=self._clock, signing=self._signing
+            self._store, job.incarnation, job.step, first_rank=job.first.rank, clock=self._clock, signing=self._signing
         )
         if job.leader:
             self._save(job, protocol)
@@ -256,7 +183,7 @@ class SnapshotWriter:
             return
         # The leader may wait in an older step for a part that does not come.
         folder = protocol.wait_for_prepared(
-            job.deadline, over=self._over, meanwhile=lambda: self._refused_saves.say(over=self._over)
+            job.deadline, over=self._over, meanwhile=lambda: self._refused_saves.report(over=self._over)
         )
         parts, _ = self._write(job, folder)
         self._reports.written(job)
@@ -282,7 +209,9 @@ class SnapshotWriter:
             parts, written = self._write(job, folder)
             self._reports.written(job)
             wrote_s = self._clock() - prepared
-            for part in protocol.wait_for_acknowledgements(job.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s):
+            for part in protocol.wait_for_acknowledgements(
+                job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s
+            ):
                 written += part.written(job.incarnation)
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
             manifest = self._manifest(job, written)
@@ -302,7 +231,9 @@ class SnapshotWriter:
         size_bytes = manifest.size_bytes
         self._reports.record(
             job.incarnation,
-            CheckpointSaved(step=job.step, checkpoint=folder, reason=job.reason, bytes=size_bytes, seconds=seconds),
+            CheckpointSaved(
+                step=job.step, checkpoint=folder, reason=job.first.reason or "flush", bytes=size_bytes, seconds=seconds
+            ),
         )
         self._reports.saved(job, folder, size_bytes)
         self._settle(job, _Known(folder, manifest), listing, protocol)
@@ -380,11 +311,11 @@ class SnapshotWriter:
         return parts, everything
 
     def _manifest(self, job: SaveJob, written: Sequence[WrittenItem]) -> Manifest:
-        first = min(job.snapshots, key=lambda leased: leased.facts.rank).facts
+        first = job.first
         facts = Manifest(
-            step=job.step,
-            world_size=job.world_size,
-            incarnation=job.incarnation,
+            step=first.step,
+            world_size=first.world_size,
+            incarnation=first.incarnation,
             created=first.created,
             config_digest=first.config_digest,
             versions=self._config.versions,

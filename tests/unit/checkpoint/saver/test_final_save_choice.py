@@ -10,7 +10,6 @@ from elastictrain.checkpoint.run_folder import still_there
 from elastictrain.checkpoint.saver.commit_protocol import begin_key
 from elastictrain.checkpoint.saver.final_save import (
     ALONE_S,
-    FinalSaveLimits,
     SaverClients,
     choose_final_save,
     decide,
@@ -19,6 +18,7 @@ from elastictrain.checkpoint.saver.final_save import (
 from elastictrain.checkpoint.saver.messages import HostRanks
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.checkpoint.memory.madeslots import facts_of
+from tests.unit.checkpoint.saver.running import FACTS
 
 BOTH = HostRanks("000002-bb", 2, (0, 1))
 SECOND = HostRanks("000002-bb", 2, (1,))
@@ -45,7 +45,7 @@ def chosen(
         host_ranks,
         found,
         done=done,
-        limits=FinalSaveLimits(leader_s=limit_s, storage_s=3.0),
+        config=replace(FACTS, grace_s=limit_s, save_timeout_s=3.0),
         needed_no_more=lambda: False,
         clock=iter(range(99)).__next__,
         sleep=lambda _: None,
@@ -90,7 +90,7 @@ def test_an_incarnation_that_ended_before_its_first_snapshot_takes_the_one_befor
 def test_one_of_several_hosts_waits_for_the_leader() -> None:
     fake = store()
     assert chosen(fake, SECOND, held(4, 1), held(5, 1), limit_s=5) == []
-    fake.objects[begin_key("000002-bb", 4)] = json.dumps({"folder": "x"}).encode()
+    fake.objects[begin_key("000002-bb", 4)] = json.dumps({"folder": "x", "attempt": "y"}).encode()
     assert chosen(fake, SECOND, held(4, 1), held(5, 1), limit_s=5) == [(4, 1, "000002-bb")]
     assert chosen(fake, SECOND, held(4, 1, incarnation="000001-aa"), limit_s=5) == []
 

@@ -13,8 +13,8 @@ from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.saver import snapshot_writer as module
-from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline
-from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, RefusedSave, SaveJob, SlotLeases
+from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline, RefusedSave
+from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, SaveJob, SlotLeases
 from elastictrain.checkpoint.saver.process import SaverConfig, load_config, store_config
 from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
@@ -84,12 +84,11 @@ def job_of(
     ranks: tuple[int, ...] = (0,),
     world_size: int = 1,
     index: int = 0,
-    leader: bool = True,
     limit_s: float = FACTS.save_timeout_s,
 ) -> SaveJob:
     leases = SlotLeases(str(memory))
     names = [put(memory, facts_of(step, rank=rank, world_size=world_size, reason="interval"), index=index) for rank in ranks]
-    return SaveJob(tuple(leased(leases, name) for name in names), leader=leader, reason="interval", deadline=Deadline(limit_s))
+    return SaveJob(tuple(leased(leases, name) for name in names), Deadline(limit_s))
 
 
 def manifest_of(store: Store, step: int) -> Manifest:
@@ -187,7 +186,7 @@ def test_two_hosts_make_one_checkpoint(tmp_path: Path, store: Store) -> None:
     for folder in folders:
         folder.mkdir()
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
-        second.begin(job_of(folders[1], 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(folders[1], 5, ranks=(1,), world_size=2))
         first.begin(job_of(folders[0], 5, world_size=2))
     assert heard.saved == [(5, "step-000000005")]
     assert (other.saved, other.failed, other.written) == ([], [], [5])
@@ -199,7 +198,7 @@ def test_a_host_that_cannot_write_is_named(tmp_path: Path, store: Store) -> None
     folders = [tmp_path / "here", tmp_path / "there"]
     for folder in folders:
         folder.mkdir()
-    job = job_of(folders[1], 5, ranks=(1,), world_size=2, leader=False)
+    job = job_of(folders[1], 5, ranks=(1,), world_size=2)
     flip(folders[1], "own-r00001-s0")
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
         second.begin(job)
@@ -216,7 +215,7 @@ def test_a_host_that_says_nothing_is_named(memory: Path, store: Store) -> None:
     assert heard.failed == [(5, "the hosts of ranks 1 did not say within 0 s that their files are written")]
     assert not [info for info in store.list(ROOT) if info.key.endswith(".safetensors")]
     with saving(store) as (saver, heard):
-        saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, leader=False, limit_s=0.3))
+        saver.begin(job_of(memory, 6, ranks=(1,), world_size=2, limit_s=0.3))
     assert heard.failed == [(6, "the host of rank 0 did not begin to save step 6 within 0 s")]
 
 
@@ -248,12 +247,12 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
 
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
         monkeypatch.setattr(module, "check_files", broken)
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
         until(lambda: heard.failed and not second.busy)
         assert pending(store) == []
         monkeypatch.undo()
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
     assert (heard.failed, other.failed) == ([(5, "the disk is on fire")], [])
     assert heard.saved == [(5, "step-000000005")]
@@ -276,10 +275,10 @@ def test_a_failed_attempt_that_could_not_be_cleared_does_not_spoil_the_next_one(
         with monkeypatch.context() as patched:
             patched.setattr(SnapshotWriter, "_write", broken)
             patched.setattr(CommitProtocol, "clear", lambda _: None)
-            second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+            second.begin(job_of(there, 5, ranks=(1,), world_size=2))
             first.begin(job_of(here, 5, world_size=2))
             until(lambda: heard.failed and not second.busy)
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
     assert heard.failed == [(5, "the host of rank 1 could not save: disk full")]
     assert (heard.saved, other.written) == ([(5, "step-000000005")], [5])
@@ -299,9 +298,9 @@ def test_a_host_does_not_wait_for_a_step_that_the_first_one_is_past(
             patched.setattr(module, "list_checkpoints", away)
             first.begin(job_of(here, 5, world_size=2, limit_s=60.0))
             until(lambda: heard.failed)
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False, limit_s=60.0))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2, limit_s=60.0))
         first.begin(job_of(here, 6, world_size=2, index=1, limit_s=60.0))
-        second.begin(job_of(there, 6, ranks=(1,), world_size=2, leader=False, index=1, limit_s=60.0))
+        second.begin(job_of(there, 6, ranks=(1,), world_size=2, index=1, limit_s=60.0))
     assert heard.saved == [(6, "step-000000006")]
     assert other.failed == [(5, "the host of rank 0 is past step 5")]
     assert time.monotonic() - began < 10
@@ -315,7 +314,7 @@ def test_a_host_that_fails_before_it_writes_says_so(memory: Path, store: Store, 
 
     monkeypatch.setattr(module, "list_checkpoints", away)
     with saving(store) as (saver, heard):
-        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2, leader=False))
+        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2))
     assert heard.failed == [(5, "503")]
     assert any(name.startswith("failed-00001-") for name in pending(store))
 
@@ -323,7 +322,7 @@ def test_a_host_that_fails_before_it_writes_says_so(memory: Path, store: Store, 
 def test_who_has_done_its_part_in_an_attempt_does_not_take_it_back(memory: Path, store: Store) -> None:
     CommitProtocol(store, "000001-aa", 5, first_rank=0).prepare(lambda: "step-000000005")
     with saving(store) as (saver, heard):
-        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2, leader=False))
+        saver.begin(job_of(memory, 5, ranks=(1,), world_size=2))
         saver.begin(RefusedSave("000001-aa", 5, 1, "its slot cannot be read", Deadline(0.3)))
     assert heard.written == [5]
     assert sorted(name.rpartition("-")[0] for name in pending(store)) == ["", "host-00001"]
@@ -336,7 +335,7 @@ def test_a_leader_that_was_killed_after_its_commit_leaves_no_word_in_the_store(
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, _):
         with monkeypatch.context() as patched:
             patched.setattr(CommitProtocol, "clear", lambda _: None)
-            second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+            second.begin(job_of(there, 5, ranks=(1,), world_size=2))
             first.begin(job_of(here, 5, world_size=2))
             until(lambda: heard.saved and not first.busy)
         assert pending(store)
@@ -377,7 +376,7 @@ def test_a_leader_that_was_killed_goes_on_with_what_others_have_written(tmp_path
     # Killed when it had begun.
     CommitProtocol(store, "000001-aa", 5, first_rank=0).prepare(lambda: "step-000000005")
     with saving(open_store(str(tmp_path / "run"))) as (second, other):
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
     assert other.written == [5]
     with saving(store) as (first, heard):
         first.begin(job_of(here, 5, world_size=2))
@@ -390,7 +389,7 @@ def test_a_host_that_fails_leaves_the_files_of_others(tmp_path: Path, store: Sto
     _, there = two_hosts(tmp_path)
     CommitProtocol(store, "000001-aa", 5, first_rank=0).prepare(lambda: "step-000000005")
     store.write(f"{ROOT}/step-000000005/000001-aa-r00000-0.safetensors", b"x")
-    job = job_of(there, 5, ranks=(1,), world_size=2, leader=False)
+    job = job_of(there, 5, ranks=(1,), world_size=2)
     flip(there, "own-r00001-s0")
     with saving(open_store(str(tmp_path / "run"))) as (second, other):
         second.begin(job)
@@ -446,7 +445,7 @@ def test_two_hosts_sign_one_checkpoint(tmp_path: Path, store: Store) -> None:
         saving(open_store(str(tmp_path / "run")), signing=KEY) as (second, other),
     ):
         first.begin(job_of(here, 5, world_size=2))
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
     assert (heard.failed, other.failed) == ([], [])
     raw = store.read(f"{ROOT}/step-000000005/manifest.json")
     manifest = parse_manifest(raw, where="here", key=KEY)
@@ -467,7 +466,7 @@ def test_a_leader_signs_only_what_hosts_have_signed(tmp_path: Path, store: Store
         saving(open_store(str(tmp_path / "run")), signing=signing) as (second, _),
     ):
         first.begin(job_of(here, 5, world_size=2))
-        second.begin(job_of(there, 5, ranks=(1,), world_size=2, leader=False))
+        second.begin(job_of(there, 5, ranks=(1,), world_size=2))
     assert heard.saved == []
     assert [step for step, _ in heard.failed] == [5]
 
