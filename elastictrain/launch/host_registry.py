@@ -3,11 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from elastictrain.errors import StorageError
-from elastictrain.launch.membership.observation import HostObservation, observe, observe_datagrams, outdated
+from elastictrain.launch.membership.observation import ClusterState, observe, observe_datagrams, outdated
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import BEAT_S
@@ -21,30 +21,6 @@ _HURRIED_S = 0.2
 
 _IDLE_SHARE = 4.0
 """Looks for generations are so far apart, compared to what one takes: who is told of a generation seldom waits for one."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegistrySnapshot:
-    """What storage said when it was read last; the fields of `ClusterState` by the same names. Times are monotonic."""
-
-    began_s: float = 0.0
-    read_s: float = float("-inf")
-    newest: Generation | None = None
-    newest_since_s: float = 0.0
-    follows_another: bool = False
-    """Whether the generation before the newest one was not the last of a launch."""
-
-    ends: Mapping[str, End] = field(default_factory=dict)
-    ended_since_s: float | None = None
-    observed: Mapping[str, HostObservation] = field(default_factory=dict)
-    reads: int = 0
-    """How often storage has been read, generations and records; 0: nothing is known yet."""
-
-    created: frozenset[int] = frozenset()
-    """Numbers of generations that this host has tried to create."""
-
-    trouble: str = ""
-    """Why storage could not be read the last time; empty if it could."""
 
 
 class HostRegistry:
@@ -79,7 +55,7 @@ class HostRegistry:
         self.record = record
         """What this host says of itself."""
 
-        self.known = RegistrySnapshot()
+        self.known = ClusterState(me=record)
         self._proposal: Generation | None = None
         self._reads = {"records": 0, "generations": 0}
         self._troubles: dict[str, str] = {}
@@ -250,7 +226,7 @@ class HostRegistry:
                 known = replace(known, newest=newest, newest_since_s=now_s, follows_another=follows)
                 self._take_note(replace(known, ends={}, ended_since_s=None))
 
-    def _take_note(self, known: RegistrySnapshot) -> None:
+    def _take_note(self, known: ClusterState) -> None:
         """All that is known now, with the ends that records tell; what was read once stays, whatever a later reading shows."""
         ends, since_s, now_s = dict(known.ends), known.ended_since_s, self._clock()
         if known.newest is not None and not known.newest.terminal:

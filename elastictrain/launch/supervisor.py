@@ -4,7 +4,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from elastictrain.config.composed import RunConfig
@@ -137,19 +137,12 @@ class Supervisor:
         self.heartbeat.send_to([record for record in records if record.state is not HostState.GONE])
 
     def _cluster_state(self) -> ClusterState:
-        known, (heard, heard_since_s) = self.registry.known, self.heartbeat.heard
-        hours = self.config.launch.max_hours
-        return ClusterState(
+        (heard, heard_since_s), hours = self.heartbeat.heard, self.config.launch.max_hours
+        return replace(
+            self.registry.known,
             now_s=self.clock(),
             me=self.registry.record,
-            began_s=known.began_s,
             running=self._attempt.generation if self._attempt is not None else None,
-            newest=known.newest,
-            newest_since_s=known.newest_since_s,
-            ends=known.ends,
-            ended_since_s=known.ended_since_s,
-            observed=known.observed,
-            read_s=known.read_s,
             silent=self.heartbeat.silent,
             heard=heard,
             heard_since_s=heard_since_s,

@@ -7,7 +7,7 @@ say that they receive the other's.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from elastictrain.config.composed import LaunchGroup
@@ -43,40 +43,52 @@ class HostObservation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """One look around."""
-
-    now_s: float
-    began_s: float
-    """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
+    """One look around. The launcher's threads for storage fill in what storage says, its loop the rest before it decides."""
 
     me: HostRecord
-    running: Generation | None
+    now_s: float = 0.0
+    reads: int = 0
+    """How often storage has been read, generations and records; 0: nothing is known yet."""
+
+    began_s: float = 0.0
+    """When this launcher had read storage for the first time: a generation that was over by then is none of its own."""
+
+    running: Generation | None = None
     """What runs here, or is being stopped here; None if nothing does."""
 
-    newest: Generation | None
-    newest_since_s: float
+    newest: Generation | None = None
+    newest_since_s: float = 0.0
     """When it was first seen here."""
 
-    ends: Mapping[str, End]
+    follows_another: bool = False
+    """Whether the generation before the newest one was not the last of a launch."""
+
+    created: frozenset[int] = frozenset()
+    """Numbers of generations that this host has tried to create."""
+
+    ends: Mapping[str, End] = field(default_factory=dict)
     """Those of `newest`, by host; read before `observed` was."""
 
-    ended_since_s: float | None
+    ended_since_s: float | None = None
     """When the first of them was seen here."""
 
-    observed: Mapping[str, HostObservation]
+    observed: Mapping[str, HostObservation] = field(default_factory=dict)
     """The other hosts' records, by host."""
 
-    read_s: float
+    read_s: float = -inf
     """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become
     silent while storage could not be reached: silence is counted up to here."""
 
-    silent: frozenset[str]
+    trouble: str = ""
+    """Why storage could not be read the last time; empty if it could."""
+
+    silent: frozenset[str] = frozenset()
     """Members of the generation in which this host takes part, or last did, whose heartbeats have not come for long."""
 
-    heard: frozenset[str]
+    heard: frozenset[str] = frozenset()
     """Hosts whose heartbeats arrive now, members or not."""
 
-    heard_since_s: float
+    heard_since_s: float = 0.0
     """Since when those are the same."""
 
     expected_hosts: int = 0

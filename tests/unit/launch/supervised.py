@@ -25,8 +25,8 @@ from elastictrain.events import Event
 from elastictrain.fault.reasons import JOB_NAME, Reason, leave_begun, leave_reason, leave_text
 from elastictrain.fault.stop import StopRequest
 from elastictrain.launch.heartbeat import HeartbeatMesh
-from elastictrain.launch.host_registry import HostRegistry, RegistrySnapshot
-from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.host_registry import HostRegistry
+from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, Generation, HostRecord, HostState
 from elastictrain.launch.orders import Orders
 from elastictrain.launch.records import Recorder
@@ -78,7 +78,7 @@ class FakeRegistry:
     """Knows what it is told, and keeps what it is to write."""
 
     diary: Diary
-    known: RegistrySnapshot
+    known: ClusterState
     record: HostRecord = field(default_factory=lambda: record("a"))
     attentive: bool = True
     hears: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ class SupervisedHost:
         on_held: Literal["stop", "wait"] = "stop",
     ) -> None:
         self.diary = diary = Diary()
-        self.registry = FakeRegistry(diary, RegistrySnapshot(began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
+        self.registry = FakeRegistry(diary, ClusterState(me=record("a"), began_s=BEGAN_S, read_s=BEGAN_S, reads=1))
         self.heartbeat = FakeHeartbeat(diary)
         self.torchrun = FakeTorchrun(diary)
         self.recorder = FakeRecorder()

@@ -11,8 +11,7 @@ import pytest
 from elastictrain.config.composed import FaultGroup, LaunchGroup
 from elastictrain.errors import RunHeldError
 from elastictrain.fault.reasons import Reason
-from elastictrain.launch.host_registry import RegistrySnapshot
-from elastictrain.launch.membership.observation import HostObservation
+from elastictrain.launch.membership.observation import ClusterState, HostObservation
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.orders import ANSWER_NAME, AgentAnswer, write_answer
 from elastictrain.launch.records import NO_RANK, GenerationEnded, WorkersNotForked
@@ -675,7 +674,7 @@ def test_news_of_the_others_has_storage_read_at_once(host: SupervisedHost) -> No
 
 
 def test_nothing_is_decided_before_storage_was_read(host: SupervisedHost) -> None:
-    host.registry.known = RegistrySnapshot()
+    host.registry.known = ClusterState(me=host.registry.record)
     assert host.go(5.0) is None
     assert (host.diary.lines, host.said) == ([], [])
 
