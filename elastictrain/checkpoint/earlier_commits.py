@@ -8,10 +8,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
-from elastictrain.bounded_json import MalformedJsonError, parse_json
+from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, number_of
+from elastictrain.checkpoint.manifest import Count
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.merge import EVENTS, LAUNCHERS, parse_merged
 from elastictrain.storage.bounded_read import read_all
@@ -90,64 +92,39 @@ def lost_message(traces: Iterable[Trace], *, url: str) -> str:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    checkpoint: str = ""
+    step: int = 0
+
+
 def step_of_mark(data: bytes) -> int:
     """The step that a mark of a commit names; 0 if it names none. Pure."""
     try:
-        note = parse_json(data)
+        mark = parse_record(data, _Mark)
     except MalformedJsonError:
         return 0
-    if not isinstance(note, dict):
-        return 0
-    match = _FOLDER_OF_STEP.match(str(note.get("checkpoint", "")))
-    step = note.get("step")
-    return int(match[1]) if match is not None else step if type(step) is int else 0
+    match = _FOLDER_OF_STEP.match(mark.checkpoint)
+    return int(match[1]) if match is not None else mark.step
 
 
 @dataclass(frozen=True, slots=True)
-class _Unit:
-    """Logs that are looked at together: those of an incarnation, or of several ones that were merged."""
+class LogRow:
+    """What a log tells of a commit, or of where its incarnation went on from."""
 
-    merged: tuple[ObjectInfo, ...]
-    logs: dict[str, list[ObjectInfo]]
-
-
-@dataclass(frozen=True, slots=True)
-class LogContent:
-    """What the records of one incarnation tell. `began` is None where they do not say where it went on from."""
-
-    step: int = 0
-    began: int | None = None
+    event: Literal["checkpoint_saved", "resume"]
+    step: Count
+    incarnation: str = ""
+    rank: int | None = None
 
 
-def read_log(pieces: Iterable[bytes]) -> LogContent:
+def read_log(pieces: Iterable[bytes]) -> Iterator[LogRow]:
     """From pieces of logs, whose first and last lines may be cut. Pure."""
-    return _content(_rows(pieces))
-
-
-def _content(rows: Iterable[dict[str, object]]) -> LogContent:
-    step, began = 0, None
-    for row in rows:
-        number = row.get("step")
-        if type(number) is not int or number < 0:
-            continue
-        if row["event"] == "resume":
-            began = number
-        # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
-        step = max(step, number)
-    return LogContent(step, began)
-
-
-def _rows(pieces: Iterable[bytes]) -> Iterator[dict[str, object]]:
     for piece in pieces:
         for line in piece.splitlines():
-            if b'"checkpoint_saved"' not in line and b'"resume"' not in line:
-                continue
-            try:
-                row = parse_json(line)
-            except MalformedJsonError:
-                continue
-            if isinstance(row, dict) and row.get("event") in ("checkpoint_saved", "resume"):
-                yield row
+            if b'"checkpoint_saved"' in line or b'"resume"' in line:
+                with suppress(MalformedJsonError):
+                    yield parse_record(line, LogRow)
 
 
 def _of_mark(store: Store) -> Trace | None:
@@ -158,23 +135,34 @@ def _of_mark(store: Store) -> Trace | None:
     return Trace(step_of_mark(data), f"{store.url}/{RUN_COMMITTED_KEY}")
 
 
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """Logs that are looked at together: those of an incarnation, or of several ones that were merged."""
+
+    merged: tuple[ObjectInfo, ...]
+    logs: dict[str, list[ObjectInfo]]
+
+
 def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
     units = _units(store, incarnation=incarnation)
     looked_at = 0
     while units and looked_at < _NEWEST:
-        contents = _contents(store, units.pop(0))
-        for name, content in contents:
-            if content.step > 0:
-                return Trace(content.step, f"{store.url}/events of {name}")
-            if content.began == 0:
+        incarnations = _rows(store, units.pop(0))
+        for name, rows in incarnations:
+            if (trace := _newest(store, name, rows)) is not None:
+                return trace
+            if any(row.event == "resume" for row in rows):
                 # The run began anew there, and committed nothing since: what is older was given up.
                 return None
-        looked_at += max(1, len(contents))
-    for unit in units[-_OLDEST:]:
-        for name, content in _contents(store, unit):
-            if content.step > 0:
-                return Trace(content.step, f"{store.url}/events of {name}")
-    return None
+        looked_at += max(1, len(incarnations))
+    of_oldest = (one for unit in units[-_OLDEST:] for one in _rows(store, unit))
+    return next((trace for name, rows in of_oldest if (trace := _newest(store, name, rows)) is not None), None)
+
+
+def _newest(store: Store, name: str, rows: Iterable[LogRow]) -> Trace | None:
+    # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
+    step = max((row.step for row in rows), default=0)
+    return Trace(step, f"{store.url}/events of {name}") if step > 0 else None
 
 
 def _units(store: Store, *, incarnation: str) -> list[_Unit]:
@@ -198,22 +186,17 @@ def _units(store: Store, *, incarnation: str) -> list[_Unit]:
     return [units[order] for order in sorted(units, reverse=True)]
 
 
-def _contents(store: Store, unit: _Unit) -> list[tuple[str, LogContent]]:
+def _rows(store: Store, unit: _Unit) -> list[tuple[str, list[LogRow]]]:
     """What each incarnation tells, newest first."""
-    rows: dict[str, list[dict[str, object]]] = {}
-    for row in _rows(piece for info in unit.merged for piece in _whole(store, info.key)):
-        if row.get("rank") == 0:
-            rows.setdefault(str(row.get("incarnation")), []).append(row)
+    rows: dict[str, list[LogRow]] = {}
+    for info in unit.merged:
+        with suppress(ObjectNotFoundError):
+            for row in read_log([store.read(info.key, end=_MERGED_BYTES)]):
+                if row.rank == 0:
+                    rows.setdefault(row.incarnation, []).append(row)
     for name, infos in unit.logs.items():
-        rows.setdefault(name, []).extend(_rows(_pieces(store, infos)))
-    return [(name, _content(rows[name])) for name in sorted(rows, reverse=True)]
-
-
-def _whole(store: Store, key: str) -> Iterator[bytes]:
-    try:
-        yield store.read(key, end=_MERGED_BYTES)
-    except ObjectNotFoundError:
-        return
+        rows.setdefault(name, []).extend(read_log(_pieces(store, infos)))
+    return sorted(rows.items(), reverse=True)
 
 
 def _pieces(store: Store, log: list[ObjectInfo]) -> Iterator[bytes]:
@@ -236,6 +219,19 @@ def _of_lineage(lineage: Lineage) -> Trace | None:
     return Trace(newest.step, f"the lineage of {newest.incarnation}") if newest is not None and newest.step > 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class _GenerationEnd:
+    generation: int = -1
+    committed_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _LauncherLine:
+    ended: int = -1
+    committed_step: int = 0
+    end: _GenerationEnd | None = None
+
+
 def _of_launchers(store: Store, lineage: Lineage) -> Trace | None:
     """What launchers wrote down when generations ended; not of those before a start from step 0."""
     newest = lineage.newest()
@@ -244,16 +240,8 @@ def _of_launchers(store: Store, lineage: Lineage) -> Trace | None:
     traces = []
     for key, data in read_all(store, keys).items():
         with suppress(MalformedJsonError):
-            line = parse_json(data)
-            end = line.get("end") if isinstance(line, dict) else None
-            records = [(line, "ended"), (end, "generation")] if isinstance(end, dict) else [(line, "ended")]
-            traces += [Trace(step, f"{store.url}/{key}") for record, at in records if (step := _step_since(first, record, at))]
+            line = parse_record(data, _LauncherLine)
+            for end in (_GenerationEnd(line.ended, line.committed_step), line.end or _GenerationEnd()):
+                if end.generation >= first and end.committed_step > 0:
+                    traces.append(Trace(end.committed_step, f"{store.url}/{key}"))
     return max(traces, default=None)
-
-
-def _step_since(first: int, record: object, at: str) -> int:
-    """The committed step of a launcher's record; 0 if it has none, or is of a generation before `first`."""
-    if not isinstance(record, dict):
-        return 0
-    generation, step = record.get(at), record.get("committed_step")
-    return step if type(step) is int and type(generation) is int and generation >= first else 0

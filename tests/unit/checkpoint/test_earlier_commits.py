@@ -141,7 +141,7 @@ def test_a_log_that_is_cut_anywhere_tells_no_wrong_step() -> None:
     whole = log(RESUMED_0, STEP, SAVED_40)
     for start in range(0, len(whole), 3):
         for end in range(start, len(whole) + 1, 3):
-            assert read_log([whole[start:end]]).step in (0, 40)
+            assert {row.step for row in read_log([whole[start:end]])} <= {0, 40}
 
 
 def identity(folder: Path | None, *, rank: int = 0) -> Identity:
