@@ -71,7 +71,7 @@ class RestoreResult:
     world_size: int
     bytes: int
     seconds: Mapping[str, float]
-    tier: str = "storage"
+    tier: str
     """`memory`, `peer` or `storage`."""
 
 
@@ -127,13 +127,51 @@ class Checkpointer:
         folder = from_first(lambda: self._prepare(step), group=self._group).decode()
         if self._saved is not None and not folder:
             return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
-        marks = {"prepare": time.monotonic()}
+        prepared = time.monotonic()
+        part = self._write_together(tensors, folder)
+        parts = gather_bytes(part, group=self._group, to_first=True)
+        wrote = time.monotonic()
+        facts = Manifest(
+            step=step,
+            world_size=self._world_size,
+            incarnation=self._incarnation,
+            created=self._clock(),
+            config_digest=self._config_digest,
+            versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+            state=state,
+        )
+
+        def conclude() -> bytes:
+            manifest = self._commit(folder, facts, parts, names=tensors.keys())
+            seconds = {"prepare": prepared - began, "write": wrote - prepared, "commit": time.monotonic() - wrote}
+            size_bytes = manifest.size_bytes
+            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
+            pruned = self._pruner.tidy(
+                folder, manifest=manifest, listing=self._listing, time_s=self._clock(), fence=self._fence
+            )
+            if pruned:
+                self._record(CheckpointsPruned(checkpoints=pruned))
+            return json.dumps([size_bytes, seconds]).encode()
+
+        size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
+        self._saved = SaveResult(step, folder, size_bytes, seconds)
+        return self._saved
+
+    def _prepare(self, step: int) -> bytes:
+        """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
+        self._listing = listing = list_checkpoints(self._store)
+        if self._saved is not None and self._saved.step == step:
+            folder = listing.folder(self._saved.checkpoint)
+            if folder is not None and folder.has_manifest and not folder.quarantined:
+                return b""
+        return clear_target(self._store, listing, step=step, at_work=self._incarnation).encode()
+
+    def _write_together(self, tensors: Mapping[str, Tensor], folder: str) -> bytes:
+        """Writes this rank's files; what a manifest must say of them. Raises on all ranks if any fails. Collective: yes."""
         part, failure = b"", None
         try:
-            layout = RankLayout(
-                own_items(tensors, rank=self._rank, world_size=self._world_size), int(self._options.shard_mb * 2**20)
-            )
-            marks["plan"] = time.monotonic()
+            shard_bytes = int(self._options.shard_mb * 2**20)
+            layout = RankLayout(own_items(tensors, rank=self._rank, world_size=self._world_size), shard_bytes)
             written = write_files(
                 self._store,
                 layout.files(incarnation=self._incarnation, rank=self._rank),
@@ -144,50 +182,15 @@ class Checkpointer:
             part = encode_parts([RankPart(self._rank, layout, digests_of(written))])
         except BaseException as error:  # noqa: BLE001  # the other ranks wait for this one's result
             failure = error
-        failures = {
-            rank: revive(one)
-            for rank, one in enumerate(gather_json(None if failure is None else describe(failure), group=self._group))
-            if isinstance(one, dict)
-        }
-        if failures:
-            # All wait for rank 0: who went on would look hung to the others while it deletes.
-            from_first(lambda: self._discard(folder), group=self._group)
-            if failure is not None and not isinstance(failure, Exception):
-                raise failure
-            raise self._save_error(failures, folder)
-        parts = gather_bytes(part, group=self._group, to_first=True)
-        marks["write"] = time.monotonic()
-
-        def conclude() -> bytes:
-            facts = Manifest(
-                step=step,
-                world_size=self._world_size,
-                incarnation=self._incarnation,
-                created=self._clock(),
-                config_digest=self._config_digest,
-                versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-                state=state,
-            )
-            manifest = self._commit(folder, facts, parts, names=tensors.keys())
-            marks["commit"] = time.monotonic()
-            seconds = {name: end - start for (name, end), start in zip(marks.items(), [began, *marks.values()], strict=False)}
-            size_bytes = manifest.size_bytes
-            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
-            pruned = self._pruner.tidy(
-                folder,
-                manifest=manifest,
-                listing=self._listing,
-                incarnation=self._incarnation,
-                time_s=self._clock(),
-                fence=self._fence,
-            )
-            if pruned:
-                self._record(CheckpointsPruned(checkpoints=pruned))
-            return json.dumps([size_bytes, seconds]).encode()
-
-        size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
-        self._saved = SaveResult(step, folder, size_bytes, seconds)
-        return self._saved
+        results = gather_json(None if failure is None else describe(failure), group=self._group)
+        failures = {rank: revive(one) for rank, one in enumerate(results) if isinstance(one, dict)}
+        if not failures:
+            return part
+        # All wait for rank 0: who went on would look hung to the others while it deletes.
+        from_first(lambda: self._discard(folder), group=self._group)
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        raise save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
 
     def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes], *, names: Set[str]) -> Manifest:
         """On rank 0. Raises: LeaseLostError, CheckpointError, StorageError."""
@@ -209,8 +212,13 @@ class Checkpointer:
             # Once the commit has begun, the manifest may be there.
             if not committing:
                 self._discard(folder)
-            raise self._save_error({0: revive(describe(error))}, folder) from error
+            raise save_error({0: revive(describe(error))}, url=f"{self._store.url}/{ROOT}/{folder}") from error
         return manifest
+
+    def _discard(self, folder: str) -> bytes:
+        """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
+        discard_files(self._store, folder, incarnation=self._incarnation)
+        return b""
 
     def restore(
         self,
@@ -247,7 +255,9 @@ class Checkpointer:
             self._look(recall, search)
         while True:
             best = None if recall is None else recall.best()
-            candidate = self._next_candidate(search, best)
+            memory = None if best is None else (best.on_line, best.step)
+            proposed = from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group)  # noqa: B023
+            candidate = candidate_from_bytes(proposed)
             chosen = time.monotonic()
             if candidate.in_memory:
                 assert recall is not None  # noqa: S101
@@ -284,11 +294,6 @@ class Checkpointer:
         incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
-    def _next_candidate(self, search: CandidateSearch, best: SnapshotSet | None) -> RestoreCandidate:
-        """What to try next; asked again after each rejection. Collective: yes."""
-        memory = None if best is None else (best.on_line, best.step)
-        return candidate_from_bytes(from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group))
-
     def _try_folder(
         self, search: CandidateSearch, candidate: RestoreCandidate, loader: CheckpointLoader
     ) -> RestoreResult | None:
@@ -306,15 +311,13 @@ class Checkpointer:
             return None
         if self._rank == 0:
             search.accepted(candidate.folder)
+        return self._accepted(manifest, name=candidate.folder, bytes_read=result.bytes_read, tier="storage")
+
+    def _accepted(self, manifest: Manifest, *, name: str, bytes_read: int, tier: str) -> RestoreResult:
+        """Collective: yes."""
         self._note_origin(step=manifest.step, parent=manifest.incarnation)
         return RestoreResult(
-            step=manifest.step,
-            checkpoint=candidate.folder,
-            state=manifest.state,
-            config_digest=manifest.config_digest,
-            world_size=manifest.world_size,
-            bytes=result.bytes_read,
-            seconds={},
+            manifest.step, name, manifest.state, manifest.config_digest, manifest.world_size, bytes_read, {}, tier
         )
 
     def _note_origin(self, *, step: int, parent: str) -> None:
@@ -335,24 +338,13 @@ class Checkpointer:
         if not isinstance(opened, Recalled):
             self._pass_over(recall, chosen, opened, "it cannot be opened")
             return None
-        name = f"snapshot of step {chosen.step}"
         try:
-            folder = CheckpointFolder(opened.source, "")
-            result = loader.load(folder, opened.manifest)
+            result = loader.load(CheckpointFolder(opened.source, ""), opened.manifest)
         finally:
             opened.source.close()
         if result.outcome == "loaded":
-            self._note_origin(step=chosen.step, parent=chosen.incarnation)
-            return RestoreResult(
-                step=chosen.step,
-                checkpoint=name,
-                state=chosen.state,
-                config_digest=chosen.config_digest,
-                world_size=chosen.world_size,
-                bytes=result.bytes_read,
-                seconds={},
-                tier=recall.tier(opened),
-            )
+            name, tier = f"snapshot of step {chosen.step}", recall.tier(opened)
+            return self._accepted(opened.manifest, name=name, bytes_read=result.bytes_read, tier=tier)
         if result.error == ConfigError.__name__:
             raise revive({"type": result.error, "message": result.message})
         for rank in ranks_of_files(result.files, chosen):
@@ -364,20 +356,3 @@ class Checkpointer:
         if self._rank == 0:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
             self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
-
-    def _prepare(self, step: int) -> bytes:
-        """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
-        self._listing = listing = list_checkpoints(self._store)
-        if self._saved is not None and self._saved.step == step:
-            folder = listing.folder(self._saved.checkpoint)
-            if folder is not None and folder.has_manifest and not folder.quarantined:
-                return b""
-        return clear_target(self._store, listing, step=step, at_work=self._incarnation).encode()
-
-    def _save_error(self, failures: Mapping[int, ElasticTrainError], folder: str) -> ElasticTrainError:
-        return save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
-
-    def _discard(self, folder: str) -> bytes:
-        """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
-        discard_files(self._store, folder, incarnation=self._incarnation)
-        return b""

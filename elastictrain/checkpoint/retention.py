@@ -26,7 +26,7 @@ from elastictrain.checkpoint.folders import (
     mark_committed,
 )
 from elastictrain.checkpoint.lineage import Fence, Lineage
-from elastictrain.checkpoint.manifest import MANIFEST_NAME, Manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import find_missing, retry_read
 from elastictrain.errors import (
@@ -122,16 +122,15 @@ class Pruner:
         deleted = [deletion for deletion in deletions if delete_folder(self._store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
-    def tidy(
-        self, newest: str, *, manifest: Manifest, listing: Listing, incarnation: str, time_s: float, fence: Fence
-    ) -> tuple[str, ...]:
+    def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, time_s: float, fence: Fence) -> tuple[str, ...]:
         """After a commit: notes that the run has a checkpoint, and prunes. What the store refuses is left for the next time.
 
         `listing` is how things were found before the save.
         """
-        mark_committed(self._store, listing=listing, note={"checkpoint": newest, "time": time_s, "incarnation": incarnation})
+        note: dict[str, JsonValue] = {"checkpoint": newest, "time": time_s, "incarnation": manifest.incarnation}
+        mark_committed(self._store, listing=listing, note=note)
         try:
-            fence.check(incarnation, step=manifest.step)
+            fence.check(manifest.incarnation, step=manifest.step)
             return self.prune(newest, manifest=manifest)
         except (StorageError, LeaseLostError) as error:
             logger.warning("old checkpoints could not be deleted: %s", error)

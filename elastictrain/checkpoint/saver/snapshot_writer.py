@@ -244,7 +244,6 @@ class SnapshotWriter:
             newest.name,
             manifest=newest.manifest,
             listing=listing,
-            incarnation=job.incarnation,
             time_s=time.time(),
             fence=self._fence,
         )
