@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from elastictrain.errors import HostUnfitError
 
@@ -38,6 +38,31 @@ class PrivateName:
 
     exact: bool = False
     """Whether it takes no others: those that are overridden."""
+
+    def find(self) -> Any:  # whatever torch has there
+        """None if there is nothing that can be called."""
+        try:
+            found: object = importlib.import_module(self.module)
+        except ImportError:
+            return None
+        for part in self.name.split("."):
+            found = getattr(found, part, None)
+        return found if callable(found) else None
+
+    def change(self) -> str | None:
+        """What the installed torch lacks of it, or takes instead, as a sentence."""
+        found, full_name = self.find(), f"{self.module}.{self.name}"
+        if found is None:
+            return f"{_torch()} has no {full_name}"
+        if self.parameters is None:
+            return None
+        try:
+            takes = list(inspect.signature(found).parameters)
+        except (TypeError, ValueError):
+            return f"{_torch()}: {full_name} does not say what it takes"
+        if takes[: None if self.exact else len(self.parameters)] == list(self.parameters):
+            return None
+        return f"{_torch()}: {full_name} takes {_listed(takes)}, not {_listed(self.parameters)}"
 
 
 _API = "torch.distributed.elastic.multiprocessing.api"
@@ -80,26 +105,25 @@ _PRIVATE_TIMEOUT = PrivateName("torch.distributed.distributed_c10d", "_set_pg_ti
 
 def find_changes(names: Sequence[PrivateName]) -> tuple[str, ...]:
     """For each of these that the installed torch lacks, or that takes something else: a sentence."""
-    return tuple(change for name in names if (change := _change_of(name)) is not None)
+    return tuple(change for name in names if (change := name.change()) is not None)
 
 
 def timeout_names() -> tuple[PrivateName, ...]:
     """Those by which the installed torch changes the timeout of a group."""
-    return (_PUBLIC_TIMEOUT,) if _find(_PUBLIC_TIMEOUT) is not None else (_PRIVATE_TIMEOUT,)
+    return (_PUBLIC_TIMEOUT,) if _PUBLIC_TIMEOUT.find() is not None else (_PRIVATE_TIMEOUT,)
 
 
 def set_group_timeout(group: "dist.ProcessGroup | None", timeout: timedelta) -> None:
     """From now on a collective of this group (None: the default one) fails after `timeout`. Raises: HostUnfitError."""
     (name,) = timeout_names()
     _require((name,))
-    cast("Callable[..., None]", _find(name))(timeout, group)
+    name.find()(timeout, group)
 
 
 def local_box(tensor: "DTensor") -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Sizes and offsets of the part that this rank holds. Raises: HostUnfitError."""
     _require(PLACEMENT)
-    compute = cast("Callable[..., tuple[Sequence[int], Sequence[int]]]", _find(PLACEMENT[0]))
-    sizes, offsets = compute(tensor.shape, tensor.device_mesh, tensor.placements)
+    sizes, offsets = PLACEMENT[0].find()(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(sizes), tuple(offsets)
 
 
@@ -125,9 +149,8 @@ def follow_compilations(*, begins: Callable[[], None], ends: Callable[[], None])
         return ()
     if changes := find_changes(COMPILATIONS):
         return changes
-    start, end = (cast("Callable[..., None]", _find(name)) for name in COMPILATIONS)
-    start(lambda _: begins())
-    end(lambda _: ends())
+    for name, tell in zip(COMPILATIONS, (begins, ends), strict=True):
+        name.find()(lambda _, tell=tell: tell())
     return ()
 
 
@@ -183,33 +206,6 @@ def find_agents(address: str, port: int, *, run_id: str, count: int) -> frozense
 def _require(names: Sequence[PrivateName]) -> None:
     if changes := find_changes(names):
         raise HostUnfitError(f"{'; '.join(changes)}. Install a torch that this version was tested with (README.md names them)")
-
-
-def _change_of(name: PrivateName) -> str | None:
-    found = _find(name)
-    if found is None:
-        return f"{_torch()} has no {name.module}.{name.name}"
-    if name.parameters is None:
-        return None
-    try:
-        takes = list(inspect.signature(found).parameters)
-    except (TypeError, ValueError):
-        return f"{_torch()}: {name.module}.{name.name} does not say what it takes"
-    compared = takes if name.exact else takes[: len(name.parameters)]
-    if compared == list(name.parameters):
-        return None
-    return f"{_torch()}: {name.module}.{name.name} takes {_listed(takes)}, not {_listed(name.parameters)}"
-
-
-def _find(name: PrivateName) -> Any:  # whatever torch has there
-    """None if there is nothing."""
-    try:
-        found: object = importlib.import_module(name.module)
-    except ImportError:
-        return None
-    for part in name.name.split("."):
-        found = getattr(found, part, None)
-    return found if callable(found) else None
 
 
 def _torch() -> str:

@@ -22,20 +22,6 @@ from elastictrain.errors import ConfigError, ElasticTrainError, Problem, UsageEr
 
 
 @dataclass(frozen=True, slots=True)
-class ConfFolders:
-    """Every choice of every group in the conf/ folders."""
-
-    own: Path
-    """The program's conf/, whose config.yaml has all its groups in the defaults list."""
-
-    added: tuple[Path, ...]
-    """Those of `--config-dir`."""
-
-    choices: Mapping[str, Mapping[str, Path]]
-    """Group (`recipe`, `model`, ...) -> choice -> file."""
-
-
-@dataclass(frozen=True, slots=True)
 class Composed:
     """What conf/ and the command line say together, not yet checked."""
 
@@ -65,13 +51,15 @@ def own_conf() -> Path:
     raise ElasticTrainError(f"{package / 'conf'} must hold the configuration files, but does not; install elastictrain again")
 
 
-def read_conf_folders(config_dirs: Sequence[str]) -> ConfFolders:
-    """Raises: UsageError if a folder is not there or has a file of the same name as another."""
-    own = own_conf()
-    added = tuple(Path(name).expanduser().resolve() for name in config_dirs)
+def read_choices(config_dirs: Sequence[str]) -> Mapping[str, Mapping[str, Path]]:
+    """Group (`recipe`, `model`, ...) -> choice -> its file, in the program's conf/ and those of `--config-dir`.
+
+    Raises: UsageError if a folder is not there or has a file of the same name as another.
+    """
+    added = _resolved(config_dirs)
     problems = [f"--config-dir must be a folder, but {folder} is not" for folder in added if not folder.is_dir()]
     choices: dict[str, dict[str, Path]] = {}
-    for folder in (own, *added):
+    for folder in (own_conf(), *added):
         for file in sorted(folder.rglob("*.yaml")):
             group, *rest = file.relative_to(folder).with_suffix("").parts
             if not rest:
@@ -81,7 +69,11 @@ def read_conf_folders(config_dirs: Sequence[str]) -> ConfFolders:
                 problems.append(f"{file} must not have the name of {known}; rename it")
     if problems:
         raise UsageError("; ".join(problems))
-    return ConfFolders(own, added, choices)
+    return choices
+
+
+def _resolved(config_dirs: Sequence[str]) -> list[Path]:
+    return [Path(name).expanduser().resolve() for name in config_dirs]
 
 
 def compose(arguments: Sequence[str]) -> Composed:
@@ -91,27 +83,28 @@ def compose(arguments: Sequence[str]) -> Composed:
     ConfigError if a file of a conf/ folder cannot be composed at all.
     """
     line = read_command_line(arguments)
-    folders = read_conf_folders(line.config_dirs)
-    overrides = parse_overrides(line.overrides, known=folders.choices)
-    config = _compose_groups(overrides.choices, folders)
+    known = read_choices(line.config_dirs)
+    overrides = parse_overrides(line.overrides, known=known)
+    config = _compose_groups(overrides.choices, _resolved(line.config_dirs))
     problems = [*overrides.problems]
     for override in overrides.values:
         if problem := _assign(config, override):
             problems.append(problem)
     tree = _plain_items(config, "", problems)
-    recipes = tuple(sorted(folders.choices["recipe"]))
-    return Composed(tree, tuple(problems), bool(overrides.problems), recipes, overrides.choices.get("recipe"))
+    recipe = overrides.choices.get("recipe")
+    return Composed(tree, tuple(problems), bool(overrides.problems), tuple(sorted(known["recipe"])), recipe)
 
 
-def _compose_groups(choices: Mapping[str, str | None], folders: ConfFolders) -> DictConfig:
+def _compose_groups(choices: Mapping[str, str | None], added: Sequence[Path]) -> DictConfig:
+    own = own_conf()
     wanted = [f"{group}={choice}" for group, choice in choices.items() if choice is not None]
-    overrides = [one if (folders.own / one.partition("=")[0]).is_dir() else f"+{one}" for one in wanted]
-    if folders.added:
-        paths = ",".join(f"'file://{str(path).replace(chr(39), chr(92) + chr(39))}'" for path in folders.added)
+    overrides = [one if (own / one.partition("=")[0]).is_dir() else f"+{one}" for one in wanted]
+    if added:
+        paths = ",".join(f"'file://{str(path).replace(chr(39), chr(92) + chr(39))}'" for path in added)
         overrides.append(f"hydra.searchpath=[{paths}]")
     try:
         # Leaving the context restores Hydra's global state: nothing of it outlives the composition.
-        with initialize_config_dir(str(folders.own), job_name="elastictrain", version_base="1.3"):
+        with initialize_config_dir(str(own), job_name="elastictrain", version_base="1.3"):
             config = hydra_compose("config", overrides)
     except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:
         raise ConfigError([Problem(" ".join(wanted) or "conf", f"cannot be composed: {_one_line(error)}")]) from error

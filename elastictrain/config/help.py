@@ -2,17 +2,19 @@
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from elastictrain.config.command_line import read_command_line
-from elastictrain.config.compose import ConfFolders, compose, read_conf_folders
+from elastictrain.config.compose import compose, read_choices
 from elastictrain.config.digest import to_yaml
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, GROUPS, Key, keys_of
 from elastictrain.config.task_signature import task_keys
 from elastictrain.config.validate import suggest_choice
 from elastictrain.errors import UsageError
+
+Choices = Mapping[str, Mapping[str, Path]]
 
 _OPTIONS = """\
   recipe=NAME           a whole run; everything else changes it
@@ -43,15 +45,15 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
         return to_yaml(load(arguments)).rstrip()
     if line.action == "run":
         return None
-    folders = read_conf_folders(line.config_dirs)
+    choices = read_choices(line.config_dirs)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     keys = _all_keys(arguments if line.overrides else ())
     if line.topic:
-        return _explain_topic(line.topic, keys=keys, folders=folders, width=width)
-    recipes = _choices(folders, "recipe", width)
+        return _explain_topic(line.topic, keys=keys, choices=choices, width=width)
+    recipes = _choices(choices, "recipe", width)
     usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
-    added = sorted(set(folders.choices) - {*GROUPS, "recipe"})
-    groups = "\n".join(_group_line(folders, group, width) for group in (*GROUPS, *added))
+    added = sorted(set(choices) - {*GROUPS, "recipe"})
+    groups = "\n".join(_group_line(choices, group, width) for group in (*GROUPS, *added))
     explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
     return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
 
@@ -65,14 +67,14 @@ def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
     return (*own, _TARGET, *(declared or [_MODEL]))
 
 
-def _group_line(folders: ConfFolders, group: str, width: int) -> str:
-    names = ", ".join(sorted(folders.choices.get(group, {}))) or "(none)"
+def _group_line(choices: Choices, group: str, width: int) -> str:
+    names = ", ".join(sorted(choices.get(group, {}))) or "(none)"
     return textwrap.fill(names, width, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
 
 
-def _choices(folders: ConfFolders, group: str, width: int) -> str:
+def _choices(choices: Choices, group: str, width: int) -> str:
     lines = []
-    for name, file in sorted(folders.choices.get(group, {}).items()):
+    for name, file in sorted(choices.get(group, {}).items()):
         lines.append(textwrap.fill(first_comment(file), width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16))
     return "\n".join(lines)
 
@@ -86,11 +88,11 @@ def first_comment(file: Path) -> str:
     return ""
 
 
-def _explain_topic(topic: str, *, keys: Sequence[Key], folders: ConfFolders, width: int) -> str:
+def _explain_topic(topic: str, *, keys: Sequence[Key], choices: Choices, width: int) -> str:
     if topic == "recipe":
-        return f"Recipes:\n{_choices(folders, 'recipe', width)}"
+        return f"Recipes:\n{_choices(choices, 'recipe', width)}"
     if topic in GROUPS:
-        return f"{_explain_group(topic, keys=keys, width=width)}\n\nChoices of {topic}:\n{_choices(folders, topic, width)}"
+        return f"{_explain_group(topic, keys=keys, width=width)}\n\nChoices of {topic}:\n{_choices(choices, topic, width)}"
     found = [key for key in keys if key.path == topic]
     if not found:
         suggestion = suggest_choice(topic, choices=[*GROUPS, "recipe", *(key.path for key in keys)])

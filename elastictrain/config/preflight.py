@@ -1,6 +1,6 @@
 """The group `preflight`: what is checked before the first step of every start, and what a bad finding means."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from typing import Annotated, Literal
 
 from elastictrain.config.constraints import Range
@@ -9,117 +9,53 @@ Mode = Literal["fail", "warn", "off"]
 Port = Annotated[int, Range(1, 65535)]
 
 
-@dataclass(frozen=True, slots=True)
-class PreflightChecks:
+CHECKS = {
+    "name": "The host's own name does not resolve to loopback.",
+    "lookup": "Names and addresses are looked up without stalling.",
+    "ports": "The ports of `preflight.ports` are free when a launcher starts.",
+    "shared_memory": "Room for snapshots in `checkpoint.memory_dir`.",
+    "disk": "Room and inodes in `run.dir`, if it is a local folder, and in the folder for temporary files.",
+    "memlock": "As much memory can be locked as RDMA needs, where it is planned.",
+    "open_files": "Enough files can be open at once.",
+    "processes": "Enough processes and threads can be started.",
+    "memory": "Free memory of the host, and of its control group.",
+    "cpu": "A control group leaves the CPUs that are needed.",
+    "load": "Nobody else keeps the CPUs busy.",
+    "storage": "`run.dir` can be written, read back and cleaned up.",
+    "alike": "All hosts have the same code and the same versions.",
+    "gpus": "As many GPUs as local ranks are there.",
+    "fabric_manager": "On machines with NVSwitches their manager runs, in the driver's version.",
+    "ecc": "No memory of a GPU has errors that could not be corrected.",
+    "row_remap": "No memory of a GPU waits to be remapped, or cannot be any more.",
+    "xid": "The kernel's log tells of no hardware error of a GPU since boot.",
+    "pcie": "Devices have all the lanes that they are made for.",
+    "throttle": "No GPU is slowed down by heat or power.",
+    "nvlink": "All NVLinks of the GPUs are up.",
+    "counters": "No link has flapped or lost frames since the last preflight.",
+    "interface": "The network interface that is used is the one by which the kernel reaches the other hosts.",
+    "infiniband": "InfiniBand or RoCE ports are active, and the ones that are used exist.",
+    "roster": "Every host is there.",
+    "clock": "Clocks agree to within 1 s (a warning) or 2 s (a failure).",
+    "reachable": "Every host reaches every other on the ports that are used, in both directions.",
+    "mtu": "Frames as large as the interfaces allow arrive.",
+    "latency": "Answers come in the time that is usual in the group.",
+    "bandwidth": "No host and no link is much slower than the others.",
+    "present": "Every rank takes part in collectives.",
+    "collectives": "Collectives compute what they should.",
+    "bus_bandwidth": "Collectives are as fast as the links between the devices allow.",
+    "p2p": "The GPUs of a host reach each other directly.",
+    "matmul": "No rank multiplies matrices much more slowly than the others.",
+    "nccl_transport": "NCCL uses the transport that was planned.",
+}
+"""Each check, and what it makes sure of."""
+
+_Modes = make_dataclass(
+    "_Modes", [(name, Mode, field(default="fail", metadata={"doc": doc})) for name, doc in CHECKS.items()], frozen=True
+)
+
+
+class PreflightChecks(_Modes):  # type: ignore[misc, valid-type]
     """What a failure of each check means: `fail` stops the start, `warn` only says so, `off` leaves the check out."""
-
-    name: Mode = "fail"
-    """The host's own name does not resolve to loopback."""
-
-    lookup: Mode = "fail"
-    """Names and addresses are looked up without stalling."""
-
-    ports: Mode = "fail"
-    """The ports of `preflight.ports` are free when a launcher starts."""
-
-    shared_memory: Mode = "fail"
-    """Room for snapshots in `checkpoint.memory_dir`."""
-
-    disk: Mode = "fail"
-    """Room and inodes in `run.dir`, if it is a local folder, and in the folder for temporary files."""
-
-    memlock: Mode = "fail"
-    """As much memory can be locked as RDMA needs, where it is planned."""
-
-    open_files: Mode = "fail"
-    """Enough files can be open at once."""
-
-    processes: Mode = "fail"
-    """Enough processes and threads can be started."""
-
-    memory: Mode = "fail"
-    """Free memory of the host, and of its control group."""
-
-    cpu: Mode = "fail"
-    """A control group leaves the CPUs that are needed."""
-
-    load: Mode = "fail"
-    """Nobody else keeps the CPUs busy."""
-
-    storage: Mode = "fail"
-    """`run.dir` can be written, read back and cleaned up."""
-
-    alike: Mode = "fail"
-    """All hosts have the same code and the same versions."""
-
-    gpus: Mode = "fail"
-    """As many GPUs as local ranks are there."""
-
-    fabric_manager: Mode = "fail"
-    """On machines with NVSwitches their manager runs, in the driver's version."""
-
-    ecc: Mode = "fail"
-    """No memory of a GPU has errors that could not be corrected."""
-
-    row_remap: Mode = "fail"
-    """No memory of a GPU waits to be remapped, or cannot be any more."""
-
-    xid: Mode = "fail"
-    """The kernel's log tells of no hardware error of a GPU since boot."""
-
-    pcie: Mode = "fail"
-    """Devices have all the lanes that they are made for."""
-
-    throttle: Mode = "fail"
-    """No GPU is slowed down by heat or power."""
-
-    nvlink: Mode = "fail"
-    """All NVLinks of the GPUs are up."""
-
-    counters: Mode = "fail"
-    """No link has flapped or lost frames since the last preflight."""
-
-    interface: Mode = "fail"
-    """The network interface that is used is the one by which the kernel reaches the other hosts."""
-
-    infiniband: Mode = "fail"
-    """InfiniBand or RoCE ports are active, and the ones that are used exist."""
-
-    roster: Mode = "fail"
-    """Every host is there."""
-
-    clock: Mode = "fail"
-    """Clocks agree to within 1 s (a warning) or 2 s (a failure)."""
-
-    reachable: Mode = "fail"
-    """Every host reaches every other on the ports that are used, in both directions."""
-
-    mtu: Mode = "fail"
-    """Frames as large as the interfaces allow arrive."""
-
-    latency: Mode = "fail"
-    """Answers come in the time that is usual in the group."""
-
-    bandwidth: Mode = "fail"
-    """No host and no link is much slower than the others."""
-
-    present: Mode = "fail"
-    """Every rank takes part in collectives."""
-
-    collectives: Mode = "fail"
-    """Collectives compute what they should."""
-
-    bus_bandwidth: Mode = "fail"
-    """Collectives are as fast as the links between the devices allow."""
-
-    p2p: Mode = "fail"
-    """The GPUs of a host reach each other directly."""
-
-    matmul: Mode = "fail"
-    """No rank multiplies matrices much more slowly than the others."""
-
-    nccl_transport: Mode = "fail"
-    """NCCL uses the transport that was planned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Every key there is, with its type, default and docstring, read from the dataclasses' own source."""
+"""Every key there is, with its type, default and docstring, read from the dataclasses' own source or the fields' metadata."""
 
 import ast
 import inspect
@@ -77,14 +77,15 @@ def keys_of(cls: type, *, path: str) -> list[Key]:
     docs = field_docs(cls)
     keys = []
     for field in fields(cls):
-        nested = hints[field.name]
-        if isinstance(nested, type) and is_dataclass(nested):
-            keys += keys_of(nested, path=f"{path}.{field.name}")
+        key, hint = f"{path}.{field.name}", hints[field.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            keys += keys_of(hint, path=key)
             continue
         default = None if field.default is MISSING else show(field.default)
         if field.default_factory is not MISSING:
             default = show(field.default_factory())
-        keys.append(Key(f"{path}.{field.name}", describe(hints[field.name]), default, docs.get(field.name, "")))
+        doc = docs.get(field.name) or field.metadata.get("doc", "")
+        keys.append(Key(key, describe(hint), default, doc))
     return keys
 
 

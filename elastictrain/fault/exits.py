@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,9 +138,18 @@ def runs(pid: int, *, proc: Path = PROC) -> bool:
     stat = read_stat(proc / str(pid))
     if stat is None:
         return False
-    threads = list(_threads(pid, proc=proc))
+    threads = read_threads(pid, proc=proc)
     # A list may lack some when one of them ends while it is made.
-    return len(threads) < stat.num_threads or any(not one.exiting for one in threads)
+    return len(threads) < stat.num_threads or any(not one.exiting for one in threads.values())
+
+
+def read_threads(pid: int, *, proc: Path = PROC) -> dict[Path, Stat]:
+    """Of a process, by their folders in /proc and in order of their numbers; empty if it is gone."""
+    try:
+        folders = sorted((proc / str(pid) / "task").iterdir(), key=lambda folder: int(folder.name))
+    except OSError:
+        return {}
+    return {folder: stat for folder in folders if (stat := read_stat(folder)) is not None}
 
 
 def is_there(process: Process, *, proc: Path = PROC) -> bool:
@@ -178,16 +187,6 @@ def wait_until_gone(
             break
         sleep(_PAUSE_S)
     return left
-
-
-def _threads(pid: int, *, proc: Path) -> Iterator[Stat]:
-    try:
-        names = os.listdir(proc / str(pid) / "task")  # noqa: PTH208
-    except OSError:
-        return
-    for name in names:
-        if (stat := read_stat(proc / str(pid) / "task" / name)) is not None:
-            yield stat
 
 
 FIRST_S = 5.0

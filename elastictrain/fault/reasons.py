@@ -3,7 +3,6 @@
 torchrun swallows exit codes.
 """
 
-import json
 import logging
 import os
 import threading
@@ -80,12 +79,12 @@ class _JobNote:
 
 def leave_reason(folder: str, reason: Reason, *, only_if_none: bool = False) -> None:
     """Never raises: it is the last thing that a process does. `only_if_none`: what the rank has left itself is kept."""
-    _leave(Path(folder) / f"rank-{reason.rank:05d}.json", encode_record(reason).decode(), only_if_none=only_if_none)
+    leave_text(Path(folder) / f"rank-{reason.rank:05d}.json", encode_record(reason).decode(), only_if_none=only_if_none)
 
 
 def leave_begun(folder: str, *, resumed_step: int) -> None:
     """The first step is through; `resumed_step` is the one whose state was taken up. Never raises."""
-    _leave(Path(folder) / _BEGUN_NAME, json.dumps(resumed_step), only_if_none=False)
+    leave_text(Path(folder) / _BEGUN_NAME, str(resumed_step))
 
 
 def read_begun(folder: str) -> int | None:
@@ -112,12 +111,8 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def leave_text(path: Path, text: str) -> None:
+def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
     """Replace a file as a whole. Never raises."""
-    _leave(path, text, only_if_none=False)
-
-
-def _leave(path: Path, text: str, *, only_if_none: bool) -> None:
     # A thread that finds this process overdue may leave its word while the main thread leaves another.
     temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:

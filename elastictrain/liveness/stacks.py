@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from elastictrain.fault.exits import PROC, Stat, read_stat
+from elastictrain.fault.exits import PROC, Stat, read_stat, read_threads
 
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 """Asks a worker for its stacks. Neither torchrun nor a cluster sends it, and no library of ours takes it."""
@@ -33,12 +33,7 @@ _STATES = {
 
 def describe_process(pid: int, *, proc: Path = PROC) -> str:
     """A process, its threads and the processes that it has started, one on a line."""
-    tasks = proc / str(pid) / "task"
-    lines = []
-    with suppress(OSError):
-        for name in sorted(os.listdir(tasks), key=int):  # noqa: PTH208
-            if (stat := read_stat(tasks / name)) is not None:
-                lines.append(f"  {_describe(tasks / name, stat)}")
+    lines = [f"  {_describe(folder, stat)}" for folder, stat in read_threads(pid, proc=proc).items()]
     for name in filter(str.isdecimal, os.listdir(proc)):  # noqa: PTH208
         if (stat := read_stat(proc / name)) is not None and stat.parent == pid:
             lines.append(f"  its child {_describe(proc / name, stat)}")

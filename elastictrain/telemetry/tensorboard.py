@@ -8,7 +8,6 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import psutil
@@ -96,13 +95,6 @@ class StoredEventFile:
 EventFile = LocalEventFile | StoredEventFile
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    step: int
-    values: Mapping[str, float]
-    wall_time: float
-
-
 class ScalarWriter:
     """Writes scalars to <run.dir>/tensorboard/ from a thread.
 
@@ -129,7 +121,7 @@ class ScalarWriter:
         self._clock = clock
         # TensorBoard reads a folder's files in name order, so the time comes first.
         self._key = f"tensorboard/events.out.tfevents.{int(clock()):010d}.{socket.gethostname()}.{os.getpid()}"
-        self._waiting: queue.Queue[_Point | None] = queue.Queue(max_waiting)
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float], float] | None] = queue.Queue(max_waiting)
         self._dropped = 0
         self._failed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tensorboard", daemon=True)
@@ -140,7 +132,7 @@ class ScalarWriter:
         if self._failed.is_set():
             return
         try:
-            self._waiting.put_nowait(_Point(step, dict(values), self._clock()))
+            self._waiting.put_nowait((step, dict(values), self._clock()))
         except queue.Full:
             self._dropped += 1
             if self._dropped == 1:
@@ -192,8 +184,9 @@ class ScalarWriter:
             if point is None:
                 file.flush()
                 return
-            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in point.values.items()])
-            file.append(encode_event(wall_time=point.wall_time, step=point.step, summary=summary))
+            step, values, wall_time = point
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+            file.append(encode_event(wall_time=wall_time, step=step, summary=summary))
 
 
 def scalars_of(reading: Reading) -> Mapping[str, float]:

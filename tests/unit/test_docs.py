@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from elastictrain.config.compose import read_conf_folders
+from elastictrain.config.compose import read_choices
 from elastictrain.config.load import load
 from elastictrain.config.schema import DATACLASSES, all_keys
 from elastictrain.config.task_signature import build_task, task_keys
@@ -75,7 +75,7 @@ def test_keys_exist(document: Path) -> None:
 
 def test_readme_names_every_recipe_and_choice_that_exists() -> None:
     text = (ROOT / "README.md").read_text()
-    choices = read_conf_folders([]).choices
+    choices = read_choices([])
     table = text[text.index("## Recipes") : text.index("## The first keys")]
     assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(choices["recipe"])
     for document in DOCUMENTS:

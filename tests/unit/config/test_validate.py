@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.config.constraints import NonEmpty, Range
-from elastictrain.config.validate import check_dataclass, check_value
+from elastictrain.config.validate import check_dataclass, check_value, suggest_choice, suggest_key
 from elastictrain.errors import ConfigError, Problem
 from tests.unit.examples import examples
 
@@ -136,3 +136,30 @@ plain = st.recursive(
 def test_any_plain_values_give_a_result_or_problems_but_never_an_exception(values: dict[str, object]) -> None:
     outer, problems = check_dataclass(Outer, values=values, path="outer")
     assert (outer is None) == bool(problems)
+
+
+VOCABULARY = ("run.dir", "checkpoint.dir", "run.seed", "train.steps", "train.seq_len", "optim.lr", "checkpoint.every_steps")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("train.stepss", "train.steps"),
+        ("train.lr", ""),
+        ("seed", "run.seed"),
+        ("dir", ""),
+        ("trian.steps", "train.steps"),
+        ("Train.steps", "train.steps"),
+        ("train.every_steps", "train.steps"),
+        ("optim.seed_", ""),
+        ("train.l", ""),
+        ("nothing.like", ""),
+    ],
+)
+def test_suggest_key(wrong: str, meant: str) -> None:
+    assert suggest_key(wrong, vocabulary=VOCABULARY) == meant
+
+
+def test_suggest_choice() -> None:
+    assert suggest_choice("fspd", choices=["ddp", "fsdp"]) == "; did you mean fsdp?"
+    assert suggest_choice("xyz", choices=["ddp", "fsdp"]) == ""

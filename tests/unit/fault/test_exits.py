@@ -1,23 +1,35 @@
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from elastictrain.errors import StopRequestedError
+from elastictrain.fault import exits as previous_workers
 from elastictrain.fault.exits import (
+    AGAIN_S,
+    FIRST_S,
     Process,
+    WaitNotice,
     decode,
+    describe_process,
     early_exit_code,
     encode,
+    follow_parent,
     identify,
     is_there,
     read_stat,
     runs,
+    wait_for_previous_workers,
     wait_until_gone,
 )
+from elastictrain.identity import Identity, Launcher
 from tests.unit.fault.fake_proc import EXITING, RUNNING, make_process
 
 KILLED = int(signal.SIGKILL)
@@ -127,3 +139,100 @@ def test_processes_come_back_from_an_environment_variable(processes: tuple[Proce
 def test_what_is_no_process_is_left_out(text: str) -> None:
     assert decode(text) == ()
     assert decode(f"3:4,{text}") == (Process(3, 4),)
+
+
+@pytest.mark.parametrize(
+    ("until_s", "limit"), [(None, ""), (400.0, ", {left:.0f} s more at most"), (100.0, ", 0 s more at most")]
+)
+def test_a_wait_is_told_after_a_while_and_again_now_and_then(until_s: float | None, limit: str) -> None:
+    now, told = [100.0], list[tuple[float, str]]()
+    notice = WaitNotice(lambda text: told.append((now[0] - 100.0, text)), clock=lambda: now[0])
+    while now[0] < 100.0 + FIRST_S + 2 * AGAIN_S + 1.0:
+        notice.tell(lambda: "the saver", until_s=until_s)
+        now[0] += 0.5
+    assert [at for at, _ in told] == [FIRST_S, FIRST_S + AGAIN_S, FIRST_S + 2 * AGAIN_S]
+    left = (until_s or 0.0) - 100.0 - FIRST_S
+    assert told[0][1] == f"waiting for the saver ({FIRST_S:.0f} s so far{limit.format(left=left)})"
+
+
+def test_a_short_wait_is_not_worth_a_word() -> None:
+    now, told = [0.0], list[str]()
+    notice = WaitNotice(told.append, clock=lambda: now[0])
+    for now[0] in (0.0, FIRST_S - 0.1):
+        notice.tell(lambda: "the saver", until_s=None)
+    assert told == []
+
+
+def test_a_process_is_named_with_what_keeps_it_from_running(tmp_path: Path) -> None:
+    assert describe_process(os.getpid()) == f"process {os.getpid()}"
+    assert describe_process(7, proc=tmp_path) == "process 7, which is gone"
+    (tmp_path / "7").mkdir()
+    fields = ["T", "1", *["0"] * 15, "1", "0", "99", *["0"] * 29, "0"]
+    (tmp_path / "7" / "stat").write_text(f"7 (saver) {' '.join(fields)}")
+    assert "`kill -CONT 7`" in describe_process(7, proc=tmp_path)
+
+
+PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
+
+
+def death_signal() -> int:
+    number = ctypes.c_int(-1)
+    assert ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number), 0, 0, 0) == 0
+    return number.value
+
+
+def test_the_kernel_is_asked_for_sigterm_when_the_parent_dies() -> None:
+    try:
+        assert follow_parent(os.getppid())
+        assert death_signal() == signal.SIGTERM
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+def test_a_parent_that_died_before_is_noticed() -> None:
+    try:
+        assert not follow_parent(os.getppid() + 1)
+    finally:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
+ALONE = Identity(0, 1, 0, 1, "here", launched=True)
+
+
+def started_after(*pids: int) -> Identity:
+    named = [one for pid in pids if (one := identify(pid)) is not None]
+    return replace(ALONE, launcher=Launcher(1, 2, True, "/tmp/x", predecessors=encode(named)))
+
+
+def test_a_first_start_waits_for_nobody() -> None:
+    assert wait_for_previous_workers(ALONE) == []
+    assert wait_for_previous_workers(started_after()) == []
+
+
+def test_who_is_still_there_is_waited_for() -> None:
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    identity = started_after(child.pid)
+
+    def end() -> None:
+        child.kill()
+        child.wait()
+
+    began = time.monotonic()
+    timer = threading.Timer(0.5, end)
+    timer.start()
+    assert wait_for_previous_workers(identity) == []
+    assert time.monotonic() - began >= 0.5
+    timer.join()
+
+
+def test_who_does_not_go_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(previous_workers, "PREVIOUS_EXIT_TIMEOUT_S", 0.05)
+    assert wait_for_previous_workers(started_after(os.getpid())) == [os.getpid()]
+
+
+def test_a_wait_ends_when_this_run_has_to_go() -> None:
+    def poll() -> None:
+        raise StopRequestedError("asked to stop")
+
+    with pytest.raises(StopRequestedError):
+        wait_for_previous_workers(started_after(os.getpid()), poll=poll)

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from elastictrain.liveness import stacks as module
-from elastictrain.liveness.stacks import STACKS_SIGNAL, no_stacks_any_more, stacks_path, take_stacks, tell_stacks_when_asked
+from elastictrain.liveness.stacks import (
+    STACKS_SIGNAL,
+    describe_process,
+    no_stacks_any_more,
+    stacks_path,
+    take_stacks,
+    tell_stacks_when_asked,
+)
+from tests.unit.fault.fake_proc import make_process
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +78,14 @@ def test_who_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     Path(stacks_path(str(tmp_path), 1)).touch()
     assert "(it does not tell its own stacks)" in take_stacks(str(tmp_path), [(1, os.getpid())], patience_s=0.1)
+
+
+def test_threads_and_children_are_told_of(tmp_path: Path) -> None:
+    make_process(tmp_path, 7, state="R")
+    make_process(tmp_path, 9, name="a) R 1 (b", state="T", parent=7)
+    make_process(tmp_path, 10, name="else", parent=1)
+    (tmp_path / "self").mkdir()
+    assert describe_process(7, proc=tmp_path) == (
+        "  python (7) runs\n  its child a) R 1 (b (9) is stopped by a signal in do_nanosleep"
+    )
+    assert describe_process(11, proc=tmp_path) == ""
