@@ -12,7 +12,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -44,9 +44,8 @@ class StrangerError(ChannelError):
 class Channel:
     """One TCP connection; owned by one thread at a time. Every wait has a limit in seconds."""
 
-    def __init__(self, connection: socket.socket, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._clock = clock
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -82,7 +81,7 @@ class Channel:
     def receive(self, count: int, *, limit_s: float) -> bytes:
         """Exactly so many bytes, outside of frames. Raises: ChannelError."""
         buffer = bytearray(count)
-        self._fill(memoryview(buffer), deadline=self._clock() + limit_s)
+        self._fill(memoryview(buffer), deadline=time.monotonic() + limit_s)
         return bytes(buffer)
 
     def receive_some(self, buffer: memoryview, *, limit_s: float) -> int:
@@ -108,7 +107,7 @@ class Channel:
         """An object. It may be `idle_s` late in beginning, if that is longer. Raises: ChannelError."""
         if idle_s > limit_s and not self._wait(idle_s):
             raise ChannelError(f"nothing came for {idle_s:g} s")
-        deadline = self._clock() + limit_s
+        deadline = time.monotonic() + limit_s
         length, digest = self._receive_head(_JSON, most_bytes=MOST_JSON_BYTES, deadline=deadline)
         # The memory grows with what has come, not with what was promised.
         body = bytearray()
@@ -128,7 +127,7 @@ class Channel:
 
     def receive_data(self, buffer: memoryview, *, limit_s: float) -> int:
         """Fills the beginning of `buffer` from one frame; returns the bytes it had. Raises: ChannelError."""
-        deadline = self._clock() + limit_s
+        deadline = time.monotonic() + limit_s
         length, digest = self._receive_head(_DATA, most_bytes=min(len(buffer), FRAME_BYTES), deadline=deadline)
         if not length:
             raise ChannelError("a frame of no bytes came")
@@ -171,7 +170,7 @@ class Channel:
     def _fill(self, buffer: memoryview, *, deadline: float) -> None:
         filled = 0
         while filled < len(buffer):
-            left_s = deadline - self._clock()
+            left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise ChannelError("no answer")
             count = self.receive_some(buffer[filled:], limit_s=left_s)

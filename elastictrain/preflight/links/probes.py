@@ -2,17 +2,17 @@
 
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
 from elastictrain.net.channel import Channel, ChannelError, connect
 from elastictrain.preflight.links.messages import Contact, Flow, HostIntroduction, Link
-from elastictrain.preflight.links.streams import (
+from elastictrain.preflight.links.responder import (
     ECHO,
     FRAME_BYTES,
     HANDSHAKE,
@@ -188,16 +188,12 @@ class PeerProbe:
 
     def flows(self) -> tuple[Flow, ...]:
         """Bandwidth there, back, and both at once. Where nothing comes through it is 0."""
-        one_way = (self._there(both=False), self._back(both=False))
-        if not any(flow.gbps for flow in one_way):
+        there, back = self._flow(ask_to_take, both=False), self._flow(ask_to_give, both=False)
+        if not there.gbps and not back.gbps:
             # The next ones would only wait as long as these.
-            return one_way
-        there: list[Flow] = []
-        asking = threading.Thread(target=lambda: there.append(self._there(both=True)), name="link-there", daemon=True)
-        asking.start()
-        back = self._back(both=True)
-        asking.join(self._options.limits.stream_s + self._options.connect_s + 3 * self._options.answer_s)
-        return (*one_way, *(there or [self._flow(self._link, None, both=True)]), back)
+            return there, back
+        with ThreadPoolExecutor(2, thread_name_prefix="link-flow") as threads:
+            return there, back, *threads.map(partial(self._flow, both=True), (ask_to_take, ask_to_give))
 
     def _try_port(self, port: int) -> tuple[float, float] | str:
         """Round trip and clock, or why the port cannot be used."""
@@ -229,21 +225,12 @@ class PeerProbe:
         except OSError:
             return 0
 
-    def _there(self, *, both: bool) -> Flow:
-        result: StreamResult | None = None
+    def _flow(self, ask: Callable[..., StreamResult], *, both: bool) -> Flow:
+        result = StreamResult(0, 0.0, 0.0)
         with suppress(ChannelError), self._connected(self._port) as channel:
-            result = ask_to_take(channel, seconds=self._options.limits.stream_s, answer_s=self._options.answer_s)
-        return self._flow(self._link, result, both=both)
-
-    def _back(self, *, both: bool) -> Flow:
-        result: StreamResult | None = None
-        with suppress(ChannelError), self._connected(self._port) as channel:
-            result = ask_to_give(channel, seconds=self._options.limits.stream_s, idle_s=self._options.answer_s)
-        return self._flow(self._link[::-1], result, both=both)
-
-    def _flow(self, link: Link, result: StreamResult | None, *, both: bool) -> Flow:
-        rate, waited = (result.best_bytes_per_s, result.waited) if result else (0.0, 0.0)
-        return Flow(link=link, gbps=8e-9 * rate, both=both, waited=round(waited, 3))
+            result = ask(channel, seconds=self._options.limits.stream_s, answer_s=self._options.answer_s)
+        link = self._link if ask is ask_to_take else self._link[::-1]
+        return Flow(link=link, gbps=8e-9 * result.best_bytes_per_s, both=both, waited=round(result.waited, 3))
 
     @contextmanager
     def _connected(self, port: int) -> Iterator[Channel]:

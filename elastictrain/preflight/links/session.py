@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PREFIX = "links"
 _TOKEN_BYTES = 32
 
 _AT_ONCE_S = 0.02
@@ -71,19 +72,18 @@ class LinkReport:
 
 @dataclass(slots=True)
 class LinkSession:
-    """`host`: this one, with the TCP ports that training will use, as far as they are known and free; 0 is any. `prefix` of the
-    keys must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: hosts by node rank, if
-    known. `wall`: the clock that the hosts compare.
+    """`host`: this one, with the TCP ports that training will use, as far as they are known and free; 0 is any.
+
+    `exchange` must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: hosts by node rank,
+    if known. `wall`: the clock that the hosts compare.
     """
 
     host: HostIntroduction
     num_hosts: int
     exchange: Exchange
-    prefix: str = "links"
     full: bool = False
     options: LinkOptions = field(default_factory=LinkOptions)
     names: Mapping[int, str] = field(default_factory=dict)
-    clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
 
     def run(self) -> LinkReport:
@@ -101,18 +101,18 @@ class LinkSession:
 
     def put(self, key: str, record: object) -> None:
         """Leave a record for all. Raises: TransportError."""
-        self.exchange.put(f"{self.prefix}/{key}", encode_record(record))
+        self.exchange.put(f"{_PREFIX}/{key}", encode_record(record))
 
     def get(self, key: str, kind: type[T], *, limit_s: float) -> T | None:
         """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
-        data = self.exchange.get(f"{self.prefix}/{key}", limit_s=max(limit_s, _AT_ONCE_S))
+        data = self.exchange.get(f"{_PREFIX}/{key}", limit_s=max(limit_s, _AT_ONCE_S))
         try:
             return None if data is None else parse_record(data, kind)
         except MalformedJsonError as error:
             raise MalformedJsonError(f"{key} {error}") from error
 
     def _run(self, responder: Responder) -> LinkReport:
-        began = self.clock()
+        began = time.monotonic()
         own = replace(self.host, tcp_ports=responder.tcp_ports, udp_port=responder.udp_port, nonce=responder.nonce.hex())
         leads = own.node_rank == 0
         self.put(f"hello/{own.node_rank}", own)
@@ -121,27 +121,27 @@ class LinkSession:
         roster = self._gather_roster(own) if leads else self.get("roster", Roster, limit_s=late_s)
         if roster is None:
             leader = self.names.get(0, "node rank 0")
-            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=self.clock() - began, leader=leader),))
+            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=time.monotonic() - began, leader=leader),))
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
             return LinkReport(verdicts=(unheard(own.name, why="it came too late"),), roster=roster)
         if listed != own:
             return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
-        complete = self.clock()
+        complete = time.monotonic()
         responder.set_token(bytes.fromhex(roster.token))
         worker = _Worker(self, roster, roster.hosts.index(own))
         coordinator = _Coordinator(self, roster, worker)
         verdicts = coordinator.lead() if leads else self._follow(worker, roster)
-        seconds = round(self.clock() - complete, 4)
+        seconds = round(time.monotonic() - complete, 4)
         return LinkReport(verdicts=verdicts, roster=roster, num_rounds=coordinator.num_rounds, seconds=seconds)
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
-        began, num_hosts = self.clock(), self.num_hosts
+        began, num_hosts = time.monotonic(), self.num_hosts
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
             try:
-                left_s = began + self.options.roster_s - self.clock()
+                left_s = began + self.options.roster_s - time.monotonic()
                 introduction = self.get(f"hello/{rank}", HostIntroduction, limit_s=left_s)
             except MalformedJsonError as error:
                 logger.warning("node rank %d does not introduce itself as this release does: %s", rank, error)
@@ -151,7 +151,7 @@ class LinkSession:
         roster = Roster(
             hosts=tuple(found[rank] for rank in sorted(found)),
             absent=tuple(rank for rank in range(num_hosts) if rank not in found),
-            waited_s=round(self.clock() - began, 3),
+            waited_s=round(time.monotonic() - began, 3),
             token=secrets.token_hex(_TOKEN_BYTES),
         )
         self.put("roster", roster)
@@ -287,7 +287,7 @@ class _Coordinator:
 
     def _carry_out(self, order: Order) -> list[LinkFindings]:
         """By all whom it concerns; the reports of those who are heard. Who does not report in time counts as silent."""
-        number, began = self._num_orders, self._session.clock()
+        number, began = self._num_orders, time.monotonic()
         self._num_orders += 1
         self._session.put(f"order/{number}", order)
         self._worker.carry_out(number, order)
@@ -298,11 +298,11 @@ class _Coordinator:
             place = waiting.popleft()
             is_lost = False
             try:
-                report = self._report(number, place, limit_s=min(_TURN_S, until - self._session.clock()))
+                report = self._report(number, place, limit_s=min(_TURN_S, until - time.monotonic()))
             except MalformedJsonError as error:
                 logger.warning("%s: %s", self._roster.hosts[place].name, error)
                 report, is_lost = None, True
-            waited_s = self._session.clock() - began
+            waited_s = time.monotonic() - began
             if report is not None:
                 found.append(report)
             elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from elastictrain.errors import TransportError, UsageError
-from elastictrain.net.channel import Channel, ChannelError, connect
-from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.links.streams import HANDSHAKE, ResponderKey, StreamResult, ask_to_give, ask_to_take
+from elastictrain.net.channel import ChannelError, connect
+from elastictrain.preflight.links.responder import HANDSHAKE, Responder, ResponderKey, StreamResult, ask_to_give, ask_to_take
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -74,18 +73,12 @@ def measure_speed(
     Raises: TransportError naming the address, also if not all bytes came within `limit_s`.
     """
 
-    def take(channel: Channel) -> StreamResult:
-        return ask_to_take(channel, seconds=limit_s, num_bytes=size_bytes, answer_s=_ANSWER_S)
-
-    def give(channel: Channel) -> StreamResult:
-        return ask_to_give(channel, seconds=limit_s, num_bytes=size_bytes, idle_s=_STALL_S)
-
-    def transfer(ask: Callable[[Channel], StreamResult]) -> Transfer:
+    def transfer(ask: Callable[..., StreamResult], answer_s: float) -> Transfer:
         try:
             with connect(address, port, limit_s=_CONNECT_S) as channel:
                 HANDSHAKE.introduce(channel, _key(token).secret, limit_s=_ANSWER_S)
                 began = time.monotonic()
-                num_bytes = ask(channel).num_bytes
+                num_bytes = ask(channel, seconds=limit_s, num_bytes=size_bytes, answer_s=answer_s).num_bytes
                 seconds = time.monotonic() - began
         except ChannelError as error:
             raise TransportError(
@@ -99,9 +92,10 @@ def measure_speed(
             )
         return Transfer(num_bytes, seconds)
 
-    there, back = transfer(take), transfer(give)
+    ways = (ask_to_take, ask_to_give), (_ANSWER_S, _STALL_S)
+    there, back = map(transfer, *ways)
     with ThreadPoolExecutor(2, thread_name_prefix="speed") as threads:
-        both_there, both_back = threads.map(transfer, (take, give))
+        both_there, both_back = threads.map(transfer, *ways)
     return there, back, both_there, both_back
 
 

@@ -75,7 +75,7 @@ def read_interfaces(surroundings: Surroundings, *, addresses: Addresses) -> tupl
     folders = [name for name in names if name in by_name or surroundings.names(f"{_FOLDER}/{name}")]
 
     def order(name: str) -> tuple[bool, int, str]:
-        index = _at_least(1, surroundings.read(f"{_FOLDER}/{name}/ifindex"))
+        index = _integer(surroundings.read(f"{_FOLDER}/{name}/ifindex"), least=1)
         return (index is None, index or 0, name)
 
     return tuple(_interface(surroundings, name, tuple(by_name.get(name, ()))) for name in sorted(folders, key=order))
@@ -102,12 +102,12 @@ def _interface(surroundings: Surroundings, name: str, addresses: tuple[str, ...]
     folder = f"{_FOLDER}/{name}"
     kind = _kind(surroundings, name, addresses)
     flags = _integer(surroundings.read(f"{folder}/flags"), base=16)
-    speed = _at_least(1, surroundings.read(f"{folder}/speed")) if kind is Kind.CARD else None
+    speed = _integer(surroundings.read(f"{folder}/speed"), least=1) if kind is Kind.CARD else None
     return NetworkInterface(
         name=name,
         kind=kind,
         running=_running(flags, surroundings.read(f"{folder}/operstate")),
-        mtu_bytes=_at_least(1, surroundings.read(f"{folder}/mtu")),
+        mtu_bytes=_integer(surroundings.read(f"{folder}/mtu"), least=1),
         speed_gbps=None if speed is None or speed > _FASTEST_MBPS or speed == 65535 else speed / 1000,
         vendor=surroundings.read(f"{folder}/device/vendor") or None,
         addresses=addresses,
@@ -145,16 +145,12 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _integer(text: str | None, *, base: int = 10) -> int | None:
+def _integer(text: str | None, *, base: int = 10, least: int = 0) -> int | None:
     try:
-        return int(text or "", base)
+        number = int(text or "", base)
     except ValueError:
         return None
-
-
-def _at_least(least: int, text: str | None) -> int | None:
-    number = _integer(text)
-    return number if number is not None and number >= least else None
+    return number if number >= least else None
 
 
 Probe = Callable[[str], tuple[str, str]]

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.preflight.links.probes import candidates, exchange_offset, find_largest_packet
-from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.links.streams import ResponderKey
+from elastictrain.preflight.links.responder import Responder, ResponderKey
 
 TOKEN = b"a token"
 UDP_HEADERS = 28

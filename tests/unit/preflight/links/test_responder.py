@@ -8,8 +8,7 @@ import pytest
 
 from elastictrain.errors import HostUnfitError
 from elastictrain.net.channel import Channel, ChannelError, StrangerError, connect
-from elastictrain.preflight.links.responder import Responder
-from elastictrain.preflight.links.streams import GIVE, HANDSHAKE, PONG, REQUEST, ResponderKey
+from elastictrain.preflight.links.responder import GIVE, HANDSHAKE, PONG, REQUEST, Responder, ResponderKey
 
 TOKEN = b"the token"
 

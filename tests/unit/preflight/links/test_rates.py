@@ -2,12 +2,11 @@ import time
 
 import pytest
 
-from elastictrain.preflight.links.streams import Meter, ProcessorWait, read_waited_s
+from elastictrain.preflight.links.responder import Meter, part_waited, read_waiting
 
 
 def waited(*, passed_s: float, before: float | None, after: float | None) -> float:
-    times, readings = iter([10.0, 10.0 + passed_s]), iter([before, after])
-    return ProcessorWait(clock=lambda: next(times), read=lambda: next(readings)).part()
+    return part_waited((10.0, before), (10.0 + passed_s, after))
 
 
 def test_the_part_of_the_time_without_a_processor() -> None:
@@ -23,11 +22,10 @@ def test_what_the_kernel_does_not_tell_counts_as_none() -> None:
 
 
 def test_sleeping_is_not_waiting() -> None:
-    found = read_waited_s()
-    assert found is None or found >= 0.0
-    waiting = ProcessorWait()
+    before = read_waiting()
+    assert before[1] is None or before[1] >= 0.0
     time.sleep(0.05)
-    assert waiting.part() < 0.9
+    assert part_waited(before, read_waiting()) < 0.9
 
 
 def test_the_best_stretch_counts() -> None:
