@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, Notice
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace, visible_gpus
 from elastictrain.launch.records import NoticeGiven, Recorder
-from elastictrain.preflight.host.ports import WantedPort
 from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
@@ -111,13 +110,13 @@ def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) 
     asked = OwnChecks(
         # The group checks in full what has to be; this is only to keep out who would fail there at once.
         level=Level.QUICK,
-        modes={**asdict(config.preflight.checks), "storage": "off"},
+        settings=replace(config.preflight, checks=replace(config.preflight.checks, storage="off")),
         local_world_size=processes,
         run_dir=config.run.dir,
         memory_dir=config.checkpoint.memory_dir,
         cpus=float(config.run.num_threads * processes),
         # Nothing of the run listens here yet; in a group it is the preflight itself that does.
-        ports=tuple(WantedPort(port, "checks of links", "preflight.ports") for port in config.preflight.ports),
+        ports_free=True,
     )
     failed = failures(check_host(surroundings, asked, more=transport_checks(surroundings)))
     return describe(failed[0]) if failed else ""

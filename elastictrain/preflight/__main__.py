@@ -20,8 +20,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import fields
 
+from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
-from elastictrain.config.preflight import PreflightChecks
+from elastictrain.config.preflight import PreflightChecks, PreflightGroup
 from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
@@ -68,12 +69,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(parsed: argparse.Namespace, *, under_torchrun: bool) -> int:
     if parsed.command == "speed":
         return _run_speed(parsed)
+    settings = PreflightGroup(checks=as_record(dict(parsed.check), PreflightChecks), ports=tuple(parsed.port))
+    asked = OwnChecks(level=Level(parsed.level), settings=settings, run_dir=parsed.run_dir, memory_dir=parsed.memory_dir)
     if under_torchrun:
         from elastictrain.preflight.command import check_group
 
-        return check_group(parsed)
+        return check_group(asked, as_json=parsed.json)
     surroundings = Surroundings()
-    asked = OwnChecks(level=Level(parsed.level), modes=dict(parsed.check), run_dir=parsed.run_dir, memory_dir=parsed.memory_dir)
     verdicts = check_host(surroundings, asked, more=transport_checks(surroundings))
     show(verdicts, as_json=parsed.json)
     return decide(verdicts, host=surroundings.host, hosts=[surroundings.host]).exit_code

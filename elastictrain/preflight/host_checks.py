@@ -1,21 +1,30 @@
-"""What a host can be asked without any other: its own checks, and the ones of its devices and interfaces. No torch."""
+"""What a host can be asked without any other: its own checks, and the ones of its devices and interfaces. No torch.
 
+Checks run side by side, each under a deadline, so that none can hang a start.
+"""
+
+import logging
 import os
 import resource
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Generic, TypeVar
 
 import psutil
 
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.bounded import within
-from elastictrain.preflight.check import Check, Once, run_checks
-from elastictrain.preflight.devices.amd import judge_xgmi, read_amd
-from elastictrain.preflight.devices.counters import check_counters, counters_path
-from elastictrain.preflight.devices.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
-from elastictrain.preflight.devices.kernel_log import judge_xids, read_kernel_log
-from elastictrain.preflight.devices.nvidia import read_nvidia
-from elastictrain.preflight.devices.nvlink import (
+from elastictrain.preflight.host import names, resources, storage_trip
+from elastictrain.preflight.host.amd import judge_xgmi, read_amd
+from elastictrain.preflight.host.cgroup import read_allowance, read_mounts
+from elastictrain.preflight.host.counters import check_counters, counters_path
+from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_shared_memory, read_space
+from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
+from elastictrain.preflight.host.kernel_log import judge_xids, read_kernel_log
+from elastictrain.preflight.host.nvidia import read_nvidia
+from elastictrain.preflight.host.nvlink import (
     judge_fabric,
     judge_nvlink,
     read_fabric,
@@ -23,19 +32,26 @@ from elastictrain.preflight.devices.nvlink import (
     read_topology,
     switched_fabric,
 )
-from elastictrain.preflight.devices.pci import NVIDIA, gpu_lanes, judge_pcie, read_pci, read_port_lanes
-from elastictrain.preflight.devices.visible import judge_visible, select
-from elastictrain.preflight.host import names, resources, storage_trip
-from elastictrain.preflight.host.cgroup import read_allowance, read_mounts
-from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_shared_memory, read_space
-from elastictrain.preflight.host.ports import WantedPort, check_port
-from elastictrain.preflight.policy import Level, apply_modes, wanted_checks
+from elastictrain.preflight.host.visible import (
+    NVIDIA,
+    gpu_lanes,
+    judge_pcie,
+    judge_visible,
+    read_pci,
+    read_port_lanes,
+    select,
+)
+from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
 from elastictrain.preflight.transport.judge import judge_infiniband, judge_interface
 from elastictrain.preflight.transport.plan import read_facts
 from elastictrain.preflight.transport.settings import read_settings
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.verdict import Reporter, Verdict
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _FILES_LIMIT_S = 3.0
 """For what only reads files of the kernel; a dead file server is what can make it longer."""
@@ -50,28 +66,100 @@ _TRANSPORT_LIMIT_S = 5.0
 _RDMA_LIMIT_S = 2.0
 
 
+class Once(Generic[T]):
+    """Asks when first called; every later caller, from any thread, gets the same answer. If asking breaks, all hear of it."""
+
+    def __init__(self, ask: Callable[[], T]) -> None:
+        self._ask = ask
+        self._lock = threading.Lock()
+        self._answers: list[T] = []
+
+    def __call__(self) -> T:
+        # Checks run side by side: whoever comes second waits here for the tool instead of starting it again.
+        with self._lock:
+            if not self._answers:
+                self._answers.append(self._ask())
+            return self._answers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check of one host. `run` returns what it found: one verdict or several, in any scope."""
+
+    name: str
+    run: Callable[[], Verdict | Sequence[Verdict]]
+    limit_s: float
+    """After this long there is no answer."""
+
+    quick: bool = True
+    """Whether it is part of a quick preflight, too."""
+
+
+def run_checks(checks: Sequence[Check], *, subject: str, clock: Callable[[], float] = time.monotonic) -> list[Verdict]:
+    """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
+    longest limit: what has not answered by then, or broke, is a failure that says so."""
+    found: dict[int, Sequence[Verdict]] = {}
+    began = clock()
+
+    def answer(index: int, check: Check) -> None:
+        found[index] = _run(check, subject=subject, clock=clock)
+
+    threads = [
+        threading.Thread(target=answer, args=(index, check), name=f"check-{check.name}", daemon=True)
+        for index, check in enumerate(checks)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread, check in zip(threads, checks, strict=True):
+        thread.join(max(0.0, began + check.limit_s - clock()))
+    return [verdict for index, check in enumerate(checks) for verdict in found.get(index, [_no_answer(check, subject)])]
+
+
+def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[Verdict]:
+    began = clock()
+    try:
+        found = check.run()
+        verdicts = [found] if isinstance(found, Verdict) else list(found)
+    except Exception as error:
+        # The edge of a thread. A check that breaks knows nothing about its subject, and that must be seen.
+        logger.exception("check %s broke", check.name)
+        remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
+        measured = f"{type(error).__name__}: {error}"
+        verdicts = [Reporter(check.name, subject).failed(measured, expected="an answer", remedy=remedy)]
+    seconds = clock() - began
+    if seconds > check.limit_s:
+        return [_no_answer(check, subject)]
+    return [replace(verdict, seconds=round(seconds, 4)) for verdict in verdicts]
+
+
+def _no_answer(check: Check, subject: str) -> Verdict:
+    report = Reporter(check.name, subject, seconds=check.limit_s)
+    remedy = f"look at what the check waits for on {subject}; to go on without it: preflight.checks.{check.name}=off"
+    return report.failed(f"no answer in {check.limit_s:g} s", expected="an answer", remedy=remedy, may_pass=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnChecks:
-    """What is asked of this host, and what a run wants of it; None where nobody knows."""
+    """What is asked of this host, and what a run wants of it; None where nobody knows.
+
+    `cpus`: that its ranks keep busy (ranks x threads). `towards`: an address of another host (the rendezvous); it
+    tells the own address. `ports_free`: whether `preflight.ports` must be free, because nothing of the run listens there yet.
+    """
 
     level: Level
-    modes: Mapping[str, str] = field(default_factory=dict)
-    """By check: fail, warn or off."""
-
+    settings: PreflightGroup = field(default_factory=PreflightGroup)
     local_world_size: int | None = 1
     run_dir: str | None = None
     memory_dir: str = "/dev/shm"  # noqa: S108
     cpus: float | None = None
-    """That the ranks of this host keep busy: ranks x threads."""
-
     several_hosts: bool = False
     towards: str | None = None
-    """An address of another host, such as that of the rendezvous; tells the own address."""
+    ports_free: bool = False
 
-    ports: tuple[WantedPort, ...] = ()
-    """That something on this host will listen on."""
-
-    trip_limit_s: float = storage_trip.LIMIT_S
+    @property
+    def modes(self) -> dict[str, str]:
+        """By check: fail, warn or off."""
+        return asdict(self.settings.checks)
 
 
 def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[Check] = ()) -> list[Verdict]:
@@ -79,9 +167,9 @@ def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[C
     # A person's settings may lie in a home folder whose server is dead.
     uses_rdma = within(_RDMA_LIMIT_S, lambda: _uses_rdma(surroundings)) or False
     checks = [*host_checks(surroundings, asked, rdma=uses_rdma), *device_checks(surroundings, asked), *more]
-    wanted = wanted_checks((check.name for check in checks), asked.modes)
-    chosen = [check for check in checks if check.name in wanted and (check.quick or asked.level is Level.FULL)]
-    return apply_modes(run_checks(chosen, subject=surroundings.host), asked.modes)
+    modes, full = asked.modes, asked.level is Level.FULL
+    chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
+    return apply_modes(run_checks(chosen, subject=surroundings.host), modes)
 
 
 def _uses_rdma(surroundings: Surroundings) -> bool:
@@ -106,10 +194,11 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
     capabilities = Once(lambda: resources.read_capabilities(surroundings))
     known_names = Once(lambda: names.read_names(surroundings, resolver=names.Resolver(), towards=asked.towards))
     visible = len(os.sched_getaffinity(0))
+    wanted_ports = asked.settings.ports if asked.ports_free else ()
+    storage_s = asked.settings.limits.storage_s
 
     def storage() -> Verdict:
-        url, limit_s = asked.run_dir, asked.trip_limit_s
-        trip = storage_trip.read_trip(surroundings, url=url, limit_s=limit_s) if url else None
+        trip = storage_trip.read_trip(surroundings, url=asked.run_dir, limit_s=storage_s) if asked.run_dir else None
         return storage_trip.judge_trip(trip, host=host, environment=environment)
 
     def disk() -> list[Verdict]:
@@ -145,8 +234,8 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
     return [
         Check("name", lambda: names.judge_name(known_names(), several_hosts=asked.several_hosts), names.LIMIT_S + _MARGIN_S),
         Check("lookup", lambda: names.judge_lookups(known_names(), host=host), names.LIMIT_S + _MARGIN_S),
-        Check("ports", lambda: [check_port(port, host=host) for port in asked.ports], _FILES_LIMIT_S),
-        Check("storage", storage, asked.trip_limit_s + _MARGIN_S),
+        Check("ports", lambda: [names.check_port(port, host=host) for port in wanted_ports], _FILES_LIMIT_S),
+        Check("storage", storage, storage_s + _MARGIN_S),
         Check("disk", disk, _FILES_LIMIT_S),
         Check("shared_memory", shared_memory, _FILES_LIMIT_S),
         Check("memory", memory, _FILES_LIMIT_S),

@@ -95,26 +95,6 @@ def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightRequest:
-    """What is asked of every host alike."""
-
-    own: OwnChecks
-    wait_s: float
-    limit_s: float
-    ports: tuple[int, ...] = ()
-    """TCP ports on which hosts must reach each other, besides one that the kernel picks."""
-
-    packages: tuple[str, ...] = ("elastictrain",)
-    """Whose code all hosts must have alike."""
-
-    config: str = ""
-    """Digest of what all hosts must have in common."""
-
-    after_failure: bool = False
-    """Whether NCCL should say more than usual."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
 
@@ -195,11 +175,18 @@ def relabel(verdicts: Iterable[Verdict], *, name: str, label: str) -> list[Verdi
 
 @dataclass(slots=True)
 class HostPreflight:
-    """One rank's part. `environment` is what process groups will read."""
+    """One rank's part. All but `layout` is asked of every host alike.
+
+    `packages`: whose code all hosts must have alike. `config`: digest of what else they must have in common. `after_failure`:
+    whether NCCL should say more than usual. `environment` is what process groups will read.
+    """
 
     layout: HostLayout
-    asked: PreflightRequest
+    own: OwnChecks
     exchange: Exchange
+    packages: tuple[str, ...] = ("elastictrain",)
+    config: str = ""
+    after_failure: bool = False
     environment: MutableMapping[str, str] = field(default_factory=lambda: os.environ)
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
@@ -226,8 +213,12 @@ class HostPreflight:
             plan=plan,
         )
 
+    @property
+    def _limit_s(self) -> float:
+        return self.own.settings.limit_s
+
     def _hear_result(self, began: float) -> list[Verdict]:
-        data = self.exchange.get("result", limit_s=self.asked.limit_s + _FOLLOW_S - (self.clock() - began))
+        data = self.exchange.get("result", limit_s=self._limit_s + _FOLLOW_S - (self.clock() - began))
         if data is None:
             raise self._silence("what the preflight found")
         result = from_json(data.decode())
@@ -248,7 +239,7 @@ class HostPreflight:
         kinds = kinds_here(facts.devices, settings=facts.settings)
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         agreed = self._agree_on_rdma(kinds, gone, began)
-        plan = decide_transport(facts, agreed=agreed, after_failure=self.asked.after_failure)
+        plan = decide_transport(facts, agreed=agreed, after_failure=self.after_failure)
         done = apply(plan, self.environment)
         self.exchange.put(f"environment/{self.layout.node_rank}", json.dumps(done).encode())
         thread.join(max(0.0, self._left_s(began)))
@@ -257,7 +248,7 @@ class HostPreflight:
             found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
             word = HostReport(
                 verdicts=(*relabel(found, name=self.surroundings.host, label=self.layout.host), *self._own_links(links)),
-                likeness=describe(self.asked.packages, config=self.asked.config),
+                likeness=describe(self.packages, config=self.config),
                 kinds=kinds,
                 hcas=plan.hcas,
             )
@@ -265,9 +256,9 @@ class HostPreflight:
         if self.layout.leads_group:
             verdicts = [
                 *links.verdicts,
-                *judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self.asked.limit_s),
+                *judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self._limit_s),
             ]
-            self._publish(worst_first(apply_modes(verdicts, self.asked.own.modes)), gone)
+            self._publish(worst_first(apply_modes(verdicts, self.own.modes)), gone)
         return plan
 
     @property
@@ -276,7 +267,7 @@ class HostPreflight:
 
     def _check_own(self) -> list[Verdict]:
         try:
-            return check_host(self.surroundings, self.asked.own)
+            return check_host(self.surroundings, self.own)
         except Exception as error:
             # The edge of a thread; a host whose checks broke must not pass for one that is well.
             logger.exception("the checks of this host broke")
@@ -310,9 +301,9 @@ class HostPreflight:
 
     def _follow_host(self) -> None:
         """Take over what the rank that acts for this host has decided."""
-        data = self.exchange.get(f"environment/{self.layout.node_rank}", limit_s=self.asked.limit_s)
+        data = self.exchange.get(f"environment/{self.layout.node_rank}", limit_s=self._limit_s)
         if data is None:
-            message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self.asked.limit_s:g} s"
+            message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self._limit_s:g} s"
             raise PreflightError(message)
         done = parse_record(data, dict[str, str])
         self.environment.update(done)
@@ -331,14 +322,15 @@ class HostPreflight:
             address=route.local or "127.0.0.1",
             interface=interface.name if interface is not None else "",
             mtu=interface.mtu_bytes if interface is not None else None,
-            tcp_ports=(0, *self.asked.ports),
+            tcp_ports=(0, *self.own.settings.ports),
         )
+        settings = self.own.settings
         session = LinkSession(
             host=host,
             num_hosts=len(self.layout.hosts),
             exchange=self.exchange,
-            full=self.asked.own.level is Level.FULL,
-            options=replace(self.links, roster_s=self.asked.wait_s),
+            full=self.own.level is Level.FULL,
+            options=replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits),
             names=dict(enumerate(self.layout.hosts)),
         )
         return session.run()
@@ -371,7 +363,7 @@ class HostPreflight:
         return words
 
     def _silence(self, what: str) -> PreflightError:
-        return PreflightError(f"{self.layout.hosts[0]}, the first host, did not say {what} within {self.asked.limit_s:g} s")
+        return PreflightError(f"{self.layout.hosts[0]}, the first host, did not say {what} within {self._limit_s:g} s")
 
     def _left_s(self, began: float) -> float:
-        return max(0.0, self.asked.limit_s - (self.clock() - began))
+        return max(0.0, self._limit_s - (self.clock() - began))

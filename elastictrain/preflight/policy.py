@@ -68,11 +68,6 @@ def find_repeated(verdicts: Sequence[Verdict], before: Sequence[PastFindings]) -
     return [f"{check} of {subject}: {num} of the last {starts} starts" for (check, subject), num in counted if num > 1]
 
 
-def wanted_checks(names: Iterable[str], modes: Mapping[str, str]) -> set[str]:
-    """Those that are not off."""
-    return {name for name in names if modes.get(name, "fail") != "off"}
-
-
 def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[Verdict]:
     """What the configuration makes of the findings: checks that are off are left out, failures of some are warnings."""
     kept = []

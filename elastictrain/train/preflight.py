@@ -24,8 +24,7 @@ from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
-from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest, Report, find_layout
-from elastictrain.preflight.links.probes import LinkOptions
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, Report, find_layout
 from elastictrain.preflight.policy import Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe
@@ -95,9 +94,11 @@ class RunPreflight:
         layout = self._layout()
         report = HostPreflight(
             layout=layout,
-            asked=self._asked(level, layout),
+            own=self._own_checks(level, layout),
             exchange=self._exchange,
-            links=LinkOptions(thresholds=self._config.preflight.thresholds, limits=self._config.preflight.limits),
+            packages=("elastictrain", self._config.task.target),
+            config=group_digest(self._config, data_digest=self._data_digest),
+            after_failure=self.chosen.after_failure,
         ).check()
         self._plan = report.plan
         if report.plan is not None:
@@ -125,20 +126,17 @@ class RunPreflight:
             return
         layout = self._layout()
         began = time.monotonic()
-        modes = asdict(self._config.preflight.checks)
-        plan, config = self._plan, self._config.preflight
+        plan, settings = self._plan, self._config.preflight
         request = Request(
             full=level is Level.FULL,
-            off=frozenset(name for name, mode in modes.items() if mode == "off"),
-            thresholds=config.thresholds,
-            limits=config.limits,
+            settings=settings,
             network_gbps=plan.link_gbps if plan is not None else None,
             planned=_NCCL_NETWORKS.get(plan.rdma) if plan is not None else None,
         )
         hosts = layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
         self._forget_nccl_log()
-        verdicts, seconds = apply_modes(found.verdicts, modes), time.monotonic() - began
+        verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
         outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.speaks:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
@@ -158,27 +156,17 @@ class RunPreflight:
             rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
         )
 
-    def _asked(self, level: Level, layout: HostLayout) -> PreflightRequest:
+    def _own_checks(self, level: Level, layout: HostLayout) -> OwnChecks:
         config = self._config
-        own = OwnChecks(
+        return OwnChecks(
             level=level,
-            modes=asdict(config.preflight.checks),
+            settings=config.preflight,
             local_world_size=layout.local_world_size,
             run_dir=config.run.dir,
             memory_dir=config.checkpoint.memory_dir,
             cpus=float(config.run.num_threads * layout.local_world_size),
             several_hosts=len(layout.hosts) > 1,
             towards=layout.rendezvous,
-            trip_limit_s=config.preflight.limits.storage_s,
-        )
-        return PreflightRequest(
-            own=own,
-            wait_s=config.preflight.wait_s,
-            ports=config.preflight.ports,
-            limit_s=config.preflight.limit_s,
-            packages=("elastictrain", config.task.target),
-            config=group_digest(config, data_digest=self._data_digest),
-            after_failure=self.chosen.after_failure,
         )
 
     def _choose(self) -> Chosen:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from word_folder import WordFolder
 
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.preflight.host_checks import OwnChecks
-from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, PreflightRequest
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.verdict import show
 
@@ -19,9 +20,9 @@ def main() -> int:
     layout = HostLayout(
         hosts=tuple(names.split(",")), node_rank=int(node_rank), local_rank=0, local_world_size=1, rendezvous=first
     )
-    own = OwnChecks(level=Level(level), run_dir=run_dir, several_hosts=True, towards=first)
-    asked = PreflightRequest(own=own, wait_s=20.0, limit_s=60.0, ports=(int(port),))
-    report = HostPreflight(layout=layout, asked=asked, exchange=WordFolder(Path(folder))).check()
+    settings = PreflightGroup(wait_s=20.0, ports=(int(port),))
+    own = OwnChecks(level=Level(level), settings=settings, run_dir=run_dir, several_hosts=True, towards=first)
+    report = HostPreflight(layout=layout, own=own, exchange=WordFolder(Path(folder))).check()
     if layout.leads_group:
         show(report.verdicts, as_json=True)
     if report.outcome.exit_code:

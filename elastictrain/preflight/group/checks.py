@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from elastictrain.config.preflight import PreflightLimits, PreflightThresholds
+from elastictrain.config.preflight import PreflightGroup
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.attendance import Act, Attendance, DeadlineThread, Entries, judge_attendance
@@ -77,11 +77,7 @@ class Request:
     """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan, its environment."""
 
     full: bool
-    off: frozenset[str] = frozenset()
-    """Names of checks to leave out."""
-
-    thresholds: PreflightThresholds = field(default_factory=PreflightThresholds)
-    limits: PreflightLimits = field(default_factory=PreflightLimits)
+    settings: PreflightGroup = field(default_factory=PreflightGroup)
     present_s: float = 5.0
     """Until every rank has said that it is there. Ranks come out of the making of the group together."""
 
@@ -134,7 +130,7 @@ class GroupChecks:
         be reached.
         """
         for check, step in self._steps():
-            if check == "present" or check not in self._request.off:
+            if check == "present" or not self._is_off(check):
                 self._verdicts += step()
             if self._culprits:
                 break
@@ -157,6 +153,9 @@ class GroupChecks:
         yield "matmul", self._matmul
         if self._request.full and nccl:
             yield "p2p", self._p2p
+
+    def _is_off(self, check: str) -> bool:
+        return bool(getattr(self._request.settings.checks, check) == "off")
 
     def _run(self, check: str, part: str, act: Act, *, limit_s: float) -> Attendance | None:
         """What all ranks brought back from a part; None if not all came through: nothing further may be run then.
@@ -182,7 +181,7 @@ class GroupChecks:
 
     def _present(self) -> list[Verdict]:
         attendance = self._run("present", "present", lambda _: self._introduction(), limit_s=self._request.present_s)
-        if attendance is None or "present" in self._request.off:
+        if attendance is None or self._is_off("present"):
             return []
         num = len(self._members)
         return _timed([Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")], attendance)
@@ -214,7 +213,7 @@ class GroupChecks:
             def act(at: Callable[[str], None], collective: Collective = collective) -> object:
                 return examination.run(collective, at=at)
 
-            attendance = self._run("collectives", collective, act, limit_s=self._request.limits.collective_s)
+            attendance = self._run("collectives", collective, act, limit_s=self._request.settings.limits.collective_s)
             if attendance is None:
                 break
             faults = attendance.figures(list[WrongResult])
@@ -246,15 +245,15 @@ class GroupChecks:
                 at=at,
             )
 
-        attendance = self._run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._request.limits.bandwidth_s)
+        attendance = self._run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._request.settings.limits.bandwidth_s)
         if attendance is None:
             return []
         self._point = attendance.figures(Point)[0]
-        nccl, ratio = self._group.backend == "nccl", self._request.thresholds.bus_ratio
+        nccl, ratio = self._group.backend == "nccl", self._request.settings.thresholds.bus_ratio
         return _timed([judge_bandwidth(self._point, self._members, nccl=nccl, least_ratio=ratio)], attendance)
 
     def _matmul(self) -> list[Verdict]:
-        ratio = self._request.thresholds.straggler_ratio if self._group.device.type == "cuda" else STRAGGLER_RATIO_CPU
+        ratio = self._request.settings.thresholds.straggler_ratio if self._group.device.type == "cuda" else STRAGGLER_RATIO_CPU
         first = self._rates("matmul")
         if first is None:
             return []
@@ -270,7 +269,7 @@ class GroupChecks:
         def act(_: Callable[[str], None]) -> float:
             return self._devices.matmul(self._group.device, budget_s=_MATMUL_BUDGET_S)
 
-        return self._run("matmul", part, act, limit_s=self._request.limits.matmul_s)
+        return self._run("matmul", part, act, limit_s=self._request.settings.limits.matmul_s)
 
     def _p2p(self) -> list[Verdict]:
         rank, device = self._identity.rank, self._group.device

@@ -1,1 +1,1 @@
-"""What one host can tell about itself: names, ports, memory, disks, limits, CPUs, its way to storage, its code. No torch."""
+"""What one host can tell about itself: names, memory, disks, CPUs, storage, code, GPUs and ports. No torch."""

@@ -20,9 +20,6 @@ from elastictrain.preflight.host.disk import local_path
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Verdict
 
-LIMIT_S = 8.0
-"""A round trip takes milliseconds on a disk and about a second on an object store, most of it for loading its client."""
-
 SLOW_MS = 2000.0
 """Six small requests that take longer together will make every event and every commit slow."""
 
@@ -77,10 +74,9 @@ class TripFacts:
     mount: Mount | None = None
 
 
-def read_trip(
-    surroundings: Surroundings, *, url: str, limit_s: float = LIMIT_S, command: Sequence[str] = _COMMAND
-) -> TripFacts:
-    """Sends an object out and waits for it, `limit_s` at most."""
+def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: Sequence[str] = _COMMAND) -> TripFacts:
+    """Sends an object out and waits for it, `limit_s` at most: the trip takes milliseconds on a disk, and about a second on an
+    object store, most of it for loading its client."""
     path = local_path(url)
     mount = mount_of(path, read_mounts(surroundings)) if path else None
     order = json.dumps({"url": url, "patience_s": limit_s, "parent": os.getpid()}).encode()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.config.preflight import PreflightLimits
+from elastictrain.config.preflight import PreflightChecks, PreflightGroup, PreflightLimits
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
@@ -25,7 +25,8 @@ from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, Group
 from elastictrain.preflight.group.collectives import Collectives
 from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
 
-HASTY = Request(full=False, limits=PreflightLimits(collective_s=1.0), present_s=1.0, grace_s=0.5)
+LESS = PreflightChecks(collectives="off", bus_bandwidth="off", present="off")
+HASTY = Request(full=False, settings=PreflightGroup(limits=PreflightLimits(collective_s=1.0)), present_s=1.0, grace_s=0.5)
 
 
 class Wrongly(Collectives):
@@ -105,7 +106,7 @@ def healthy(rank: Rank) -> None:
     rank.check("quick_again", Request(full=False))
     rank.check("full", Request(full=True))
     assert torch.equal(before, torch.get_rng_state()), "the run's random numbers were used"
-    rank.check("less", Request(full=True, off=frozenset(("collectives", "bus_bandwidth", "present"))))
+    rank.check("less", Request(full=True, settings=PreflightGroup(checks=LESS)))
 
 
 def wrong(rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""Runs the checks of a host in a process of its own, and prints their verdicts; arguments as JSON: options, limits, rdma."""
+"""Runs the checks of a host in a process of its own, and prints their verdicts; one argument of JSON."""
 
 import json
 import resource
@@ -8,8 +8,8 @@ from dataclasses import asdict
 
 began = time.monotonic()
 
-from elastictrain.preflight.check import run_checks  # noqa: E402
-from elastictrain.preflight.host_checks import OwnChecks, host_checks  # noqa: E402
+from elastictrain.config.preflight import PreflightGroup, PreflightLimits  # noqa: E402
+from elastictrain.preflight.host_checks import OwnChecks, host_checks, run_checks  # noqa: E402
 from elastictrain.preflight.policy import Level  # noqa: E402
 from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
 
@@ -18,7 +18,8 @@ for name, value in order["limits"].items():
     resource.setrlimit(getattr(resource, name), (value, value))
 surroundings = Surroundings()
 loaded = time.monotonic()
-asked = OwnChecks(level=Level.FULL, **order["options"])
+settings = PreflightGroup(limits=PreflightLimits(storage_s=order["storage_s"]))
+asked = OwnChecks(level=Level.FULL, settings=settings, **order["options"])
 verdicts = run_checks(host_checks(surroundings, asked, rdma=order["rdma"]), subject=surroundings.host)
 said = {
     "verdicts": [asdict(verdict) for verdict in verdicts],

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from torchruns import environment
 
-from elastictrain.preflight.host.ports import WantedPort, check_port
+from elastictrain.preflight.host.names import check_port
 from elastictrain.preflight.host.storage_trip import judge_trip, read_trip
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status
@@ -48,12 +48,17 @@ def ask(
     options: Mapping[str, object] = {},
     limits: Mapping[str, int] = {},
     rdma: bool = False,
+    storage_s: float = 8.0,
     before: str = "",
     extra_environment: Mapping[str, str] = {},
     without_privileges: bool = False,
 ) -> Answer:
     """`before` is a shell script that makes the fault, in namespaces that only the checks see."""
-    command = [sys.executable, str(SCRIPT), json.dumps({"options": options, "limits": limits, "rdma": rdma})]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        json.dumps({"options": options, "limits": limits, "rdma": rdma, "storage_s": storage_s}),
+    ]
     if without_privileges and os.geteuid() == 0:
         command = ["setpriv", "--inh-caps=-all", "--bounding-set=-all", *command]
     if before:
@@ -186,9 +191,9 @@ def test_port_is_taken() -> None:
         holder = subprocess.Popen(["sleep", "60"], pass_fds=[listener.fileno()])
         listener.close()
         try:
-            verdict = check_port(WantedPort(port, "store", "--port"), host="h1")
+            verdict = check_port(port, host="h1")
             assert verdict.status is Status.FAIL
-            assert verdict.measured == f"port {port} (store) held by pid {holder.pid} (sleep 60)"
+            assert verdict.measured == f"port {port} (checks of links) held by pid {holder.pid} (sleep 60)"
         finally:
             holder.kill()
             holder.wait()
@@ -203,7 +208,7 @@ def test_object_store(answers: bool) -> None:
         if not answers:
             listener.close()
         endpoint = f"http://127.0.0.1:{port}"
-        answer = ask(options={"run_dir": "s3://bucket/run", "trip_limit_s": 5.0}, extra_environment=environment_for(endpoint))
+        answer = ask(options={"run_dir": "s3://bucket/run"}, storage_s=5.0, extra_environment=environment_for(endpoint))
     assert answer.failed("storage")
     (verdict,) = answer.of("storage")
     expected = "create: no answer in 5 s" if answers else "create: cannot create s3://bucket/run/preflight/trips/trip-"
@@ -217,7 +222,7 @@ def test_object_store(answers: bool) -> None:
 def test_trip_does_not_outlive_a_preflight_that_is_killed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        order = json.dumps({"options": {"run_dir": "s3://bucket/run", "trip_limit_s": 50.0}, "limits": {}, "rdma": False})
+        order = json.dumps({"options": {"run_dir": "s3://bucket/run"}, "limits": {}, "rdma": False, "storage_s": 50.0})
         preflight = subprocess.Popen([sys.executable, str(SCRIPT), order], env=environment(environment_for(endpoint)))
         try:
             listener.settimeout(60)

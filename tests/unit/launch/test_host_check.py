@@ -8,8 +8,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.launch.own_host import why_unfit
-from elastictrain.preflight.check import Check
-from elastictrain.preflight.host_checks import OwnChecks
+from elastictrain.preflight.host_checks import Check, OwnChecks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Verdict

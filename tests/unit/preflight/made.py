@@ -1,5 +1,8 @@
-"""Verdicts for tests."""
+"""Verdicts and settings for tests."""
 
+from typing import Any
+
+from elastictrain.config.preflight import PreflightChecks, PreflightGroup
 from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
 
 
@@ -23,3 +26,8 @@ def verdict(
         unit=unit,
         remedy="" if status == "pass" else f"mend {check} of {subject}",
     )
+
+
+def settings(**modes: Any) -> PreflightGroup:
+    """Those of a run in which some checks have another mode than "fail"."""
+    return PreflightGroup(checks=PreflightChecks(**modes))

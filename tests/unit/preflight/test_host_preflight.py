@@ -14,16 +14,17 @@ from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import PreflightError
 from elastictrain.preflight import host_preflight
 from elastictrain.preflight.host_checks import OwnChecks
-from elastictrain.preflight.host_preflight import HostPreflight, PreflightRequest, Report, find_layout
+from elastictrain.preflight.host_preflight import HostPreflight, Report, find_layout
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict, failures
-from tests.unit.preflight.made import verdict
+from tests.unit.preflight.made import settings, verdict
 from tests.unit.preflight.table import Table
 
 ALL: Mapping[str, str] = {}
 LINKS = LinkOptions(grace_s=0.3)
+LIMITS = PreflightLimits()
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def check(
     modes: Mapping[str, str] = ALL,
     ports: tuple[int, ...] = (),
     table: Table | None = None,
-    links: LinkOptions = LINKS,
+    limits: PreflightLimits = LIMITS,
 ) -> dict[int, Report | Exception]:
     table, results = table or Table(), {}
     environments: list[dict[str, str]] = [{} for _ in ranks]
@@ -55,20 +56,17 @@ def check(
 
     def run(rank: int, local_rank: int) -> None:
         layout = find_layout(ranks, rank=rank, local_rank=local_rank, rendezvous="127.0.0.1")
-        asked = PreflightRequest(
-            # Hosts on loopback are what this check is against.
-            own=OwnChecks(level=Level.QUICK, modes={"interface": "off", **modes}, memory_dir=str(tmp_path)),
-            wait_s=min(2.0, limit_s / 2),
-            limit_s=limit_s,
-            ports=ports,
+        # Hosts on loopback are what the check `interface` is against.
+        wanted = replace(
+            settings(interface="off", **modes), wait_s=min(2.0, limit_s / 2), limit_s=limit_s, ports=ports, limits=limits
         )
         one = HostPreflight(
             layout=layout,
-            asked=asked,
+            own=OwnChecks(level=Level.QUICK, settings=wanted, memory_dir=str(tmp_path)),
             exchange=table,
             environment=environments[rank],
             surroundings=Surroundings(host=ranks[rank][0], environment={}),
-            links=links,
+            links=LINKS,
         )
         try:
             results[rank] = one.check()
@@ -276,8 +274,9 @@ class Lost(Table):
 
 
 def test_a_host_that_is_lost_after_all_had_met_is_named(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
-    links = replace(LINKS, limits=PreflightLimits(contact_s=1.0))
-    results = check([("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), links=links, limit_s=15.0)
+    results = check(
+        [("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), limits=PreflightLimits(contact_s=1.0), limit_s=15.0
+    )
     assert isinstance(results[1], RuntimeError)
     for rank in (0, 2):
         result = results[rank]

@@ -11,7 +11,6 @@ from elastictrain.preflight.policy import (
     decide,
     find_repeated,
     host_of,
-    wanted_checks,
 )
 from tests.unit.preflight.made import verdict
 
@@ -47,7 +46,6 @@ def test_what_is_off_is_left_out_and_what_only_warns_does_not_fail() -> None:
     found = [verdict("fail", check="mtu"), verdict("fail", check="disk"), verdict("fail", check="xid"), verdict(check="mtu")]
     kept = apply_modes(found, {"mtu": "warn", "disk": "off"})
     assert [(one.check, one.status) for one in kept] == [("mtu", "warn"), ("xid", "fail"), ("mtu", "pass")]
-    assert wanted_checks(["mtu", "disk", "xid"], {"mtu": "warn", "disk": "off"}) == {"mtu", "xid"}
 
 
 HOSTS = ["a", "b", "c"]

@@ -20,7 +20,6 @@ from elastictrain.identity import Identity
 from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.host_preflight import HostPreflight, Report
-from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.policy import Ended, Level, decide
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan
@@ -100,7 +99,7 @@ def test_a_first_start_is_checked_in_full(make: Make) -> None:
     preflight, _, checked = make()
     assert (preflight.chosen.level, preflight.chosen.reason) == (Level.FULL, "first start")
     preflight.check_hosts()
-    assert checked[0].asked.own.level is Level.FULL
+    assert checked[0].own.level is Level.FULL
 
 
 @pytest.mark.parametrize(
@@ -116,7 +115,7 @@ def test_a_restart_is_quick_unless_the_transport_failed(
     preflight, _, checked = make(restart="1")
     preflight.check_hosts()
     assert preflight.chosen.level == level
-    assert checked[0].asked.after_failure is (level == "full")
+    assert checked[0].after_failure is (level == "full")
 
 
 def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPreflight:
@@ -260,8 +259,7 @@ CHANGED = replace(
 def test_thresholds_and_limits_reach_links_and_the_storage_round_trip(settings: PreflightGroup, make: Make) -> None:
     preflight, _, checked = make(settings=settings)
     preflight.check_hosts()
-    assert checked[0].links == LinkOptions(thresholds=settings.thresholds, limits=settings.limits)
-    assert checked[0].asked.own.trip_limit_s == settings.limits.storage_s
+    assert checked[0].own.settings == replace(settings, level="auto")
 
 
 @pytest.fixture
@@ -294,7 +292,7 @@ def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) ->
     assert (event.stage, event.counts["pass"]) == ("group", 1)
     assert collectives["hosts"] == ("a", "b")
     request = cast(Request, collectives["request"])
-    assert (request.full, request.thresholds, request.limits) == (True, CHANGED.thresholds, CHANGED.limits)
+    assert (request.full, request.settings) == (True, replace(CHANGED, level="auto"))
 
 
 def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.config.preflight import PreflightLimits
+from elastictrain.config.preflight import PreflightGroup, PreflightLimits
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
 from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupDevices, GroupFindings, Request
@@ -19,7 +19,8 @@ from elastictrain.preflight.group.measurements import free_memory, matmul_tflops
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.group.ranks import members
-from tests.unit.preflight.group.test_attendance import Table
+from tests.unit.preflight.made import settings
+from tests.unit.preflight.table import Table
 
 CPU = torch.device("cpu")
 
@@ -75,7 +76,7 @@ def test_a_world_of_one() -> None:
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
 def test_each_can_be_left_out(check: str) -> None:
     assert check in CHECKS
-    findings = run(Alone(), Request(full=True, off=frozenset((check,))))
+    findings = run(Alone(), Request(full=True, settings=settings(**{check: "off"})))
     assert check not in {verdict.check for verdict in findings.verdicts}
     assert len({verdict.check for verdict in findings.verdicts}) == 2
 
@@ -98,7 +99,9 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
                 gate.wait(30)
 
     began = time.monotonic()
-    findings = run(Hanging(), Request(full=False, limits=PreflightLimits(collective_s=1.0), grace_s=0.1))
+    findings = run(
+        Hanging(), Request(full=False, settings=PreflightGroup(limits=PreflightLimits(collective_s=1.0)), grace_s=0.1)
+    )
     gate.set()
     assert time.monotonic() - began < 5
     assert not findings.usable

@@ -8,7 +8,7 @@ from elastictrain.preflight.host.cgroup import (
     read_allowance,
     read_mounts,
 )
-from tests.unit.preflight.host.conftest import HostMaker
+from tests.unit.preflight.conftest import HostMaker
 
 GIB = 1 << 30
 V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"

@@ -14,7 +14,7 @@ from elastictrain.preflight.host.disk import (
     read_space,
 )
 from elastictrain.preflight.verdict import Status, Verdict
-from tests.unit.preflight.host.conftest import HostMaker
+from tests.unit.preflight.conftest import HostMaker
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -1,5 +1,8 @@
+import errno
+import os
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -7,19 +10,24 @@ import pytest
 
 from elastictrain.preflight.host.names import (
     MAPPED_LOOPBACK,
+    Holder,
     LookUp,
     NameFacts,
     Resolver,
     address_towards,
+    check_port,
+    find_holder,
     is_loopback,
     judge_lookups,
     judge_name,
+    judge_port,
     look_up,
     parse_hosts,
     read_names,
+    try_port,
 )
 from elastictrain.preflight.verdict import Status
-from tests.unit.preflight.host.conftest import HostMaker
+from tests.unit.preflight.conftest import HostMaker
 
 HOSTS = "127.0.0.1 localhost\n# 127.0.1.1 h1 in a comment\n\n127.0.1.1\th1.example.org h1 # by the installer\n"
 
@@ -164,3 +172,57 @@ def test_system_resolver() -> None:
 def test_own_address() -> None:
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("no address") is None
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_free_and_taken(taken: int) -> None:
+    assert try_port(taken) == errno.EADDRINUSE
+    assert try_port(0) is None
+    assert try_port(70_000) == errno.EINVAL
+
+
+def test_connections_that_are_over_are_no_hindrance() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        server, _ = listener.accept()
+        server.close()  # its side waits for a minute now
+        client.close()
+    assert try_port(port) is None
+
+
+def test_holder_is_found(taken: int) -> None:
+    holder = find_holder(taken)
+    assert holder is not None
+    assert (holder.pid, holder.ours) == (os.getpid(), True)
+    assert find_holder(1) is None
+
+
+def test_port_that_our_own_process_holds_is_no_fault(taken: int) -> None:
+    assert check_port(taken, host="h1").status is Status.PASS
+
+
+def test_verdicts() -> None:
+    holder = Holder(7, "python -m http.server")
+    cases = [
+        (29500, None, None),
+        (29500, errno.EADDRINUSE, holder),
+        (29500, errno.EADDRINUSE, None),
+        (80, errno.EACCES, None),
+        (29500, errno.EADDRNOTAVAIL, None),
+    ]
+    free, held, taken, denied, other = (judge_port(*case, host="h1") for case in cases)
+    assert free.status is Status.PASS
+    assert [verdict.status for verdict in (held, taken, denied, other)] == [Status.FAIL] * 4
+    assert held.measured == "port 29500 (checks of links) held by pid 7 (python -m http.server)"
+    assert "on h1 end pid 7" in held.remedy
+    assert "`kill 7`" in held.remedy
+    assert "preflight.ports" in held.remedy
+    assert "ss -ltnp sport = :29500" in taken.remedy
+    assert "from 1024 up" in denied.remedy
+    assert os.strerror(errno.EADDRNOTAVAIL) in str(other.measured)

@@ -19,7 +19,7 @@ from elastictrain.preflight.host.resources import (
 )
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
-from tests.unit.preflight.host.conftest import HostMaker
+from tests.unit.preflight.conftest import HostMaker
 
 MIB, GIB = 1 << 20, 1 << 30
 NONE = ResourceLimit(None, None)

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.preflight.check import run_checks
-from elastictrain.preflight.devices.kernel_log import judge_xids, parse_kernel_log
-from elastictrain.preflight.devices.nvidia import parse_nvidia
-from elastictrain.preflight.host_checks import OwnChecks, device_checks
+from elastictrain.preflight.host.kernel_log import judge_xids, parse_kernel_log
+from elastictrain.preflight.host.nvidia import parse_nvidia
+from elastictrain.preflight.host_checks import OwnChecks, device_checks, run_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from tests.unit.examples import examples

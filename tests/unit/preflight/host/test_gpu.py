@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import pytest
 
-from elastictrain.preflight.devices.gpu import (
+from elastictrain.preflight.host.gpu import (
     Gpu,
     GpuReport,
     Vendor,
@@ -15,7 +15,7 @@ from elastictrain.preflight.devices.gpu import (
     truth,
     word,
 )
-from elastictrain.preflight.devices.nvidia import parse_nvidia
+from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.surroundings import ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
 

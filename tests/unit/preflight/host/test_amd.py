@@ -1,7 +1,7 @@
 from collections.abc import Callable
 
-from elastictrain.preflight.devices.amd import judge_xgmi, parse_amd_smi, parse_rocm_smi, read_amd
-from elastictrain.preflight.devices.gpu import Trouble
+from elastictrain.preflight.host.amd import judge_xgmi, parse_amd_smi, parse_rocm_smi, read_amd
+from elastictrain.preflight.host.gpu import Trouble
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.preflight.devices.counters import (
+from elastictrain.preflight.host.counters import (
     Growth,
     PortCounters,
     counters_path,

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, word
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, word
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elastictrain.preflight.devices.gpu import GpuReport, Trouble
-from elastictrain.preflight.devices.nvidia import parse_nvidia, read_nvidia
+from elastictrain.preflight.host.gpu import GpuReport, Trouble
+from elastictrain.preflight.host.nvidia import parse_nvidia, read_nvidia
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
 Answered = Callable[..., ToolOutput]

@@ -7,7 +7,8 @@ import pytest
 
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
-RECORDED = Path(__file__).parent / "recorded"
+HostMaker = Callable[[Mapping[str, str]], Surroundings]
+RECORDED = Path(__file__).parent / "host" / "recorded"
 
 
 class RecordedTools:
@@ -60,3 +61,9 @@ def host(tmp_path: Path) -> Callable[..., Surroundings]:
         return Surroundings(host="h1", root=root, environment=kept | (environment or {}), tools=RecordedTools(tools or {}))
 
     return make
+
+
+@pytest.fixture
+def make_host(host: Callable[..., Surroundings]) -> HostMaker:
+    """The same, of files alone."""
+    return host

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastictrain.bounded_json import RECORD, parse_record
-from elastictrain.preflight.devices.gpu import integer
+from elastictrain.preflight.host.gpu import integer
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 

@@ -2,9 +2,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor
-from elastictrain.preflight.devices.nvidia import parse_nvidia
-from elastictrain.preflight.devices.nvlink import (
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Vendor
+from elastictrain.preflight.host.nvidia import parse_nvidia
+from elastictrain.preflight.host.nvlink import (
     FabricFacts,
     GpuLinks,
     judge_fabric,

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.devices.gpu import GpuReport, bus_id
+from elastictrain.preflight.host.gpu import GpuReport, bus_id
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 

@@ -2,8 +2,8 @@ from collections.abc import Callable
 
 import pytest
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Vendor
-from elastictrain.preflight.devices.kernel_log import HARDWARE, UNFIT, judge_xids, parse_kernel_log, read_kernel_log
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Vendor
+from elastictrain.preflight.host.kernel_log import HARDWARE, UNFIT, judge_xids, parse_kernel_log, read_kernel_log
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status
 

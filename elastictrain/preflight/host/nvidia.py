@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from xml.etree import ElementTree as ET
 
-from elastictrain.preflight.devices.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, truth, word
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 
 LIMIT_S = 20.0

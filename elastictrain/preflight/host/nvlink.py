@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from elastictrain.preflight.devices.gpu import GpuReport, decimal
+from elastictrain.preflight.host.gpu import GpuReport, decimal
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
