@@ -14,8 +14,7 @@ from elastictrain.checkpoint.manifest_format import check_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, held_from_json, look, whole_sets
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
-from elastictrain.checkpoint.memory.source import SnapshotFile, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotFile, SnapshotSource, files_in_slot
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.checkpoint.writer import build_manifest

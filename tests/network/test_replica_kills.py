@@ -26,10 +26,10 @@ ARGUMENTS = (
 _PEERS = "elastictrain.checkpoint.peers"
 FAULTS = (
     Fault(f"{_PEERS}.client:PeerConnection._send", "keeper", nth=2),
-    Fault(f"{_PEERS}.replica_store:_receive_into", "keeper", nth=2),
+    Fault(f"{_PEERS}.server:_receive_into", "keeper", nth=2),
     Fault(f"{_PEERS}.client:PeerConnection.put", "both", "after", nth=2),
-    Fault(f"{_PEERS}.replica_store:_receive_into", "both", nth=2),
-    Fault(f"{_PEERS}.replica_store:_receive_into", "both", "after", nth=2),
+    Fault(f"{_PEERS}.server:_receive_into", "both", nth=2),
+    Fault(f"{_PEERS}.server:_receive_into", "both", "after", nth=2),
 )
 
 

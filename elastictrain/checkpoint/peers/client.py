@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.memory.source import SnapshotFile, snapshot_files
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFile, snapshot_files
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, SnapshotKey, get_to_json, key_of, put_to_json
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError

@@ -1,13 +1,14 @@
-"""Sends the newest snapshots of this host to its buddy, in a thread of its own, and never holds anything up."""
+"""Sends snapshots of this host to the host that keeps its replicas, in a thread of its own, and never holds anything up."""
 
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.peers.client import PeerConnection
@@ -17,30 +18,6 @@ from elastictrain.checkpoint.peers.requests import Limits, Put
 from elastictrain.errors import ElasticTrainError, TransientStorageError
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaOffer:
-    """A snapshot that is ready, by the name of its slot."""
-
-    slot: str
-    facts: SnapshotFacts
-
-
-def add_offer(waiting: Mapping[int, ReplicaOffer], offer: ReplicaOffer) -> dict[int, ReplicaOffer]:
-    """What waits now, by rank: the newest of each."""
-    rank = offer.facts.rank
-    there = waiting.get(rank)
-    if there is not None and there.facts.step > offer.facts.step:
-        return dict(waiting)
-    return {**waiting, rank: offer}
-
-
-def complete_round(waiting: Mapping[int, ReplicaOffer], *, ranks: Iterable[int]) -> tuple[ReplicaOffer, ...]:
-    """The offers of all `ranks`, in their order, if they are of one step; else none."""
-    offers = tuple(waiting[rank] for rank in ranks if rank in waiting)
-    steps = {offer.facts.step for offer in offers}
-    return offers if len(steps) == 1 and len(offers) == len(tuple(ranks)) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +39,6 @@ class ReplicatorOptions:
     limits: Limits = field(default_factory=Limits)
 
 
-@dataclass(frozen=True, slots=True)
-class Reports:
-    """What a replicator tells, from its own thread."""
-
-    replicated: Callable[[int, int, int, float], None]
-    """Rank, step, bytes that were sent (0: the buddy had it already), seconds."""
-
-    failed: Callable[[int, int, str], None]
-    """Rank, step and reason; once for each, however often it is tried again."""
-
-
 class _GoneError(Exception):
     """What was offered is not in its slot any more, or is being overwritten."""
 
@@ -86,28 +52,32 @@ class _ClosingError(Exception):
 
 
 class Replicator:
-    """Replicates the snapshots of one host in one incarnation to one buddy."""
+    """Replicates the snapshots of one host in one incarnation to one other host."""
 
     def __init__(
         self,
         folder: str,
         *,
-        own: Peer,
-        buddy: Peer,
+        target: Peer,
         token: bytes,
-        reports: Reports,
+        replicated: Callable[[int, int, int, float], None],
+        failed: Callable[[int, int, str], None],
         rate: float | None = None,
         options: ReplicatorOptions | None = None,
     ) -> None:
-        """`folder`: of the run in host memory. `rate`: where to begin, in bytes/s, such as where a predecessor ended."""
+        """`folder`: of the run in host memory. `rate`: where to begin, in bytes/s, such as where a predecessor ended.
+
+        Called in the replicator's thread: `replicated` with rank, step, bytes that were sent (0: the target had it already) and
+        seconds; `failed` with rank, step and reason, once for each, however often it is tried again.
+        """
         self._folder = folder
-        self._ranks = own.ranks
-        self._reports = reports
+        self._replicated = replicated
+        self._failed = failed
         self._options = options or ReplicatorOptions()
-        self._connection = PeerConnection(buddy, token=token, limits=self._options.limits)
-        self._buddy = buddy
+        self._connection = PeerConnection(target, token=token, limits=self._options.limits)
+        self._target = target
         self._condition = threading.Condition()
-        self._waiting: dict[int, ReplicaOffer] = {}
+        self._waiting: tuple[Held, ...] = ()
         self._failures = 0
         self._told: tuple[int, int, str] | None = None
         self._undigested = (-1, 0.0)
@@ -126,13 +96,13 @@ class Replicator:
         return self._bucket.rate
 
     def start(self) -> None:
-        """Begin to wait for offers."""
+        """Begin to wait for snapshots."""
         self._thread.start()
 
-    def offer(self, slot: str, facts: SnapshotFacts) -> None:
-        """A whole snapshot lies in the slot of that name; an older one of its rank that still waits is given up."""
+    def send(self, held: Sequence[Held]) -> None:
+        """Send the whole snapshots of one step, one of each rank; an older step that still waits is given up."""
         with self._condition:
-            self._waiting = add_offer(self._waiting, ReplicaOffer(slot, facts))
+            self._waiting = tuple(held)
             self._condition.notify_all()
 
     def step_took(self, seconds: float) -> None:
@@ -165,94 +135,90 @@ class Replicator:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while offers := self._next_round():
+        while held := self._next_step():
             try:
-                self._carry_out(offers)
+                self._send_step(held)
             except _ClosingError:
                 break
             except _GoneError as error:
-                self._give_up(offers, str(error))
+                self._give_up(held, str(error))
             except _NotYetError:
-                self._wait_for_digests(offers)
+                self._wait_for_digests(held)
             except Exception as error:
                 # The edge of the thread: a replica that cannot be sent is no reason to send none any more.
                 if not isinstance(error, ElasticTrainError | OSError):
-                    logger.exception("step %d could not be replicated", offers[0].facts.step)
+                    logger.exception("step %d could not be replicated", held[0].facts.step)
                 self._failures += 1
                 longest = min(self._options.longest_pause_s, self._options.first_pause_s * 2.0 ** min(self._failures - 1, 30))
-                self._put_back(offers, pause_s=longest * (0.5 + 0.5 * random.random()))
+                self._try_again(held, pause_s=longest * (0.5 + 0.5 * random.random()))
         self._connection.close()
 
-    def _next_round(self) -> tuple[ReplicaOffer, ...]:
-        """Waits for all ranks' offers of one step; none when closing."""
+    def _next_step(self) -> tuple[Held, ...]:
+        """Waits for snapshots to send; none when closing."""
         with self._condition:
             while not self._closing.is_set():
-                now = time.monotonic()
-                offers = complete_round(self._waiting, ranks=self._ranks)
-                if not offers:
-                    self._quiet_until = 0.0
+                if not self._waiting:
                     self._condition.wait()
                     continue
+                now = time.monotonic()
                 self._quiet_until = self._quiet_until or now + self._options.quiet_most_s
                 wait_until = max(self._not_before, self._quiet_until if self._times.needs_quiet else 0.0)
                 if now >= wait_until:
-                    self._waiting = {rank: offer for rank, offer in self._waiting.items() if offer not in offers}
+                    held, self._waiting = self._waiting, ()
                     self._quiet_until = 0.0
-                    return offers
+                    return held
                 self._condition.wait(wait_until - now)
         return ()
 
-    def _put_back(self, offers: tuple[ReplicaOffer, ...], *, pause_s: float) -> None:
-        """For another attempt, unless newer ones have come."""
+    def _try_again(self, held: tuple[Held, ...], *, pause_s: float) -> None:
+        """After a pause, unless another step has come."""
         with self._condition:
-            for offer in offers:
-                self._waiting = add_offer(self._waiting, offer)
+            self._waiting = self._waiting or held
             self._not_before = time.monotonic() + pause_s
 
-    def _wait_for_digests(self, offers: tuple[ReplicaOffer, ...]) -> None:
-        step, now = offers[0].facts.step, time.monotonic()
+    def _wait_for_digests(self, held: tuple[Held, ...]) -> None:
+        step, now = held[0].facts.step, time.monotonic()
         if self._undigested[0] != step:
             self._undigested = (step, now)
         if now - self._undigested[1] > self._options.digest_limit_s:
-            self._give_up(offers, f"its digests were not stored within {self._options.digest_limit_s:g} s")
+            self._give_up(held, f"its digests were not stored within {self._options.digest_limit_s:g} s")
         else:
-            self._put_back(offers, pause_s=self._options.first_pause_s / 2)
+            self._try_again(held, pause_s=self._options.first_pause_s / 2)
 
-    def _give_up(self, offers: tuple[ReplicaOffer, ...], reason: str) -> None:
-        """It is not tried again, so whoever waits for it must be told, also if the last word was the same."""
+    def _give_up(self, held: tuple[Held, ...], reason: str) -> None:
+        """It is not tried again, so the workers that wait for it must be told, also if the last reason was the same."""
         self._told = None
-        self._fail(offers[0], reason)
+        self._fail(held[0].facts, reason)
 
-    def _carry_out(self, offers: tuple[ReplicaOffer, ...]) -> None:
-        """One round. All its slots are held from the beginning: a step that loses one rank is of no use."""
+    def _send_step(self, held: tuple[Held, ...]) -> None:
+        """All slots are held from the beginning: a step that loses one rank is of no use."""
         with ExitStack() as stack:
             stack.callback(self._connection.close)
             stack.callback(self._switch, sending=False)
-            slots = [self._hold(offer, stack) for offer in offers]
-            for offer, slot in zip(offers, slots, strict=True):
+            slots = [self._hold(one, stack) for one in held]
+            for one, slot in zip(held, slots, strict=True):
                 try:
-                    self._send(offer, slot)
+                    self._send(one.facts, slot)
                 except ElasticTrainError as error:
-                    self._fail(offer, str(error))
+                    self._fail(one.facts, str(error))
                     raise
                 except OSError as error:
-                    self._fail(offer, f"{slot.path} cannot be read: {error}")
+                    self._fail(one.facts, f"{slot.path} cannot be read: {error}")
                     raise
         self._failures, self._told = 0, None
 
-    def _hold(self, offer: ReplicaOffer, stack: ExitStack) -> Slot:
+    def _hold(self, held: Held, stack: ExitStack) -> Slot:
         try:
-            slot = Slot.hold(f"{self._folder}/{offer.slot}")
+            slot = Slot.hold(f"{self._folder}/{held.slot}")
         except OSError as error:
-            raise _GoneError(f"{offer.slot} cannot be read: {error}") from error
+            raise _GoneError(f"{held.slot} cannot be read: {error}") from error
         if slot is not None:
             stack.callback(slot.close)
-        if slot is None or slot.facts != offer.facts:
-            raise _GoneError(f"{offer.slot} holds something else by now")
+        if slot is None or slot.facts != held.facts:
+            raise _GoneError(f"{held.slot} holds something else by now")
         return slot
 
-    def _send(self, offer: ReplicaOffer, slot: Slot) -> None:
-        facts = offer.facts
+    def _send(self, facts: SnapshotFacts, slot: Slot) -> None:
         digests = load_digests(slot.path, facts)
         if digests is None:
             raise _NotYetError
@@ -261,7 +227,7 @@ class Replicator:
         self._deadline = began + self._options.deadline_s
         sent = self._connection.put(put, slot, before_frame=self._before_frame)
         size_bytes = put.layout.size_bytes if sent else 0
-        self._reports.replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
+        self._replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
 
     def _before_frame(self, count: int) -> None:
         self._switch(sending=True)
@@ -282,12 +248,12 @@ class Replicator:
         if time.monotonic() > self._deadline:
             limit_s, rate = self._options.deadline_s, self._bucket.rate
             message = (
-                f"{self._buddy.place}: a replica took longer than {limit_s:g} s at {rate / 1e6:.0f} MB/s, and is broken off"
+                f"{self._target.place}: a replica took longer than {limit_s:g} s at {rate / 1e6:.0f} MB/s, and is broken off"
             )
             raise TransientStorageError(message)
 
-    def _fail(self, offer: ReplicaOffer, reason: str) -> None:
-        told = (offer.facts.rank, offer.facts.step, reason)
+    def _fail(self, facts: SnapshotFacts, reason: str) -> None:
+        told = (facts.rank, facts.step, reason)
         if told != self._told and not self._closing.is_set():
             self._told = told
-            self._reports.failed(*told)
+            self._failed(*told)

@@ -1,4 +1,4 @@
-"""The saver's part in the peer tier: it serves its snapshots to other hosts, keeps replicas, and sends its own to a buddy."""
+"""The saver's part in the peer tier: it serves its snapshots to other hosts, keeps theirs, and sends its own to one."""
 
 import logging
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.peers.pace import PaceOptions
 from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of
-from elastictrain.checkpoint.peers.replicator import Replicator, Reports
+from elastictrain.checkpoint.peers.replicator import Replicator
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.saver.messages import SaverRoster
 from elastictrain.errors import TransportError
@@ -32,7 +32,7 @@ class ReplicaService:
         self._server: PeerServer | None = None
         self._address = ""
         self._own: Peer | None = None
-        self._buddy: Peer | None = None
+        self._target: Peer | None = None
         self._token = b""
         self._replicator: Replicator | None = None
         self._rate: float | None = None
@@ -62,38 +62,38 @@ class ReplicaService:
         """Learn who the others are."""
         own = next(peer for peer in roster.hosts if peer.number == roster.own)
         self._stop_sending()
-        self._own, self._buddy = own, replica_target_of(own, roster.hosts)
+        self._own, self._target = own, replica_target_of(own, roster.hosts)
         self._token = bytes.fromhex(roster.token)
         if self._server is not None:
             self._server.set_token(self._token)
-            self._server.set_kept(rank for source in replica_sources_of(own, roster.hosts) for rank in source.ranks)
+            self._server.replicas.set_kept(rank for source in replica_sources_of(own, roster.hosts) for rank in source.ranks)
 
     def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
-        """Be ready to send snapshots to the buddy from now on, or send no more; `unpaced`: nobody trains who could be slowed
+        """Be ready to send snapshots to the target from now on, or send no more; `unpaced`: nobody trains who could be slowed
         down."""
         self._stop_sending()
-        own, buddy = self._own, self._buddy
-        if not on or own is None or buddy is None:
+        own, target = self._own, self._target
+        if not on or own is None or target is None:
             return
         arrived: dict[int, set[int]] = {}
 
         def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
-            self._record(incarnation, Replicated(of_rank=rank, step=step, host=buddy.host, bytes=size_bytes, seconds=seconds))
+            self._record(incarnation, Replicated(of_rank=rank, step=step, host=target.host, bytes=size_bytes, seconds=seconds))
             arrived.setdefault(step, set()).add(rank)
             if arrived[step] >= set(own.ranks):
                 self._ended(incarnation, step, True)
 
         def failed(rank: int, step: int, error: str) -> None:
             logger.warning("step %d of rank %d is not replicated: %s", step, rank, error)
-            self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=buddy.host, error=error))
+            self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=target.host, error=error))
             self._ended(incarnation, step, False)
 
         self._replicator = Replicator(
             self._folder,
-            own=own,
-            buddy=buddy,
+            target=target,
             token=self._token,
-            reports=Reports(replicated, failed),
+            replicated=replicated,
+            failed=failed,
             rate=PaceOptions().most if unpaced else self._rate,
         )
         self._unpaced = unpaced
@@ -101,17 +101,15 @@ class ReplicaService:
 
     def send(self, step: int, *, incarnation: str) -> None:
         """Send the snapshots that this host's ranks have of a step."""
-        held = [
-            one
+        held = {
+            one.facts.rank: one
             for one in look(self._folder, host=0)
-            if not one.replica and one.facts.step == step and one.facts.incarnation == incarnation
-        ]
-        if self._replicator is None or self._own is None or {one.facts.rank for one in held} < set(self._own.ranks):
+            if not one.replica and (one.facts.incarnation, one.facts.step) == (incarnation, step)
+        }
+        if self._replicator is None or self._own is None or any(rank not in held for rank in self._own.ranks):
             self._ended(incarnation, step, False)
-            return
-        for one in held:
-            if one.facts.rank in self._own.ranks:
-                self._replicator.offer(one.slot, one.facts)
+        else:
+            self._replicator.send([held[rank] for rank in self._own.ranks])
 
     def step_took(self, seconds: float) -> None:
         """How long training took for a step: replicas must not slow it down."""
@@ -121,7 +119,7 @@ class ReplicaService:
     def drop_others(self) -> None:
         """Remove replicas of ranks that other hosts keep now."""
         if self._server is not None:
-            self._server.drop_others()
+            self._server.replicas.drop_others()
 
     def close(self) -> None:
         """Hang up everywhere."""

@@ -105,7 +105,7 @@ def host(folder: Path, *, kept: tuple[int, ...] = (0,), limits: Limits = LIMITS,
     server = PeerServer(str(folder), run=RUN, address="127.0.0.1", connections=connections, limits=limits)
     server.start()
     server.set_token(TOKEN)
-    server.set_kept(kept)
+    server.replicas.set_kept(kept)
     try:
         yield Host(folder, server, Peer("b", "127.0.0.1", server.port, kept, 1))
     finally:

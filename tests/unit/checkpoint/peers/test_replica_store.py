@@ -8,8 +8,8 @@ import pytest
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
-from elastictrain.checkpoint.peers.replica_store import ReplicaSlots
 from elastictrain.checkpoint.peers.requests import Put
+from elastictrain.checkpoint.peers.server import ReplicaSlots
 from elastictrain.errors import InvalidCheckpointError
 from tests.unit.checkpoint.peers.hosts import RUN, facts_of, put_of
 

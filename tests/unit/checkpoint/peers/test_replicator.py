@@ -9,21 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.records import store_digests
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.peers.pace import PaceOptions
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.replicator import (
-    ReplicaOffer,
-    Replicator,
-    ReplicatorOptions,
-    Reports,
-    add_offer,
-    complete_round,
-)
+from elastictrain.checkpoint.peers.replicator import Replicator, ReplicatorOptions
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, facts_of, fill_slot, host, line_to, put_of
 
 FAST = PaceOptions(first=1e9)
@@ -40,12 +32,11 @@ class Desk:
         self.failed: list[tuple[int, int, str]] = []
         self._changed = threading.Condition()
 
-    @property
-    def reports(self) -> Reports:
-        return Reports(
-            replicated=lambda rank, step, size_bytes, seconds: self._add(self.replicated, (rank, step, size_bytes)),
-            failed=lambda rank, step, error: self._add(self.failed, (rank, step, error)),
-        )
+    def on_replicated(self, rank: int, step: int, size_bytes: int, seconds: float) -> None:
+        self._add(self.replicated, (rank, step, size_bytes))
+
+    def on_failed(self, rank: int, step: int, error: str) -> None:
+        self._add(self.failed, (rank, step, error))
 
     def wait(self, until: Callable[[], bool], *, limit_s: float = 10.0) -> None:
         with self._changed:
@@ -61,11 +52,10 @@ class Desk:
 
 
 @contextmanager
-def replicating(
-    folder: Path, buddy: Peer, desk: Desk, *, ranks: tuple[int, ...] = (0,), options: ReplicatorOptions = OPTIONS
-) -> Iterator[Replicator]:
-    own = Peer("a", "127.0.0.1", 1, ranks, 0)
-    replicator = Replicator(str(folder), own=own, buddy=buddy, token=TOKEN, reports=desk.reports, options=options)
+def replicating(folder: Path, target: Peer, desk: Desk, *, options: ReplicatorOptions = OPTIONS) -> Iterator[Replicator]:
+    replicator = Replicator(
+        str(folder), target=target, token=TOKEN, replicated=desk.on_replicated, failed=desk.on_failed, options=options
+    )
     replicator.start()
     try:
         yield replicator
@@ -89,7 +79,7 @@ def b(tmp_path: Path) -> Iterator[Host]:
 def offer(replicator: Replicator, folder: Path, step: int, *, rank: int = 0, index: int = 0) -> bytearray:
     name = f"own-r{rank:05d}-s{index}"
     data = fill_slot(folder, name, facts_of(rank, step))
-    replicator.offer(name, facts_of(rank, step))
+    replicator.send([Held(0, name, facts_of(rank, step))])
     return data
 
 
@@ -108,7 +98,7 @@ def test_what_is_offered_arrives(a: Path, b: Host) -> None:
             desk.wait_replicated((0, step))
             assert data in [b.data_of(slot) for slot in b.replicas()]
         # What has arrived is not sent again, but who asks is answered.
-        replicator.offer("own-r00000-s1", facts_of(0, 3))
+        replicator.send([Held(0, "own-r00000-s1", facts_of(0, 3))])
         desk.wait(lambda: len(desk.replicated) == 4)
         offer(replicator, a, 4)
         desk.wait_replicated((0, 4))
@@ -117,27 +107,29 @@ def test_what_is_offered_arrives(a: Path, b: Host) -> None:
     assert desk.failed == []
 
 
-def test_rounds_wait_for_all_ranks_of_the_host(a: Path, b: Host) -> None:
+def offer_both(replicator: Replicator, folder: Path, step: int, *, index: int = 0) -> None:
+    held = [Held(0, f"own-r{rank:05d}-s{index}", facts_of(rank, step)) for rank in (0, 1)]
+    for one in held:
+        fill_slot(folder, one.slot, one.facts)
+    replicator.send(held)
+
+
+def test_all_ranks_of_a_step_arrive(a: Path, b: Host) -> None:
     desk = Desk()
-    with replicating(a, b.peer, desk, ranks=(0, 1)) as replicator:
-        offer(replicator, a, 1, rank=0, index=0)
-        offer(replicator, a, 2, rank=0, index=1)
-        offer(replicator, a, 1, rank=1, index=0)
-        time.sleep(0.1)
-        assert desk.replicated == []
-        offer(replicator, a, 2, rank=1, index=1)
+    with replicating(a, b.peer, desk) as replicator:
+        offer_both(replicator, a, 2)
         desk.wait_replicated((0, 2), (1, 2))
     assert b.replicas() == {"replica-r00000-s0": 2, "replica-r00001-s0": 2}
 
 
 def test_the_newest_wins_while_the_buddy_is_away(a: Path, b: Host) -> None:
     desk = Desk()
-    b.server.set_kept([])
+    b.server.replicas.set_kept([])
     with replicating(a, b.peer, desk) as replicator:
         for step in (1, 2, 3):
             offer(replicator, a, step, index=step % 2)
             desk.wait(lambda step=step: desk.failed[-1:] != [] and desk.failed[-1][1] >= step - 1)  # type: ignore[misc]
-        b.server.set_kept([0])
+        b.server.replicas.set_kept([0])
         desk.wait_replicated((0, 3))
     assert [step for _, step, _ in desk.replicated] == [3]
     assert b.replicas() == {"replica-r00000-s0": 3}
@@ -145,14 +137,14 @@ def test_the_newest_wins_while_the_buddy_is_away(a: Path, b: Host) -> None:
 
 def test_a_failure_is_told_once_and_tried_again(a: Path, b: Host) -> None:
     desk = Desk()
-    b.server.set_kept([])
+    b.server.replicas.set_kept([])
     with replicating(a, b.peer, desk) as replicator:
         offer(replicator, a, 1)
         desk.wait(lambda: desk.failed != [])
         time.sleep(0.4)
         assert len(desk.failed) == 1
         assert "does not keep replicas of rank 0" in desk.failed[0][2]
-        b.server.set_kept([0])
+        b.server.replicas.set_kept([0])
         desk.wait_replicated((0, 1))
 
 
@@ -172,7 +164,7 @@ def test_digests_that_come_late(a: Path, b: Host) -> None:
     desk = Desk()
     with replicating(a, b.peer, desk) as replicator:
         fill_slot(a, "own-r00000-s0", facts_of(), digests=False)
-        replicator.offer("own-r00000-s0", facts_of())
+        replicator.send([Held(0, "own-r00000-s0", facts_of())])
         time.sleep(0.15)
         assert (desk.replicated, desk.failed) == ([], [])
         store_digests(str(a / "own-r00000-s0"), facts_of(), put_of(facts_of())[0].digests)
@@ -185,13 +177,13 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
         fill_slot(a, "own-r00000-s0", facts_of(step=1))
         slot = Slot.make(str(a / "own-r00000-s0"), size_bytes=LAYOUT.size_bytes)
         assert slot.lock(shared=False)
-        replicator.offer("own-r00000-s0", facts_of(step=1))
+        replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         time.sleep(0.1)
         slot.begin()
         slot.close()
-        replicator.offer("own-r00000-s0", facts_of(step=1))
+        replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         time.sleep(0.1)
-        replicator.offer("own-r00000-s1", facts_of(step=2))
+        replicator.send([Held(0, "own-r00000-s1", facts_of(step=2))])
         time.sleep(0.1)
         offer(replicator, a, 3)
         desk.wait_replicated((0, 3))
@@ -201,9 +193,8 @@ def test_what_is_overwritten_is_passed_over(a: Path, b: Host) -> None:
 
 def test_slots_are_held_while_they_are_sent_and_no_longer(a: Path, b: Host) -> None:
     desk, slow = Desk(), replace(OPTIONS, pace=PaceOptions(first=1e6))
-    with replicating(a, b.peer, desk, ranks=(0, 1), options=slow) as replicator:
-        for rank in (0, 1):
-            offer(replicator, a, 1, rank=rank)
+    with replicating(a, b.peer, desk, options=slow) as replicator:
+        offer_both(replicator, a, 1)
         wait_for(b.folder / "replica-r00000-s0.digests")
         # Both ranks' slots, though the second one's turn is far off.
         slots = [Slot.open(str(a / f"own-r0000{rank}-s0")) for rank in (0, 1)]
@@ -256,7 +247,7 @@ def test_a_damaged_snapshot_is_told_of_and_does_not_stop_newer_ones(a: Path, b: 
         with slot.data as data:
             data[LAYOUT.starts[1] + 5000] ^= 1
         slot.close()
-        replicator.offer("own-r00000-s0", facts_of(step=1))
+        replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait(lambda: desk.failed != [])
         assert "i00001-aa-r00000-001.safetensors" in desk.failed[0][2]
         offer(replicator, a, 2, index=1)
@@ -271,11 +262,11 @@ def test_a_slot_that_is_being_written_is_told_of_each_time(a: Path, b: Host) -> 
     assert slot.lock(shared=False)
     with replicating(a, b.peer, desk) as replicator:
         for number in (1, 2):
-            replicator.offer("own-r00000-s0", facts_of(step=1))
+            replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
             desk.wait(lambda number=number: len(desk.failed) == number)  # type: ignore[misc]
         assert desk.failed[0] == (0, 1, "own-r00000-s0 holds something else by now")
         slot.unlock()
-        replicator.offer("own-r00000-s0", facts_of(step=1))
+        replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait_replicated((0, 1))
     slot.close()
 
@@ -286,7 +277,7 @@ def test_digests_that_never_come_are_told_of(a: Path, b: Host) -> None:
     for path in a.glob("*digest*"):
         path.unlink()
     with replicating(a, b.peer, desk, options=replace(OPTIONS, digest_limit_s=0.05)) as replicator:
-        replicator.offer("own-r00000-s0", facts_of(step=1))
+        replicator.send([Held(0, "own-r00000-s0", facts_of(step=1))])
         desk.wait(lambda: desk.failed != [])
     assert desk.failed == [(0, 1, "its digests were not stored within 0.05 s")]
 
@@ -296,7 +287,7 @@ def test_a_layout_that_is_gone_is_told_of(a: Path, b: Host) -> None:
     with replicating(a, b.peer, desk) as replicator:
         fill_slot(a, "own-r00000-s0", facts_of())
         (a / f"layout-{LAYOUT.digest}.json").unlink()
-        replicator.offer("own-r00000-s0", facts_of())
+        replicator.send([Held(0, "own-r00000-s0", facts_of())])
         desk.wait(lambda: desk.failed != [])
         assert "layout-" in desk.failed[0][2]
 
@@ -348,8 +339,8 @@ def test_steps_after_a_round_are_no_steps_while_sending(a: Path, b: Host) -> Non
 def test_closing_before_anything_was_offered(a: Path, b: Host) -> None:
     with replicating(a, b.peer, Desk()):
         pass
-    own = Peer("a", "127.0.0.1", 1, (0,), 0)
-    assert Replicator(str(a), own=own, buddy=b.peer, token=TOKEN, reports=Desk().reports).close()
+    desk = Desk()
+    assert Replicator(str(a), target=b.peer, token=TOKEN, replicated=desk.on_replicated, failed=desk.on_failed).close()
 
 
 def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
@@ -364,22 +355,3 @@ def test_closing_while_a_buddy_says_nothing(a: Path) -> None:
                 began = time.monotonic()
                 assert replicator.close()
                 assert time.monotonic() - began < 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5))))
-def test_the_newest_of_each_rank_waits(offers: list[tuple[int, int]]) -> None:
-    waiting: dict[int, ReplicaOffer] = {}
-    for rank, step in offers:
-        waiting = add_offer(waiting, ReplicaOffer("s", facts_of(rank, step)))
-    newest = {rank: max(step for other, step in offers if other == rank) for rank, _ in offers}
-    assert {rank: offer.facts.step for rank, offer in waiting.items()} == newest
-    found = complete_round(waiting, ranks=range(4))
-    if newest.keys() == {0, 1, 2, 3} and len(set(newest.values())) == 1:
-        assert [offer.facts.rank for offer in found] == [0, 1, 2, 3]
-    else:
-        assert found == ()
-
-
-def test_the_same_step_again_replaces_what_waits() -> None:
-    first, second = ReplicaOffer("own-r00000-s0", facts_of()), ReplicaOffer("own-r00000-s1", facts_of())
-    assert add_offer(add_offer({}, first), second) == {0: second}

@@ -13,12 +13,10 @@ from elastictrain.checkpoint.memory.budget import HostMemory
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import RankDigests, written_items
 from elastictrain.checkpoint.memory.records import load_layout
-from elastictrain.checkpoint.memory.slot import Slot
-from elastictrain.checkpoint.memory.source import SnapshotSource
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotSource
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
-from elastictrain.checkpoint.peers.replica_store import RefusedError, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.peers.requests import Put, key_of
-from elastictrain.checkpoint.peers.server import PeerServer
+from elastictrain.checkpoint.peers.server import PeerServer, RefusedError, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError, TransportError
 from elastictrain.net.channel import FRAME_BYTES
@@ -268,11 +266,11 @@ def test_ranks_of_others_are_refused_and_dropped(tmp_path: Path) -> None:
         send(b, rank=0)
         send(b, rank=1)
         fill_slot(b.folder, "own-r00005-s0", facts_of(5))
-        b.server.set_kept([1])
+        b.server.replicas.set_kept([1])
         with pytest.raises(TransientStorageError, match="does not keep replicas of rank 0"):
             send(b, 2, rank=0)
         assert b.replicas() == {"replica-r00000-s0": 1, "replica-r00001-s0": 1}
-        b.server.drop_others()
+        b.server.replicas.drop_others()
         assert b.replicas() == {"replica-r00001-s0": 1}
         assert sorted(path.name for path in b.folder.iterdir() if "layout" not in path.name) == [
             "own-r00005-s0",
@@ -287,8 +285,8 @@ def test_ranks_that_are_shared_out_anew_while_a_replica_comes(tmp_path: Path) ->
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
 
         def drop(count: int) -> None:
-            b.server.set_kept([])
-            b.server.drop_others()
+            b.server.replicas.set_kept([])
+            b.server.replicas.drop_others()
 
         with pytest.raises(TransientStorageError, match="any more"):
             connection.put(put, data, before_frame=drop)
