@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from elastictrain.errors import StorageError
 from elastictrain.launch.membership.observation import ClusterState, observe, observe_datagrams, outdated
@@ -84,27 +85,10 @@ class HostRegistry:
         for thread in self._threads:
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
-    def update(
-        self,
-        state: HostState,
-        *,
-        reason: str = "",
-        ended: int | None = None,
-        master_port: int | None = None,
-        committed_step: int | None = None,
-    ) -> None:
-        """Change this host's record; what is None stays as it is."""
+    def update(self, state: HostState, *, reason: str = "", **changes: Any) -> None:
+        """Change this host's record; `changes` are its other fields that do not stay as they are."""
         with self._lock:
-            before = self.record
-            self.record = replace(
-                before,
-                state=state,
-                reason=reason,
-                ended=before.ended if ended is None else ended,
-                master_port=before.master_port if master_port is None else master_port,
-                committed_step=before.committed_step if committed_step is None else committed_step,
-                beat=before.beat + 1,
-            )
+            self.record = replace(self.record, state=state, reason=reason, beat=self.record.beat + 1, **changes)
         self._awake["records"].set()
 
     def post(self, record: Generation | End) -> None:

@@ -8,7 +8,6 @@ from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import (
     EXIT_BUG,
     EXIT_CONFIG,
-    EXIT_OK,
     EXIT_STOPPED,
     EXIT_STORAGE,
     EXIT_TRANSPORT,
@@ -16,7 +15,13 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
+from elastictrain.launch.membership.records import (
+    End,
+    EndKind,
+    Generation,
+    GenerationFailure,
+    GenerationOutcome,
+)
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
 _OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)
@@ -48,30 +53,18 @@ class GenerationResult:
     """The newest committed step of any member's record: an end that was written while workers still ran knows less."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NextGeneration:
-    """What the next generation is for; its fields are those of `Generation`."""
-
-    outcome: GenerationOutcome = GenerationOutcome.RUN
-    reason: str
-    failures: tuple[GenerationFailure, ...] = ()
-    excluded: tuple[str, ...] = ()
-    pause_s: float = 0.0
-    exit_code: int = EXIT_OK
-
-
-def judge(result: GenerationResult, options: LaunchGroup) -> NextGeneration:
-    """The next generation's purpose, what it remembers of failures, and whom it leaves out."""
-    generation = result.generation
+def judge(result: GenerationResult, options: LaunchGroup) -> Generation:
+    """The next generation, without its members: its purpose, what it remembers of failures, and whom it leaves out."""
+    generation, number = result.generation, result.generation.number + 1
     names = {member.host: member.name for member in generation.members}
     # In the order of ranks: whoever asks gets the same answer.
     ends = {host: result.ends[host] for host in names if host in result.ends}
     if names and len(ends) == len(names) and all(end.kind is EndKind.DONE for end in ends.values()):
-        return NextGeneration(outcome=GenerationOutcome.DONE, reason="the last step is done")
+        return Generation.draft(number, "the last step is done", outcome=GenerationOutcome.DONE)
     cause = find_cause(tuple(ends.values()))
     if cause is not None and cause.exit_code in (EXIT_CONFIG, EXIT_USAGE):
         reason = f"{names[cause.host]}: {cause.reason}"
-        return NextGeneration(outcome=GenerationOutcome.GIVE_UP, exit_code=cause.exit_code, reason=reason)
+        return Generation.draft(number, reason, outcome=GenerationOutcome.GIVE_UP, exit_code=cause.exit_code)
     committed_step = max(result.committed_step, *(end.committed_step for end in ends.values()), 0)
     failures = generation.failures
     if failures and committed_step > failures[-1].committed_step:
@@ -79,9 +72,9 @@ def judge(result: GenerationResult, options: LaunchGroup) -> NextGeneration:
     if unfit := [host for host, end in ends.items() if end.kind is EndKind.FAILED and end.exit_code == EXIT_UNFIT]:
         left_out = _excluded(result, [host for host in unfit if host not in result.ready])
         reason = f"{names[unfit[0]]} is unfit: {ends[unfit[0]].reason}"
-        return NextGeneration(failures=failures, excluded=left_out, reason=reason)
+        return Generation.draft(number, reason, failures=failures, excluded=left_out)
     if (harmless := _harmless_reason(result, ends, cause, names)) is not None:
-        return NextGeneration(failures=failures, excluded=_excluded(result), reason=harmless)
+        return Generation.draft(number, harmless, failures=failures, excluded=_excluded(result))
     committed_step = max(committed_step, *(one.committed_step for one in failures), 0)
     failure = GenerationFailure(generation.number, (), EXIT_BUG, "", 0, committed_step, "its hosts stopped, and none said why")
     if cause is not None:
@@ -138,33 +131,28 @@ def _harmless_reason(
 
 def _after_failure(
     result: GenerationResult, failures: tuple[GenerationFailure, ...], names: Mapping[str, str], options: LaunchGroup
-) -> NextGeneration:
+) -> Generation:
+    number, reason = result.generation.number + 1, failures[-1].reason
     culprit = _always_to_blame(failures)
     others = result.ready - result.unheard - {culprit}
     if culprit is not None and culprit in result.ready and len(others) >= options.min_hosts:
+        who = names.get(culprit, culprit)
+        reason = f"{who} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: {reason}"
         # One is remembered: if the same goes on without this host, it was not to blame.
-        return NextGeneration(
-            failures=failures[-1:],
-            excluded=_excluded(result, [culprit]),
-            reason=f"{names.get(culprit, culprit)} was to blame {_BLAMED_TIMES} times in a row, and is left out for a while: "
-            f"{failures[-1].reason}",
-        )
+        return Generation.draft(number, reason, failures=failures[-1:], excluded=_excluded(result, [culprit]))
     if len(failures) >= options.max_failures:
         only_storage = all(failure.exit_code == EXIT_STORAGE for failure in failures)
-        return NextGeneration(
+        return Generation.draft(
+            number,
+            messages.give_up(failures),
             outcome=GenerationOutcome.GIVE_UP,
             failures=failures,
             exit_code=EXIT_STORAGE if only_storage else EXIT_BUG,
-            reason=messages.give_up(failures),
         )
     # Storage that fails is given time even before the first try.
     times = len(failures) + (failures[-1].exit_code == EXIT_STORAGE)
-    return NextGeneration(
-        failures=failures,
-        excluded=_excluded(result),
-        pause_s=pause_s(times, options=options),
-        reason=failures[-1].reason,
-    )
+    until_next_s = pause_s(times, options=options)
+    return Generation.draft(number, reason, failures=failures, excluded=_excluded(result), pause_s=until_next_s)
 
 
 def _always_to_blame(failures: Sequence[GenerationFailure]) -> str | None:

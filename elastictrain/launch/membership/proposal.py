@@ -1,7 +1,7 @@
 """Forms the next generation: who is waited for, who takes part and in which order, and who proposes it. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.errors import EXIT_STOPPED
@@ -17,7 +17,7 @@ from elastictrain.launch.membership.observation import (
     settles_s,
     unconnected_pairs,
 )
-from elastictrain.launch.membership.policy import GenerationResult, NextGeneration, is_network_suspected, judge
+from elastictrain.launch.membership.policy import GenerationResult, is_network_suspected, judge
 from elastictrain.launch.membership.records import (
     Create,
     Decision,
@@ -223,10 +223,10 @@ class _Proposal:
         expected = f" of {cluster.expected_hosts}" if cluster.expected_hosts else ""
         return Wait(f"more hosts to join the {len(ready)}{expected} that are there", until_s)
 
-    def _judge(self, ready: Sequence[HostRecord], group: Sequence[HostRecord]) -> NextGeneration:
+    def _judge(self, ready: Sequence[HostRecord], group: Sequence[HostRecord]) -> Generation:
         cluster, previous = self.cluster, self.previous
         if previous is None:
-            return NextGeneration(reason="")
+            return Generation.draft(1 if cluster.newest is None else cluster.newest.number + 1, "")
         hosts = frozenset(record.host for record in ready)
         # Records of other launchers may be of an earlier run in the same folder.
         records = [cluster.me, *(one.record for one in cluster.observed.values())]
@@ -243,7 +243,7 @@ class _Proposal:
         if following.outcome is GenerationOutcome.RUN or witnessed:
             return following
         # All who took part have left without drawing the conclusion, and whoever comes now was started to go on.
-        return NextGeneration(reason=f"started again after: {following.reason}")
+        return Generation.draft(following.number, f"started again after: {following.reason}")
 
     def _too_few(self, ready: Sequence[HostRecord]) -> Decision:
         cluster, options = self.cluster, self.options
@@ -263,31 +263,16 @@ class _Proposal:
         place = {member.host: number for number, member in enumerate(members)}
         return sorted(ready, key=lambda record: (place.get(record.host, len(place)), *_by_number(record)))
 
-    def _create(
-        self, following: NextGeneration, *, members: Sequence[GenerationMember], queue: Sequence[HostRecord]
-    ) -> Decision:
+    def _create(self, following: Generation, *, members: Sequence[GenerationMember], queue: Sequence[HostRecord]) -> Decision:
         """The proposal, once it is this host's turn in the queue to make it."""
         cluster = self.cluster
-        number = 1 if cluster.newest is None else cluster.newest.number + 1
         came_s = [cluster.observed[record.host].since_s for record in queue if record.host in cluster.observed]
         place = [record.host for record in queue].index(cluster.me.host)
         turn_s = max([self.since_s, *came_s]) + place * _STAGGER_S
         if cluster.now_s < turn_s:
-            return Wait(f"{queue[0].name} to propose generation {number}", turn_s)
-        return Create(
-            Generation(
-                number=number,
-                outcome=following.outcome,
-                members=tuple(members),
-                master_port=queue[0].master_port if following.outcome is GenerationOutcome.RUN else 0,
-                proposer=cluster.me.host,
-                failures=following.failures,
-                excluded=following.excluded,
-                pause_s=following.pause_s,
-                exit_code=following.exit_code,
-                reason=following.reason,
-            )
-        )
+            return Wait(f"{queue[0].name} to propose generation {following.number}", turn_s)
+        port = queue[0].master_port if following.outcome is GenerationOutcome.RUN else 0
+        return Create(replace(following, members=tuple(members), master_port=port, proposer=cluster.me.host))
 
 
 def _numbered(members: list[HostRecord]) -> list[HostRecord]:

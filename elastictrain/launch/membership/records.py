@@ -6,7 +6,7 @@ one with the largest number is the current one, and each is created once, atomic
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
 from elastictrain.lease.chain import LAUNCHER
@@ -189,6 +189,22 @@ class Generation:
 
     owner: str = LAUNCHER
     """Who trains in it; empty in records that are older than owners."""
+
+    @classmethod
+    def draft(
+        cls,
+        number: int,
+        reason: str,
+        *,
+        outcome: GenerationOutcome = GenerationOutcome.RUN,
+        failures: tuple[GenerationFailure, ...] = (),
+        excluded: tuple[str, ...] = (),
+        pause_s: float = 0.0,
+        exit_code: int = 0,
+        owner: str = LAUNCHER,
+    ) -> Self:
+        """One that nobody has proposed yet, without members."""
+        return cls(number, outcome, (), 0, "", failures, excluded, pause_s, exit_code, reason, owner)
 
     @property
     def terminal(self) -> bool:

@@ -143,10 +143,11 @@ class MembershipStore:
         generation = decode(Generation, data)
         if generation is None and (claim := parse_claim(number, data)).owner:
             reason = f"another run trains here: {claim}"
-            return Generation(number, GenerationOutcome.ELSEWHERE, (), 0, "", (), (), 0.0, EXIT_STOPPED, reason, claim.owner)
+            elsewhere = GenerationOutcome.ELSEWHERE
+            return Generation.draft(number, reason, outcome=elsewhere, exit_code=EXIT_STOPPED, owner=claim.owner)
         if generation is None or generation.number != number:
             logger.warning("%s/%s is damaged: it counts as a generation without hosts", self._store.url, generation_key(number))
-            return Generation(number, GenerationOutcome.RUN, (), 0, "", (), (), 0.0, 0, "its record is damaged")
+            return Generation.draft(number, "its record is damaged")
         return generation
 
 

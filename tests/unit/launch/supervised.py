@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from elastictrain.config.composed import (
     CheckpointGroup,
@@ -84,25 +84,9 @@ class FakeRegistry:
     hears: tuple[str, ...] = ()
     posts: list[Generation | End] = field(default_factory=list)
 
-    def update(
-        self,
-        state: HostState,
-        *,
-        reason: str = "",
-        ended: int | None = None,
-        master_port: int | None = None,
-        committed_step: int | None = None,
-    ) -> None:
+    def update(self, state: HostState, *, reason: str = "", **changes: Any) -> None:
         self.diary.note(f"say {state}")
-        before = self.record
-        self.record = replace(
-            before,
-            state=state,
-            reason=reason,
-            ended=before.ended if ended is None else ended,
-            master_port=before.master_port if master_port is None else master_port,
-            committed_step=before.committed_step if committed_step is None else committed_step,
-        )
+        self.record = replace(self.record, state=state, reason=reason, **changes)
 
     def post(self, record: Generation | End) -> None:
         self.diary.note(f"post {record.kind}" if isinstance(record, End) else f"post generation {record.number}")

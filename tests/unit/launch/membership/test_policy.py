@@ -16,7 +16,7 @@ from elastictrain.errors import (
     EXIT_USAGE,
 )
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.policy import GenerationResult, NextGeneration, judge, pause_s
+from elastictrain.launch.membership.policy import GenerationResult, judge, pause_s
 from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
 from tests.unit.launch.membership.made import OPTIONS, by_host, end, generation
 
@@ -34,7 +34,7 @@ def after(
     options: LaunchGroup = OPTIONS,
     ended: Generation | None = None,
     committed: int = 0,
-) -> NextGeneration:
+) -> Generation:
     result = GenerationResult(
         generation=ended or generation(1, hosts, failures=failures),
         ends=by_host(ends),
