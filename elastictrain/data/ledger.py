@@ -38,11 +38,11 @@ def ledger_key(*, incarnation: str, rank: int) -> str:
     return f"{LEDGER_FOLDER}/{incarnation}-r{rank:05d}.jsonl"
 
 
+@dataclass(frozen=True, slots=True)
 class Ledger:
     """Appends one line per step of one rank."""
 
-    def __init__(self, log: AppendLog) -> None:
-        self._log = log
+    log: AppendLog
 
     def record(self, step: int, *, consumed: Sequence[tuple[Portion, Sequence[int]]]) -> None:
         """Append what was consumed for `step` (from 1): each portion with its sample ids. Only those that count are written."""
@@ -52,15 +52,7 @@ class Ledger:
             "positions": [[portion.first, portion.end] for portion, _ in counting],
             "samples": [sample_id for _, sample_ids in counting for sample_id in sample_ids],
         }
-        self._log.append(json.dumps(row).encode() + b"\n")
-
-    def flush(self) -> None:
-        """Make the lines so far durable, if the store allows."""
-        self._log.flush()
-
-    def close(self) -> None:
-        """Make all lines durable."""
-        self._log.close()
+        self.log.append(json.dumps(row).encode() + b"\n")
 
 
 def read_ledger(store: Store) -> Iterator[Row]:

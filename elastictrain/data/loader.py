@@ -30,7 +30,7 @@ import torch
 # Importing it teaches connections to send tensors through shared memory.
 import torch.multiprocessing
 
-from elastictrain.data.assignment import Pass, Portion, Share, passes
+from elastictrain.data.assignment import Pass, Portion
 from elastictrain.data.dataset import Batch, Dataset
 from elastictrain.errors import ElasticTrainError
 
@@ -52,44 +52,25 @@ class MicroBatch:
     batch: Batch
 
 
-@dataclass(frozen=True, slots=True)
-class ReadAhead:
-    """How samples are read before they are needed."""
-
-    workers: int
-    """Processes; 0 for a thread of this process."""
-
-    prefetch: int
-    """Micro-batches that wait to be taken, at most."""
-
-    pin_memory: bool
-    """Copy batches to page-locked memory, from which a GPU can fetch them while it computes."""
-
-
 class Loader:
-    """Micro-batches from `first_step` (from 0) up to `last_step` (exclusive), once.
+    """The micro-batches of `planned`, once and in order.
 
-    Its only state is the step: a loader made with a later `first_step` yields exactly what remains. Reading starts with the
-    context, or with the first `next`. Whatever the data set raises is raised by `next`.
+    Its only state is the step: a loader with the passes from a later step on yields exactly what remains. Reading starts with
+    the context, or with the first `next`. Whatever the data set raises is raised by `next`.
     """
 
     def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        share: Share,
-        seed: int,
-        shuffle: bool,
-        first_step: int,
-        last_step: int,
-        read_ahead: ReadAhead,
+        self, dataset: Dataset, planned: Iterator[Pass], *, workers: int, prefetch: int, pin_memory: bool = False
     ) -> None:
+        """`workers`: processes that read, 0 for a thread of this one; `prefetch`: micro-batches that wait to be taken, at most.
+
+        `pin_memory`: batches are copied to page-locked memory, from which a GPU can fetch them while it computes.
+        """
         self._dataset = dataset
-        self._read_ahead = read_ahead
-        self._passes = passes(
-            first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=seed, shuffle=shuffle
-        )
-        self._pool = WorkerPool(dataset, num_workers=read_ahead.workers) if read_ahead.workers else None
+        self._passes = planned
+        self._prefetch = prefetch
+        self._pin_memory = pin_memory
+        self._pool = WorkerPool(dataset, num_workers=workers) if workers else None
         self._changed = Condition()
         self._ready: deque[MicroBatch] = deque()
         self._error: BaseException | None = None
@@ -147,7 +128,7 @@ class Loader:
     def _run(self) -> None:
         try:
             for planned, batch in self._read_here() if self._pool is None else self._pool.read(self._passes):
-                ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._read_ahead.pin_memory else batch
+                ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
                 if not self._hand_over(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready)):
                     return
         # The edge of a thread: the consumer raises it.
@@ -167,7 +148,7 @@ class Loader:
     def _hand_over(self, micro_batch: MicroBatch) -> bool:
         """Queues a micro-batch, after waiting for room; false once the loader is closed."""
         with self._changed:
-            while len(self._ready) >= self._read_ahead.prefetch and not self._closed:
+            while len(self._ready) >= self._prefetch and not self._closed:
                 self._changed.wait()
             if self._closed:
                 return False

@@ -4,6 +4,7 @@ import glob
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -167,32 +168,29 @@ def prepare(
 
 def _claim(store: Store, *, plan: str) -> PlanProgress | None:
     """From where to go on, with the folder marked as ours; None if all is done."""
-    start = _look(store, plan=plan)
-    if start is not None and not start.shards:
-        try:
-            # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
+    while True:
+        progress, index = (_read_if_there(store, key) for key in (PROGRESS_FILE, INDEX_FILE))
+        start = choose_start(
+            plan=plan,
+            progress=None if progress is None else decode_progress(progress, url=f"{store.url}/{PROGRESS_FILE}"),
+            index=None if index is None else decode_index(index, url=f"{store.url}/{INDEX_FILE}"),
+            url=store.url,
+        )
+        if start is None or progress is not None:
+            return start
+        # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
+        with suppress(ObjectExistsError):
             store.create(PROGRESS_FILE, encode_record(start))
-        except ObjectExistsError:
-            start = _look(store, plan=plan)
-    return start
+            return start
 
 
-def _look(store: Store, *, plan: str) -> PlanProgress | None:
-    def read(key: str) -> bytes | None:
-        try:
-            return read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
-        except ObjectNotFoundError:
-            return None
-        except ObjectTooLargeError as error:
-            raise DataError(f"{error}; delete that folder to prepare the data again") from None
-
-    progress, index = read(PROGRESS_FILE), read(INDEX_FILE)
-    return choose_start(
-        plan=plan,
-        progress=None if progress is None else decode_progress(progress, url=f"{store.url}/{PROGRESS_FILE}"),
-        index=None if index is None else decode_index(index, url=f"{store.url}/{INDEX_FILE}"),
-        url=store.url,
-    )
+def _read_if_there(store: Store, key: str) -> bytes | None:
+    try:
+        return read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
+    except ObjectNotFoundError:
+        return None
+    except ObjectTooLargeError as error:
+        raise DataError(f"{error}; delete that folder to prepare the data again") from None
 
 
 def choose_start(*, plan: str, progress: PlanProgress | None, index: TokenIndex | None, url: str) -> PlanProgress | None:

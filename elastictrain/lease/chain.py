@@ -148,13 +148,7 @@ class Chain:
 
     def create(self, claim: LeaseClaim) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        data = encode_record(claim)
-        try:
-            self._store.create(generation_key(claim.number), data)
-        except ObjectExistsError:
-            # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return read_record(self._store, generation_key(claim.number)) == data
-        return True
+        return create_record(self._store, claim.number, encode_record(claim))
 
     def signs(self, claim: LeaseClaim) -> Mapping[str, Sign]:
         """What the owner of a generation says of itself, by object."""
@@ -216,6 +210,16 @@ def newest_record(store: Store) -> tuple[int, bytes]:
         candidates = sorted(numbers, reverse=True) or [1]
         found = next((one for number in candidates if (one := _from(store, number)) is not None), None)
     return found or (0, b"")
+
+
+def create_record(store: Store, number: int, data: bytes) -> bool:
+    """Whether this became the record of a generation; False if another was there before."""
+    try:
+        store.create(generation_key(number), data)
+    except ObjectExistsError:
+        # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
+        return read_record(store, generation_key(number)) == data
+    return True
 
 
 def point_at(store: Store, number: int) -> None:

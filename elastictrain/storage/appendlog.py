@@ -7,7 +7,6 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
 from threading import Condition, Thread
 
 from elastictrain.errors import StorageError
@@ -26,9 +25,7 @@ KEPT_BYTES = 64 << 20
 logger = logging.getLogger(__name__)
 
 
-def open_append_log(
-    store: Store, key: str, *, flush_s: float, close_s: float = 30.0, clock: Callable[[], float] = time.monotonic
-) -> AppendLog:
+def open_append_log(store: Store, key: str, *, flush_s: float, close_s: float = 30.0) -> AppendLog:
     """A log under `key`.
 
     Locally each record is in the file when `append` returns. Remotely records are sent every `flush_s` seconds, as objects
@@ -36,7 +33,7 @@ def open_append_log(
     """
     if isinstance(store, LocalStore):
         return _FileLog(store, key)
-    return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s, clock=clock)
+    return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s)
 
 
 def last_part(store: Store, stem: str) -> int:
@@ -160,12 +157,11 @@ class _FileLog:
 class _SegmentLog:
     """A thread sends the newest segment again and again while it grows, and then begins another one."""
 
-    def __init__(self, store: Store, key: str, *, flush_s: float, close_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, key: str, *, flush_s: float, close_s: float) -> None:
         self._store = store
         self._stem = key.removesuffix(".jsonl")
         self._flush_s = flush_s
         self._close_s = close_s
-        self._clock = clock
         self._changed = Condition()
         # All guarded by the condition. Segments that are not sent yet, oldest first; only the last one grows.
         self._segments = deque([bytearray()])
@@ -216,15 +212,15 @@ class _SegmentLog:
                 logger.warning("%s lacks its last %d bytes, and %d records before them", url, waiting_bytes, self._lost)
 
     def _run(self) -> None:
-        flushed = self._clock()
+        flushed = time.monotonic()
         while True:
             with self._changed:
-                while (pause_s := flushed + self._flush_s - self._clock()) > 0:
+                while (pause_s := flushed + self._flush_s - time.monotonic()) > 0:
                     if self._closing or self._flushes_wanted > self._flushes_done:
                         break
                     self._changed.wait(pause_s)
                 closing, wanted = self._closing, self._flushes_wanted
-            flushed = self._clock()
+            flushed = time.monotonic()
             try:
                 self._send_all()
             except StorageError as error:

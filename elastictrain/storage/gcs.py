@@ -50,19 +50,15 @@ class GcsBackend:
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
         bucket, key = split_path(path)
-        where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
-        if mark is None:
-            headers, asked = {"Content-Type": "application/octet-stream"}, {"uploadType": "media", "name": key}
-            self._ask("POST", where, asked, headers=headers, data=data, in_bucket=True)
-            return
         boundary = secrets.token_hex(16)
-        about = json.dumps({"name": key, "metadata": {_MARK: mark}})
+        about = json.dumps({"name": key} if mark is None else {"name": key, "metadata": {_MARK: mark}})
         head = f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{about}\r\n"
         middle = f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
         body = b"".join((head.encode(), middle.encode(), data, f"\r\n--{boundary}--".encode()))
         headers = {"Content-Type": f"multipart/related; boundary={boundary}"}
         # Generation 0 is that of an object which is not there.
-        asked = {"uploadType": "multipart", "ifGenerationMatch": "0"}
+        asked = {"uploadType": "multipart"} | ({} if mark is None else {"ifGenerationMatch": "0"})
+        where = f"upload/storage/v1/b/{quote(bucket, safe='')}/o"
         self._ask("POST", where, asked, headers=headers, data=body, in_bucket=True)
 
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:

@@ -57,7 +57,7 @@ class LocalStore:
         self._retrying = retrying
         self._follow_links = follow_links
         self._folders = DurableFolders(self._root)
-        self._passed_over = PassedOver()
+        self._passed_over: set[str] = set()
 
     @property
     def url(self) -> str:
@@ -271,7 +271,7 @@ class LocalStore:
             try:
                 return self._try("find", key, lambda: _info(key, place, follow=False))
             except IrregularFileError:
-                self._passed_over.tell(place.path, "is a file no more")
+                self._pass_over(place.path, "is a file no more")
         return None
 
     def _delete(self, key: str) -> None:
@@ -311,7 +311,7 @@ class LocalStore:
                 try:
                     yield from self._walk(prefix + name)
                 except IrregularFileError:
-                    self._passed_over.tell(f"{self._root}/{prefix}{name[:-1]}", "is a folder no more")
+                    self._pass_over(f"{self._root}/{prefix}{name[:-1]}", "is a folder no more")
 
     def _names(self, handle: int, *, prefix: str) -> tuple[str, ...]:
         """Names of files, and those of folders with a '/', in order."""
@@ -322,12 +322,23 @@ class LocalStore:
                 for entry in entries:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     if why := _why_passed_over(entry, is_folder=is_folder, depth=prefix.count("/")):
-                        self._passed_over.tell(f"{self._root}/{prefix}{entry.name}", why)
+                        self._pass_over(f"{self._root}/{prefix}{entry.name}", why)
                     else:
                         names.append(f"{entry.name}/" if is_folder else entry.name)
         finally:
             os.close(descriptor)
         return tuple(sorted(names))
+
+    def _pass_over(self, path: str, why: str) -> None:
+        """Says, once each, what a listing leaves out; `why` completes the sentence that starts with the path."""
+        if path in self._passed_over or len(self._passed_over) > _TOLD_AT_MOST:
+            return
+        self._passed_over.add(path)
+        if len(self._passed_over) > _TOLD_AT_MOST:
+            logger.warning("more is passed over than is told here")
+        else:
+            # A name may hold any bytes.
+            logger.warning("%s %s: passed over", path.encode(errors="backslashreplace").decode(), why)
 
     def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
         check_key(key, url=self._url)
@@ -343,24 +354,6 @@ class _Writer:
 
     def write(self, data: Bytes) -> None:
         self._act(lambda: self._file.write(data))
-
-
-class PassedOver:
-    """Tells of what a listing leaves out, once each."""
-
-    def __init__(self) -> None:
-        self._told: set[str] = set()
-
-    def tell(self, path: str, why: str) -> None:
-        """`why` completes the sentence that starts with the path."""
-        if path in self._told or len(self._told) > _TOLD_AT_MOST:
-            return
-        self._told.add(path)
-        if len(self._told) > _TOLD_AT_MOST:
-            logger.warning("more is passed over than is told here")
-        else:
-            # A name may hold any bytes.
-            logger.warning("%s %s: passed over", path.encode(errors="backslashreplace").decode(), why)
 
 
 def _info(key: str, place: Place, *, follow: bool) -> ObjectInfo:

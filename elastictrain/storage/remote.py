@@ -78,11 +78,10 @@ class RemoteStore:
             with self.open_writer(key) as writer:
                 writer.write(data)
         else:
-            payload = _payload(data)
-            self._try("write", key, lambda: self._backend().put(path, payload))
+            self._try("write", key, lambda: self._backend().put(path, bytes(data)))
 
     def create(self, key: str, data: Bytes) -> None:
-        path, payload, mark = self._path(key), _payload(data), secrets.token_hex(16)
+        path, payload, mark = self._path(key), bytes(data), secrets.token_hex(16)
         try:
             self._try("create", key, lambda: self._backend().put(path, payload, mark=mark))
         except ObjectExistsError:
@@ -146,11 +145,6 @@ class RemoteStore:
         if self._connected is None or self._connected[0] != os.getpid():
             self._connected = (os.getpid(), self._connect())
         return self._connected[1]
-
-
-def _payload(data: Bytes) -> bytes:
-    """The bytes as a request body wants them, copied only where they could change under it."""
-    return data if isinstance(data, bytes) else bytes(data)
 
 
 class PartWriter:

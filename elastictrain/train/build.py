@@ -15,9 +15,9 @@ from elastictrain.checkpoint.manifest import counters_of
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.config.digest import config_digest
-from elastictrain.data.assignment import Share
+from elastictrain.data.assignment import Share, passes
 from elastictrain.data.ledger import Ledger, ledger_key
-from elastictrain.data.loader import Loader, ReadAhead
+from elastictrain.data.loader import Loader
 from elastictrain.distributed.group import limit_collectives
 from elastictrain.distributed.wrapping import Wrapped, finish, mesh_shape, share_copies, wrap
 from elastictrain.errors import ConfigError, DataError, Problem
@@ -214,25 +214,17 @@ def _make_stepper(context: TrainContext, state: TrainState, *, wrapped: Wrapped,
 
 
 def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
-    config, identity = context.config, context.identity
-    return Loader(
-        context.samples.train,
-        share=Share(
-            global_batch=config.train.global_batch,
-            micro_batch=config.train.micro_batch,
-            world_size=identity.world_size,
-            rank=identity.rank,
-        ),
+    config, identity, samples = context.config, context.identity, context.samples.train
+    planned = passes(
+        first_step,
+        last_step=config.train.steps,
+        share=Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank),
+        num_samples=len(samples),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
-        first_step=first_step,
-        last_step=config.train.steps,
-        read_ahead=ReadAhead(
-            workers=config.data.workers,
-            prefetch=config.data.prefetch,
-            pin_memory=context.group.device.type == "cuda",
-        ),
     )
+    pin_memory = context.group.device.type == "cuda"
+    return Loader(samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory)
 
 
 def _make_ledger(context: TrainContext) -> Ledger | None:

@@ -87,7 +87,7 @@ class Loop:
         """The same after a failure: the saver finds out by itself that this worker is gone, and tells the others."""
         self.loader.close()
         if self.ledger is not None:
-            self.ledger.close()
+            self.ledger.log.close()
         self.observer.close()
 
     def _train(self) -> None:

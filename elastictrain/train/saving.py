@@ -78,7 +78,7 @@ class SynchronousSaving:
         """What a checkpoint covers is never done again, so its records must not be lost with this process."""
         self.context.journal.flush()
         if self.ledger is not None:
-            self.ledger.flush()
+            self.ledger.log.flush()
 
     def tell_failure(self, step: int, *, error: str, in_a_row: int) -> None:
         """As rank 0: record and show that a save failed."""

@@ -37,14 +37,15 @@ SAMPLES = """
 
 MAIN = """
     import json, os, signal, sys, time
-    from elastictrain.data.assignment import Share
-    from elastictrain.data.loader import Loader, ReadAhead
+    from elastictrain.data.assignment import Share, passes
+    from elastictrain.data.loader import Loader
     from samples import Samples
 
     def loader(dataset, *, workers=2, first_step=0, last_step=12):
-        return Loader(
-            dataset, share=Share(global_batch=8, micro_batch=2, world_size=2, rank=1), seed=0, shuffle=False,
-            first_step=first_step, last_step=last_step, read_ahead=ReadAhead(workers, 4, False))
+        share = Share(global_batch=8, micro_batch=2, world_size=2, rank=1)
+        planned = passes(
+            first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=0, shuffle=False)
+        return Loader(dataset, planned, workers=workers, prefetch=4)
 
     def children():
         import psutil

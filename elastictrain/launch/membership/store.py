@@ -9,7 +9,7 @@ from functools import partial
 
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
 from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode, encode
-from elastictrain.lease.chain import HOSTS, generation_key, newest_record, parse_claim, point_at
+from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, point_at
 from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
 from elastictrain.storage.opening import create_secret, read_secret
 from elastictrain.storage.store import Store
@@ -110,16 +110,13 @@ class MembershipStore:
 
     def create(self, generation: Generation) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        key, data = generation_key(generation.number), encode(generation)
-        try:
-            self._volatile.create(key, data)
-        except ObjectExistsError:
-            # The answer to a create that succeeded can be lost, and its repetition then finds the object there.
-            return read_record(self._store, key) == data
+        data = encode(generation)
+        if not create_record(self._volatile, generation.number, data):
+            return False
         self._advance(generation)
         self._created = generation.number
         if self._volatile is not self._store:
-            self._unsettled.append((key, data))
+            self._unsettled.append((generation_key(generation.number), data))
         return True
 
     def settle(self) -> None:

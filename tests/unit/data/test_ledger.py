@@ -84,10 +84,10 @@ def test_portions_that_do_not_count_are_not_written() -> None:
     ledger = Ledger(log)
     ledger.record(7, consumed=[(Portion(4, 6, True), (10, 11)), (Portion(0, 2, False), (1, 2))])
     assert not log.flushed
-    ledger.flush()
+    ledger.log.flush()
     assert log.flushed
     assert not log.closed
-    ledger.close()
+    ledger.log.close()
     assert json.loads(log.data) == {"step": 7, "positions": [[4, 6]], "samples": [10, 11]}
     assert log.closed
 

@@ -7,7 +7,7 @@ import torch
 
 from elastictrain.data.assignment import Share, passes
 from elastictrain.data.dataset import Batch, Dataset
-from elastictrain.data.loader import Loader, MicroBatch, ReadAhead
+from elastictrain.data.loader import Loader, MicroBatch
 
 
 @dataclass
@@ -29,15 +29,9 @@ class Numbers:
 
 
 def loader(dataset: Dataset, *, first_step: int = 0, last_step: int = 6, rank: int = 0, prefetch: int = 2) -> Loader:
-    return Loader(
-        dataset,
-        share=Share(global_batch=7, micro_batch=2, world_size=2, rank=rank),
-        seed=1,
-        shuffle=True,
-        first_step=first_step,
-        last_step=last_step,
-        read_ahead=ReadAhead(workers=0, prefetch=prefetch, pin_memory=False),
-    )
+    share = Share(global_batch=7, micro_batch=2, world_size=2, rank=rank)
+    planned = passes(first_step, last_step=last_step, share=share, num_samples=len(dataset), seed=1, shuffle=True)
+    return Loader(dataset, planned, workers=0, prefetch=prefetch)
 
 
 def contents(batches: list[MicroBatch]) -> list[object]:
