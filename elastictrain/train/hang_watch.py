@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
@@ -24,18 +23,6 @@ logger = logging.getLogger(__name__)
 _STORE_LIMIT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Accusation:
-    """What is known of a hang that ends this rank."""
-
-    text: str
-    hang: Hang | None
-    """The record of it; None where another rank keeps it."""
-
-    stacks: str
-    """Of all ranks of this host."""
-
-
 class HangWatch:
     """Complete from the moment on that the ranks have met; before that it knows of nothing."""
 
@@ -48,9 +35,11 @@ class HangWatch:
         self._peer_monitor: PeerMonitor | None = None
         self._sees_compiler = False
         self._traced: tuple[ProgressMark, str] | None = None
+        self._hang: tuple[Hang, str] | None = None
+        """The record of the hang that ends this rank, and the stacks of all ranks of this host, where this rank keeps them."""
 
     def begin(self, context: TrainContext) -> None:
-        """The ranks have context. Where nobody starts this process again, nobody ends it from outside either."""
+        """The ranks have met. Where nobody starts this process again, nobody ends it from outside either."""
         self._context = context
         if not self._identity.launched:
             return
@@ -101,33 +90,29 @@ class HangWatch:
         if self._context is not None and self._tracker.mark.first_step_done:
             self._context.heartbeats.announce_failure()
 
-    def accuse(self, overdue: Overdue) -> Accusation:
+    def accuse(self, overdue: Overdue) -> str:
         """What there is to say of a hang, as the end of a sentence; takes a bounded time."""
-        if not overdue.hangs:
-            return Accusation("", None, "")
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
         mark, rank = self._tracker.mark, self._identity.rank
         if found is None and self._identity.world_size == 1:
             found = diagnose([self._status(mark)], frozen_s=float("inf"))
-        if found is None:
-            return Accusation("", None, "")
+        if found is None or not overdue.hangs:
+            return ""
         text = paragraph(found)
         # One record of one hang: the guilty rank's, as long as it can write one.
-        first_waiting = min((one.rank for one in found.waiting), default=rank)
-        if not found.is_guilty(rank) and rank != first_waiting:
-            return Accusation(f"\n{text}", None, "")
-        stacks = self._monitor_client.take_stacks() if self._monitor_client is not None else ""
-        return Accusation(f"\n{text}", self._event(found, mark, text), stacks)
+        if found.is_guilty(rank) or rank == min((one.rank for one in found.waiting), default=rank):
+            stacks = self._monitor_client.take_stacks() if self._monitor_client is not None else ""
+            self._hang = self._event(found, mark, text), stacks
+        return f"\n{text}"
 
-    def keep(self, accusation: Accusation) -> None:
+    def keep_record(self) -> None:
         """Record a hang in the run's folder. Storage may be what hangs: it is not waited for long."""
-        context, hang = self._context, accusation.hang
-        if context is None or hang is None:
+        if self._context is None or self._hang is None:
             return
-        within(_STORE_LIMIT_S, lambda: context.journal.record(hang))
-        if hang.stacks is not None:
-            key = hang.stacks
-            within(_STORE_LIMIT_S, lambda: context.store.write(key, accusation.stacks.encode()))
+        journal, store, (hang, stacks) = self._context.journal, self._context.store, self._hang
+        within(_STORE_LIMIT_S, lambda: journal.record(hang))
+        if (key := hang.stacks) is not None:
+            within(_STORE_LIMIT_S, lambda: store.write(key, stacks.encode()))
 
     def close(self) -> None:
         """The run ends as it should; from the main thread."""

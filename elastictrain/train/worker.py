@@ -7,8 +7,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -39,7 +40,7 @@ from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
-from elastictrain.train.hang_watch import Accusation, HangWatch
+from elastictrain.train.hang_watch import HangWatch
 from elastictrain.train.leaving import describe
 from elastictrain.train.loop import Loop
 from elastictrain.train.snapshot_memory import start_saver
@@ -169,44 +170,43 @@ class Worker:
             left_s = request.deadline_s - time.monotonic()
             limit_the_end(max(_LEAST_END_S, min(self._config.fault.shutdown_grace_s, left_s)), exit_code=EXIT_STOPPED)
 
-    def _end_failed(self, error: BaseException) -> int:
-        self._limit_the_end(self._classify(error, {}).exit_code)
-        # The limit above takes the watchdog's place, and keeps the exit code.
+    def _begin_end(self, exit_code: int) -> None:
+        """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
+        limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
         self._hangs.announce_ending()
+
+    def _end_failed(self, error: BaseException) -> int:
+        mark = self._tracker.mark
+        classify = partial(classify_exit, error, where=str(mark), in_collective=mark.in_collective)
+        # The limit takes the watchdog's place, and keeps the exit code.
+        self._begin_end(classify(last_heard={}).exit_code)
         self._watchdog.close()
         heard = self._last_heard()
-        what = self._classify(error, heard)
+        what = classify(last_heard=heard)
         if what.alone:
             self._hangs.tell_others()
-        stack = "".join(traceback.format_exception(error)) if what.show_stack else ""
-        self._report(what, heard=heard, stack=stack)
+        self._report(what, heard=heard, stack="".join(traceback.format_exception(error)) if what.show_stack else "")
         return what.exit_code
-
-    def _classify(self, error: BaseException, last_heard: Mapping[str, str]) -> ExitClassification:
-        mark = self._tracker.mark
-        return classify_exit(error, where=str(mark), in_collective=mark.in_collective, last_heard=last_heard)
 
     def _end_overdue(self, overdue: Overdue) -> None:
         """From the watchdog's thread, while the main thread is stuck: say why, and end the process."""
-        self._limit_the_end(overdue.exit_code)
-        self._hangs.announce_ending()
+        self._begin_end(overdue.exit_code)
         try:
             accusation = self._hangs.accuse(overdue)
             if overdue.exit_code == EXIT_TRANSPORT:
                 self._hangs.tell_others()
             heard = self._last_heard()
-            sentence = f"{overdue.reason}{accusation.text}{describe_heard(heard)}"
-            stack = _all_stacks() if overdue.show_stacks else ""
+            sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
             what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
             # Without stacks: another rank is gone, or training had not begun. Nothing is to be learnt here.
-            self._report(what, heard=heard, stack=stack, accusation=accusation, brief=not overdue.show_stacks)
+            brief = not overdue.show_stacks
+            self._report(what, heard=heard, stack="" if brief else _all_stacks(), brief=brief)
         finally:
             os._exit(overdue.exit_code)
 
     def _end_without_lease(self, sentence: str) -> None:
         """From the lease's thread: another run trains here, so that nothing that is done from now on counts."""
-        self._limit_the_end(EXIT_STOPPED)
-        self._hangs.announce_ending()
+        self._begin_end(EXIT_STOPPED)
         try:
             self._report(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={}, brief=True)
         finally:
@@ -218,19 +218,7 @@ class Worker:
         # NCCL never notices.
         return replace(peer, noticed=self._backend != "nccl") if peer is not None else None
 
-    def _limit_the_end(self, exit_code: int) -> None:
-        """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
-        limit_the_end(self._config.fault.shutdown_grace_s, exit_code=exit_code)
-
-    def _report(
-        self,
-        what: ExitClassification,
-        *,
-        heard: Mapping[str, str],
-        stack: str = "",
-        accusation: Accusation | None = None,
-        brief: bool = False,
-    ) -> None:
+    def _report(self, what: ExitClassification, *, heard: Mapping[str, str], stack: str = "", brief: bool = False) -> None:
         """`brief`: what ended this rank is told elsewhere, and others wait for its end. Then nothing waits for a disk or
         asks a device whose peer is being torn down, and which may not answer any more."""
         with self._ending:
@@ -238,9 +226,7 @@ class Worker:
             context, limit_s = self._context, self._config.fault.shutdown_grace_s / 2
             if context is None:
                 return
-            if accusation is not None and not brief:
-                self._hangs.keep(accusation)
-            trace = self._hangs.trace
+            journal, store, trace = context.journal, context.store, self._hangs.trace
             expected = trace is not None if brief else self._config.fault.flight_recorder_entries > 0
             key = f"flight/{context.generation.name}-r{self._identity.rank:05d}.json"
             failure = Failure(
@@ -251,13 +237,16 @@ class Worker:
                 last_heard=heard,
                 flight_recorder=key if expected else None,
             )
-            # The main thread may hang in this very journal, since storage does.
-            within(limit_s, lambda: _record_last(context.journal, failure, close=not brief))
             if brief:
-                if trace is not None:
-                    within(_FLIGHT_RECORDER_LIMIT_S, lambda: without_sync(context.store).write(key, trace.encode()))
+                within(limit_s, lambda: _record_last(journal, failure, end=journal.flush))
+                within(_FLIGHT_RECORDER_LIMIT_S, lambda: _store_trace(without_sync(store), key, trace))
                 return
-            within(_FLIGHT_RECORDER_LIMIT_S, lambda: _store_flight_recorder(context.store, key, trace))
+            self._hangs.keep_record()
+            # The main thread may hang in this very journal, since storage does.
+            within(limit_s, lambda: _record_last(journal, failure, end=journal.close))
+            # In a hang the library may not answer any more: then what it said before is what there is.
+            trace = trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder)
+            within(_FLIGHT_RECORDER_LIMIT_S, lambda: _store_trace(store, key, trace))
             if self._loop is not None:
                 within(limit_s, self._loop.abandon)
 
@@ -290,17 +279,12 @@ class Worker:
         return self._context.heartbeats.last_heard() if self._context is not None else {}
 
 
-def _record_last(journal: Journal, failure: Failure, *, close: bool) -> None:
+def _record_last(journal: Journal, failure: Failure, *, end: Callable[[], None]) -> None:
     journal.record(failure)
-    if close:
-        journal.close()
-    else:
-        journal.flush()
+    end()
 
 
-def _store_flight_recorder(store: Store, key: str, trace: str | None) -> None:
-    # In a hang the library may not answer any more: then what it said before is what there is.
-    trace = trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder)
+def _store_trace(store: Store, key: str, trace: str | None) -> None:
     if trace is not None:
         store.write(key, trace.encode())
 

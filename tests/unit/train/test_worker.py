@@ -76,13 +76,13 @@ def test_who_ends_because_another_rank_is_gone_waits_for_no_disk_and_no_device(
     # Without a way to close it, a store, or a board that is asked for more than this.
     heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
     generation = SimpleNamespace(name="000001-aa")
-    worker._context = context_of(journal=journal, heartbeats=heartbeats, generation=generation)
+    worker._context = context_of(journal=journal, heartbeats=heartbeats, store=None, generation=generation)
 
     def left(code: int) -> None:
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", left)
-    monkeypatch.setattr(worker, "_limit_the_end", lambda _: None)
+    monkeypatch.setattr("elastictrain.train.worker.limit_the_end", lambda limit_s, *, exit_code: None)
     with pytest.raises(SystemExit, match="71"):
         worker._end_overdue(Overdue(EXIT_TRANSPORT, "rank 0 of this host is gone", show_stacks=False))
     assert told(tmp_path).exit_code == EXIT_TRANSPORT
