@@ -28,7 +28,6 @@ class Event(msgspec.Struct, frozen=True):
 
     @property
     def event(self) -> str:
-        """Its name."""
         return str(self.__struct_config__.tag)
 
 
@@ -289,7 +288,6 @@ class Journal:
         self._lock = Lock()
 
     def record(self, event: Event) -> None:
-        """Append one event."""
         with self._lock:
             self._log.append(encode(event, now=self._clock(), incarnation=self._incarnation, rank=self._rank))
 
@@ -298,6 +296,5 @@ class Journal:
         self._log.flush()
 
     def close(self) -> None:
-        """Make all events durable."""
         with self._lock:
             self._log.close()

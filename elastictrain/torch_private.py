@@ -27,8 +27,6 @@ COMPILER = "torch._dynamo"
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """One that this project uses."""
-
     module: str
     name: str
     """With dots: an attribute of an attribute."""

@@ -35,10 +35,7 @@ class Composed:
     """Whether a group's choice could not be taken: keys that are missing then mean nothing."""
 
     recipes: tuple[str, ...]
-    """Recipes to choose from."""
-
     recipe: str | None
-    """The recipe that was chosen."""
 
 
 def own_conf() -> Path:

@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from elastictrain.bounded_json import parse_record
-from elastictrain.fault.notices import MetadataError, Notice, NoticeSource
+from elastictrain.fault.notices import MetadataError, Notice
 
 AWS_TOKEN = "/latest/api/token"  # noqa: S105  # where to get one
 AWS_ACTION = "/latest/meta-data/spot/instance-action"
@@ -38,8 +39,15 @@ _AWS_HOPS = "in a container the hop limit of the metadata service must be 2 or m
 GCP_PREEMPTED = "/computeMetadata/v1/instance/preempted"
 GCP_MAINTENANCE = "/computeMetadata/v1/instance/maintenance-event"
 GCP_HEADERS = {"Metadata-Flavor": "Google"}
-_GCP_PREEMPT_S = 30.0
-_GCP_MAINTENANCE_S = 60.0
+_GCP_ITEMS: Mapping[str, Mapping[bytes, Notice | None]] = {
+    GCP_PREEMPTED: {b"TRUE": Notice("preempt", "Google Cloud takes this spot instance", 30.0), b"FALSE": None},
+    GCP_MAINTENANCE: {
+        b"TERMINATE_ON_HOST_MAINTENANCE": Notice("maintenance", "Google Cloud ends this instance for maintenance", 60.0),
+        b"MIGRATE_ON_HOST_MAINTENANCE": Notice("pause", "Google Cloud moves this instance to another machine", 60.0, False),
+        b"NONE": None,
+    },
+}
+"""Item -> its values; a deadline here counts from when the item is read."""
 
 AZURE_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
@@ -126,21 +134,51 @@ def _break_off(connection: socket.socket, overdue: threading.Event) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class AwsSource:
-    """Asks an EC2 instance's metadata service, version 2 only: that one is always there, and the other often is not."""
+@dataclass(frozen=True, slots=True)
+class MetadataSource:
+    """Asks the metadata service of one cloud, item by item, for the first notice."""
 
-    name = "AWS"
+    name: str
+    service: MetadataService
+    ask: Callable[[str], Answer]
+    items: Mapping[str, Parser]
+    """By path."""
 
-    def __init__(self, service: MetadataService, *, clock: Callable[[], float] = time.monotonic) -> None:
+    may_lack: bool = True
+    """Whether an instance that is not of a kind that can be taken lacks some."""
+
+    def look(self) -> Notice | None:
+        for path, parse in self.items.items():
+            answer = self.ask(path)
+            if answer.status == 404 and self.may_lack:
+                continue
+            if answer.status != 200:
+                raise unexpected(self.service, path, answer)
+            try:
+                notice = parse(answer.body)
+            except ValueError as error:
+                raise unexpected(self.service, path, answer) from error
+            if notice is not None:
+                return notice
+        return None
+
+
+def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.monotonic) -> MetadataSource:
+    """Version 2 of the service only: that one is always there, and the other often is not."""
+    session = _AwsSession(service, clock)
+    return MetadataSource("AWS", service, session.ask, {AWS_ACTION: parse_action, AWS_REBALANCE: parse_rebalance})
+
+
+class _AwsSession:
+    """Asks with a token, which is renewed before it is too old."""
+
+    def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
         self._service = service
         self._clock = clock
         self._token = ""
         self._refresh_at_s = 0.0
 
-    def look(self) -> Notice | None:
-        return _first_notice(self._service, self._ask, {AWS_ACTION: parse_action, AWS_REBALANCE: parse_rebalance})
-
-    def _ask(self, path: str) -> Answer:
+    def ask(self, path: str) -> Answer:
         fresh = not self._token or self._clock() >= self._refresh_at_s
         if fresh:
             self._refresh()
@@ -163,91 +201,42 @@ class AwsSource:
         self._refresh_at_s = self._clock() + _AWS_REFRESHED_AT * AWS_TOKEN_LIFE_S
 
 
-class GcpSource:
-    """Asks the metadata server of an instance of Google Cloud."""
+def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.time) -> MetadataSource:
+    """`wall`: unix seconds."""
 
-    name = "Google Cloud"
-
-    def __init__(self, service: MetadataService, *, wall: Callable[[], float] = time.time) -> None:
-        """`wall`: unix seconds."""
-        self._service = service
-        self._wall = wall
-
-    def look(self) -> Notice | None:
-        return _first_notice(
-            self._service, self._ask, {GCP_PREEMPTED: self._parse_preempted, GCP_MAINTENANCE: self._parse_maintenance}
-        )
-
-    def _ask(self, path: str) -> Answer:
-        answer = self._service.ask(path, headers=GCP_HEADERS)
+    def ask(path: str) -> Answer:
+        answer = service.ask(path, headers=GCP_HEADERS)
         if answer.headers.get("metadata-flavor") != "Google":
-            raise MetadataError(f"{self._service.url}{path}: whoever answers is not the metadata server of Google Cloud")
+            raise MetadataError(f"{service.url}{path}: whoever answers is not the metadata server of Google Cloud")
         return answer
 
-    def _parse_preempted(self, body: bytes) -> Notice | None:
-        match body.strip().upper():
-            case b"TRUE":
-                return Notice("preempt", "Google Cloud takes this spot instance", self._wall() + _GCP_PREEMPT_S)
-            case b"FALSE":
-                return None
-            case other:
-                raise ValueError(other)
+    def parse(body: bytes, values: Mapping[bytes, Notice | None]) -> Notice | None:
+        value = body.strip().upper()
+        if value not in values:
+            raise ValueError(value)
+        notice = values[value]
+        return None if notice is None else replace(notice, deadline=wall() + (notice.deadline or 0.0))
 
-    def _parse_maintenance(self, body: bytes) -> Notice | None:
-        deadline = self._wall() + _GCP_MAINTENANCE_S
-        match body.strip().upper():
-            case b"TERMINATE_ON_HOST_MAINTENANCE":
-                return Notice("maintenance", "Google Cloud ends this instance for maintenance", deadline)
-            case b"MIGRATE_ON_HOST_MAINTENANCE":
-                return Notice("pause", "Google Cloud moves this instance to another machine", deadline, leave=False)
-            case b"NONE":
-                return None
-            case other:
-                raise ValueError(other)
+    items = {path: partial(parse, values=values) for path, values in _GCP_ITEMS.items()}
+    return MetadataSource("Google Cloud", service, ask, items)
 
 
-class AzureSource:
-    """Asks a virtual machine's metadata service. The first question may take minutes: it switches the events on."""
+def azure_source(service: MetadataService) -> MetadataSource:
+    """The first question may take minutes: it switches the events on."""
 
-    name = "Azure"
+    def ask(path: str) -> Answer:
+        return service.ask(path, headers=AZURE_HEADERS)
 
-    def __init__(self, service: MetadataService) -> None:
-        self._service = service
-        self._machine = ""
+    @cache
+    def machine() -> str:
+        answer = ask(AZURE_NAME)
+        name = answer.body.decode(errors="replace").strip() if answer.status == 200 else ""
+        if not name:
+            raise unexpected(service, AZURE_NAME, answer)
+        return name
 
-    def look(self) -> Notice | None:
-        if not self._machine:
-            answer = self._ask(AZURE_NAME)
-            self._machine = answer.body.decode(errors="replace").strip() if answer.status == 200 else ""
-            if not self._machine:
-                raise unexpected(self._service, AZURE_NAME, answer)
-        items: dict[str, Parser] = {AZURE_EVENTS: lambda body: parse_events(body, machine=self._machine)}
-        return _first_notice(self._service, self._ask, items, may_lack=False)
-
-    def _ask(self, path: str) -> Answer:
-        return self._service.ask(path, headers=AZURE_HEADERS)
-
-
-Cloud = type[AwsSource] | type[GcpSource] | type[AzureSource]
-
-
-def _first_notice(
-    service: MetadataService, ask: Callable[[str], Answer], items: dict[str, Parser], *, may_lack: bool = True
-) -> Notice | None:
-    """Of the items at these paths. `may_lack`: an instance that is not of a kind that can be taken lacks some."""
-    for path, parse in items.items():
-        answer = ask(path)
-        if answer.status == 404 and may_lack:
-            continue
-        if answer.status != 200:
-            raise unexpected(service, path, answer)
-        try:
-            notice = parse(answer.body)
-        except ValueError as error:
-            raise unexpected(service, path, answer) from error
-        if notice is not None:
-            return notice
-    return None
+    items: dict[str, Parser] = {AZURE_EVENTS: lambda body: parse_events(body, machine=machine())}
+    return MetadataSource("Azure", service, ask, items, may_lack=False)
 
 
 class _Action(msgspec.Struct):
@@ -315,19 +304,22 @@ def _not_before(event: dict[str, object]) -> float | None:
         return None
 
 
+Cloud = Callable[[MetadataService], MetadataSource]
+
+
 def cloud_of(facts: dict[str, str]) -> Cloud | None:
     """What the files of /sys/class/dmi/id say, by name; None if they name no cloud."""
     vendor = facts.get("sys_vendor", "")
     if vendor == "Amazon EC2" or "amazon" in facts.get("bios_version", "").lower():
-        return AwsSource
+        return aws_source
     if vendor == "Google" or facts.get("product_name") == "Google Compute Engine":
-        return GcpSource
+        return gcp_source
     if vendor == "Microsoft Corporation" and facts.get("chassis_asset_tag") == _AZURE_TAG:
-        return AzureSource
+        return azure_source
     return None
 
 
-def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> NoticeSource | None:
+def detect(root: str = "/", *, base_url: str = ADDRESS, timeout_s: float = PROBE_S) -> MetadataSource | None:
     """Whom to ask on this host, found within a few `timeout_s`; None if it is in no cloud that gives notices.
 
     Its firmware says it, or else whoever answers at the metadata address.
@@ -350,11 +342,11 @@ def _probe(base_url: str, timeout_s: float) -> Cloud | None:
     service = MetadataService(base_url, timeout_s=timeout_s)
     with suppress(MetadataError):
         if service.ask(GCP_MAINTENANCE, headers=GCP_HEADERS).headers.get("metadata-flavor") == "Google":
-            return GcpSource
+            return gcp_source
     with suppress(MetadataError):
         if service.ask(AZURE_NAME, headers=AZURE_HEADERS).status == 200:
-            return AzureSource
+            return azure_source
     with suppress(MetadataError):
         if service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: "60"}).status == 200:
-            return AwsSource
+            return aws_source
     return None

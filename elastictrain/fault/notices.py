@@ -101,7 +101,6 @@ class NoticePoller:
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
         self._thread.start()
 
     def close(self) -> None:

@@ -79,11 +79,9 @@ class HeartbeatStore:
         self._thread = threading.Thread(target=self._write, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to write."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop writing."""
         self._closed.set()
         self._thread.join(timeout=2 * _READ_TIMEOUT.total_seconds())
 

@@ -35,8 +35,6 @@ class MonitoredHost:
     incarnation: str
     host: str
     ranks: tuple[int, ...]
-    """Those of this host."""
-
     run_dir: str
     flush_s: float
     close_s: float
@@ -69,7 +67,6 @@ class RankMonitorClient:
         return self._marks.beat
 
     def write(self, mark: ProgressMark) -> None:
-        """Note a mark; never raises."""
         self._marks.write(mark, bound_s=bound_s(mark, self._options), limit_s=limit_s(mark, self._options))
 
     def announce_ending(self) -> None:
@@ -93,7 +90,6 @@ class RankMonitorClient:
         return take_stacks(self.folder, workers_of(self.folder, self._facts.ranks))
 
     def close(self) -> None:
-        """Nobody watches any more."""
         if self._monitor is not None:
             self._monitor.kill()
             self._monitor.wait()

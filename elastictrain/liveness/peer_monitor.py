@@ -53,7 +53,6 @@ class PeerMonitor:
         self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
         self._thread.start()
 
     def close(self) -> None:

@@ -52,7 +52,6 @@ class ProgressMark:
     """The longest but one of the last steps, so that a single stall does not blunt the bound; 0 while too few are known."""
 
     compiling: bool = False
-    """Whether a compiler is at work inside this phase."""
 
     @property
     def in_collective(self) -> bool:
@@ -79,7 +78,6 @@ class ProgressTracker:
         self.mark = ProgressMark(Phase.START, 0, 0, clock(), False)
 
     def set_phase(self, phase: Phase, *, step: int = 0, micro_batch: int = 0) -> None:
-        """Note that `phase` begins now."""
         now_s, before = self._clock(), self.mark
         if before.first_step_done and before.phase in STEP_PHASES and not before.compiling:
             spent_s = now_s - before.since_s

@@ -81,7 +81,6 @@ class ProgressFile:
             os.close(descriptor)
 
     def write(self, mark: ProgressMark, *, bound_s: float, limit_s: float) -> None:
-        """Replace the mark."""
         self._sequence += 1
         place = (_PHASES.index(mark.phase), mark.first_step_done, mark.compiling, mark.step, mark.micro_batch, mark.since_s)
         body = _MARK.pack(self._sequence, *place, bound_s, limit_s)
@@ -132,7 +131,6 @@ class ProgressFileReader:
         return self._last
 
     def close(self) -> None:
-        """No more reading."""
         self._map.close()
 
     def _marks(self, body: bytes) -> RankProgress:

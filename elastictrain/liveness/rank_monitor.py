@@ -62,16 +62,12 @@ class Seen:
     """Since its pulse was last seen to go on."""
 
     stopped: bool = False
-    """Whether a signal has stopped it."""
-
     gone_s: float | None = None
     """Since it ended; None as long as it lives."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillDecision:
-    """A process has to be ended."""
-
     seen: Seen
     kind: Kind
     silent_s: float
@@ -180,7 +176,6 @@ class RankMonitor:
         self._threads: list[threading.Thread] = []
 
     def run(self) -> None:
-        """Until nobody is left."""
         while self.turn():
             time.sleep(TURN_S)
         deadline = self._clock() + self._facts.close_s
@@ -201,7 +196,6 @@ class RankMonitor:
         return any(one is None or one.gone_s is None for one in looks)
 
     def _look(self, awake_s: float) -> list[Seen | None]:
-        """At each that has come so far."""
         looks = []
         for rank in self._facts.ranks:
             if rank not in self._workers and rank not in self._vanished:

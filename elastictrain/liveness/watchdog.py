@@ -145,11 +145,9 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching."""
         self._closed.set()
         self._thread.join(timeout=1.0)
 

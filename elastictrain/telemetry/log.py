@@ -48,7 +48,6 @@ class WorkerHandler(logging.Handler):
         self.setFormatter(_Formatter(prefix))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
         try:
             tqdm.write(self.format(record), file=self.stream)
             self.stream.flush()

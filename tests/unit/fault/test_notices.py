@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.fault.clouds import AWS_ACTION, GCP_PREEMPTED, AwsSource, GcpSource, MetadataService
+from elastictrain.fault.clouds import AWS_ACTION, GCP_PREEMPTED, MetadataService, aws_source, gcp_source
 from elastictrain.fault.notices import LimitSource, MetadataError, Notice, NoticePoller, NoticeSource, adds_to
 from tests.unit.fault.metadata_servers import FakeAws, FakeGcp, serving
 
@@ -116,7 +116,7 @@ def test_a_notice_that_could_not_be_passed_on_is_passed_on_again() -> None:
 
 def test_a_source_that_fails_does_not_silence_the_others() -> None:
     with serving(FakeAws(misbehave="error")) as aws, serving(FakeGcp(items={GCP_PREEMPTED: b"TRUE"})) as google:
-        sources = AwsSource(MetadataService(aws.url)), GcpSource(MetadataService(google.url))
+        sources = aws_source(MetadataService(aws.url)), gcp_source(MetadataService(google.url))
         with polling(*sources) as heard:
             assert heard.get(timeout=5.0).reason == "Google Cloud takes this spot instance"
             # It gets better, and has something to say.
