@@ -45,7 +45,7 @@ from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manif
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
-from elastictrain.checkpoint.tensor_bytes import Copy, choose_own, own_items
+from elastictrain.checkpoint.tensor_bytes import Box, choose_own, own_items
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.checkpoint.writer import WrittenItem, build_manifest
 from elastictrain.config.load import load
@@ -145,7 +145,7 @@ def rows_of(length: int, index: int, shards: int) -> tuple[int, int]:
 
 def computed_items(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World, rank: int) -> tuple[Item, ...]:
     """What `own_items` gives for a rank, without its tensors."""
-    held: list[tuple[Item, int, int]] = []
+    held: list[Box] = []
     for name, (shape, sharded) in state.items():
         offsets, sizes, copies, copy = (0,) * len(shape), shape, world.size, rank
         if sharded and world.shards > 1:
@@ -153,9 +153,8 @@ def computed_items(state: Mapping[str, tuple[tuple[int, ...], bool]], world: Wor
             offsets, sizes = (first, *offsets[1:]), (rows, *shape[1:])
             copies, copy = world.copies, rank // world.shards
         if math.prod(sizes):
-            held.append((Item(name, "float32", shape, offsets, sizes), copies, copy))
-    chosen = choose_own([Copy(item.key, item.size_bytes, copies, copy) for item, copies, copy in held])
-    return tuple(item for (item, _, _), own in zip(held, chosen, strict=True) if own)
+            held.append(Box(Item(name, "float32", shape, offsets, sizes), copies, copy))
+    return choose_own(held)
 
 
 def timed(act: Callable[[], T]) -> tuple[T, float]:

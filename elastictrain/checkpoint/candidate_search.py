@@ -103,24 +103,10 @@ def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreCandidate:
-    """What to try next: the best step in host memory, or a folder with the bytes of its manifest; neither is a fresh start."""
+IN_MEMORY = b"memory\n"
+"""A proposal: the best step in host memory."""
 
-    folder: str = ""
-    manifest: bytes = b""
-    in_memory: bool = False
-
-    def to_bytes(self) -> bytes:
-        """For `exchange.from_first`."""
-        return f"{'memory' if self.in_memory else 'storage'} {self.folder}\n".encode() + self.manifest
-
-
-def candidate_from_bytes(data: bytes) -> RestoreCandidate:
-    """The inverse of `RestoreCandidate.to_bytes`."""
-    head, _, manifest = data.partition(b"\n")
-    tier, _, folder = head.decode().partition(" ")
-    return RestoreCandidate(folder, manifest, in_memory=tier == "memory")
+FRESH_START = b"\n"
 
 
 class CandidateSearch:
@@ -156,12 +142,12 @@ class CandidateSearch:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
         return [one for one in made if not self._lineage.has(*one)]
 
-    def next_candidate(self, *, memory: tuple[bool, int] | None) -> RestoreCandidate:
-        """The best step in host memory, or the next candidate in storage if that is better.
+    def next_candidate(self, *, memory: tuple[bool, int] | None) -> bytes:
+        """The next candidate in storage (folder, line feed, manifest), `IN_MEMORY` if that is better, or `FRESH_START`.
 
-        `memory` says of that step whether it is on the line that the run went on with, and which it is: what is off the line
-        counts only where nothing on it is left. The manifest of a candidate is valid, and its files are all there, in their
-        sizes. To be asked again after each that was rejected: both may have another one then.
+        `memory` is of the best step in host memory: whether it is on the line that the run went on with, and which step it is.
+        What is off the line counts only where nothing on it is left. The manifest of a candidate is valid, and its files are
+        all there, in their sizes. To be asked again after each that was rejected: both may have another one then.
 
         Raises: NoValidCheckpointError, UnknownFormatError, StorageError.
         """
@@ -170,7 +156,7 @@ class CandidateSearch:
             decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self._on_invalid)
             folder = decision if isinstance(decision, FolderFacts) else None
             if memory is not None and (folder is None or memory >= (folder.name not in self._off_line, folder.step)):
-                return RestoreCandidate(in_memory=True)
+                return IN_MEMORY
             if isinstance(decision, Refuse):
                 rejects = [self._with_reason(reject) for reject in decision.rejects]
                 raise NoValidCheckpointError(refusal_message(rejects, url=f"{self._store.url}/{ROOT}"))
@@ -179,10 +165,10 @@ class CandidateSearch:
                 told = {reject.folder for reject in self._rejected}
                 self._tell(reject for reject in decision.rejects if reject.folder not in told)
                 mark_begun(self._store, listing=listing, note=self._signed())
-                return RestoreCandidate()
+                return FRESH_START
             found = self._examine(decision)
             if isinstance(found, bytes):
-                return RestoreCandidate(decision.name, found)
+                return b"\n".join((decision.name.encode(), found))
             self.reject(found)
 
     def reject(self, reject: Reject) -> None:

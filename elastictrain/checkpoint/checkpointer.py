@@ -6,22 +6,23 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from elastictrain.checkpoint.candidate_search import CandidateSearch, RestoreCandidate, candidate_from_bytes
+from elastictrain.checkpoint.candidate_search import FRESH_START, IN_MEMORY, CandidateSearch
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import describe, from_first, gather_bytes, gather_json, revive
 from elastictrain.checkpoint.folders import ROOT, Listing, Reject, clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.lineage import Fence, Lineage, ResumeOrigin
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest, parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory.layout import RankLayout, digests_of
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
-from elastictrain.checkpoint.restore import CheckpointLoader
+from elastictrain.checkpoint.restore import load
 from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey
@@ -250,26 +251,26 @@ class Checkpointer:
             job=self._job,
             signing=self._signing,
         )
-        loader = CheckpointLoader(tensors=tensors, group=self._group)
+        touched = False
         if recall is not None:
             self._look(recall, search)
         while True:
             best = None if recall is None else recall.best()
             memory = None if best is None else (best.on_line, best.step)
-            proposed = from_first(lambda: search.next_candidate(memory=memory).to_bytes(), group=self._group)  # noqa: B023
-            candidate = candidate_from_bytes(proposed)
+            proposed = from_first(partial(search.next_candidate, memory=memory), group=self._group)
             chosen = time.monotonic()
-            if candidate.in_memory:
-                assert recall is not None  # noqa: S101
-                assert best is not None  # noqa: S101
-                restored = self._try_memory(recall, best, loader)
-            elif candidate.folder:
-                restored = self._try_folder(search, candidate, loader)
-            else:
-                if loader.touched:
+            if proposed == FRESH_START:
+                if touched:
                     reset()
                 self._note_origin(step=0, parent="")
                 return None
+            touched = True
+            if proposed == IN_MEMORY:
+                assert recall is not None  # noqa: S101
+                assert best is not None  # noqa: S101
+                restored = self._try_memory(recall, best, tensors)
+            else:
+                restored = self._try_folder(search, proposed, tensors)
             if restored is not None:
                 return replace(restored, seconds={"choose": chosen - begin, "read": time.monotonic() - chosen})
 
@@ -294,24 +295,24 @@ class Checkpointer:
         incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
-    def _try_folder(
-        self, search: CandidateSearch, candidate: RestoreCandidate, loader: CheckpointLoader
-    ) -> RestoreResult | None:
+    def _try_folder(self, search: CandidateSearch, proposed: bytes, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
-        folder = CheckpointFolder(self._store, f"{ROOT}/{candidate.folder}/")
-        manifest = parse_manifest(candidate.manifest, where=folder.url("manifest.json"), key=self._signing)
+        head, _, raw = proposed.partition(b"\n")
+        name = head.decode()
+        folder = CheckpointFolder(self._store, f"{ROOT}/{name}/")
+        manifest = parse_manifest(raw, where=folder.url(MANIFEST_NAME), key=self._signing)
         if manifest.signature and self._signing is None and self._rank == 0:
-            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", candidate.folder)
-        result = loader.load(folder, manifest)
+            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", name)
+        result = load(folder, manifest, tensors=tensors, group=self._group)
         if result.outcome == "failed":
             raise revive({"type": result.error, "message": result.message})
         if result.outcome == "damaged":
             if self._rank == 0:
-                search.reject(Reject(candidate.folder, next(iter(result.files), None), result.message))
+                search.reject(Reject(name, next(iter(result.files), None), result.message))
             return None
         if self._rank == 0:
-            search.accepted(candidate.folder)
-        return self._accepted(manifest, name=candidate.folder, bytes_read=result.bytes_read, tier="storage")
+            search.accepted(name)
+        return self._accepted(manifest, name=name, bytes_read=result.bytes_read, tier="storage")
 
     def _accepted(self, manifest: Manifest, *, name: str, bytes_read: int, tier: str) -> RestoreResult:
         """Collective: yes."""
@@ -332,14 +333,14 @@ class Checkpointer:
 
         from_first(write, group=self._group)
 
-    def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, loader: CheckpointLoader) -> RestoreResult | None:
+    def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
         opened = recall.open(chosen)
         if not isinstance(opened, Recalled):
             self._pass_over(recall, chosen, opened, "it cannot be opened")
             return None
         try:
-            result = loader.load(CheckpointFolder(opened.source, ""), opened.manifest)
+            result = load(CheckpointFolder(opened.source, ""), opened.manifest, tensors=tensors, group=self._group)
         finally:
             opened.source.close()
         if result.outcome == "loaded":

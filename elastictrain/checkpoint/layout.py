@@ -7,13 +7,16 @@ read one by one.
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.safetensors_format import BY_CODE, BY_NAME, HeaderEntry, decode_header, encode_header
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 32 * 2**20
 """Upper bound for one chunk, unless a single row is larger: the memory that one reading or writing thread needs."""
@@ -102,18 +105,24 @@ def plan_files(
         raise CheckpointError(
             f"two tensors would both be called {next(key for key in keys if keys.count(key) > 1)!r} in a shard"
         )
-    groups: list[list[Item]] = []
-    filled = 0
-    for item in ordered:
-        if not groups or (filled and filled + item.size_bytes > shard_bytes):
-            groups.append([])
-            filled = 0
-        groups[-1].append(item)
-        filled += item.size_bytes
+    groups = grouped(ordered, [item.size_bytes for item in ordered], most_bytes=shard_bytes)
     return tuple(
         _place(group, name=file_name(incarnation, rank=rank, index=index), chunk_bytes=chunk_bytes, metadata=metadata)
         for index, group in enumerate(groups)
     )
+
+
+def grouped(items: Iterable[T], sizes: Iterable[int], *, most_bytes: int) -> list[list[T]]:
+    """The items in their order, in groups of at most `most_bytes`; a larger one has a group of its own."""
+    groups: list[list[T]] = []
+    filled = 0
+    for item, size_bytes in zip(items, sizes, strict=True):
+        if not groups or (filled and filled + size_bytes > most_bytes):
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size_bytes
+    return groups
 
 
 def _place(items: Sequence[Item], *, name: str, chunk_bytes: int, metadata: Mapping[str, str]) -> ShardFile:
@@ -165,9 +174,11 @@ def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[Placed
 
     Raises: InvalidCheckpointError naming `where`.
     """
-    entries = decode_header(head, where=where)
-    position = 0
-    for entry in entries:
+    filled = [one for one in chunks if one.chunk.size_bytes]
+    empty = {_item([one]).key: one for one in chunks if not one.chunk.size_bytes}
+    starts = [one.chunk.start - file.header_bytes for one in filled]
+    position = taken = 0
+    for entry in decode_header(head, where=where):
         size_bytes = math.prod(entry.shape) * BY_CODE[entry.code].size_bytes
         if (entry.begin, entry.end) != (position, position + size_bytes):
             raise InvalidCheckpointError(
@@ -175,19 +186,8 @@ def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[Placed
                 f"but the header says [{entry.begin}, {entry.end})"
             )
         position = entry.end
-    if file.header_bytes + position != file.size_bytes or len(head) != file.header_bytes:
-        raise InvalidCheckpointError(f"{where}: must have {file.header_bytes + position} bytes, but has {file.size_bytes}")
-    _check_chunks(entries, file=file, chunks=chunks, where=where)
-
-
-def _check_chunks(entries: Sequence[HeaderEntry], *, file: FileRecord, chunks: Sequence[PlacedChunk], where: str) -> None:
-    """Every entry takes the chunks that begin where it does; none may be left over."""
-    filled = [one for one in chunks if one.chunk.size_bytes]
-    empty = {_item([one]).key: one for one in chunks if not one.chunk.size_bytes}
-    starts = [one.chunk.start - file.header_bytes for one in filled]
-    taken = 0
-    for entry in entries:
-        if entry.begin < entry.end:
+        # Each takes the chunks that begin where it does.
+        if size_bytes:
             end = bisect_left(starts, entry.end)
             own, taken = filled[taken:end], end
         else:
@@ -195,6 +195,8 @@ def _check_chunks(entries: Sequence[HeaderEntry], *, file: FileRecord, chunks: S
         problem = _entry_problem(entry, own, header_bytes=file.header_bytes)
         if problem is not None:
             raise InvalidCheckpointError(f"{where}: tensor {entry.key!r} of its header {problem}")
+    if file.header_bytes + position != file.size_bytes or len(head) != file.header_bytes:
+        raise InvalidCheckpointError(f"{where}: must have {file.header_bytes + position} bytes, but has {file.size_bytes}")
     if taken != len(filled) or empty:
         raise InvalidCheckpointError(f"{where}: the manifest has tensors in it that its header has not")
 

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -69,7 +70,8 @@ class MemoryRestore:
         self._rank = 0 if group is None else dist.get_rank(group)
         self._hosts: list[int] = []
         """Of each rank."""
-        self._held: list[Held] = []
+        self.held: list[Held] = []
+        """All snapshots of this run that are not forgotten; the same on all ranks."""
         self._off_line: frozenset[tuple[str, int]] = frozenset()
 
     def look(self) -> None:
@@ -78,12 +80,8 @@ class MemoryRestore:
         told = gather_json([self._host, own], group=self._group)
         rows = [(int(str(row[0])), row[1]) for row in told if isinstance(row, list)]
         self._hosts = [host for host, _ in rows]
-        self._held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
-
-    @property
-    def held(self) -> tuple[Held, ...]:
-        """All snapshots of this run that are not forgotten; the same on all ranks."""
-        return tuple(one for one in self._held if one.facts.run == self.run)
+        held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
+        self.held = [one for one in held if one.facts.run == self.run]
 
     def name_of(self, held: Held) -> str:
         """The name of the host that holds a snapshot, for a person."""
@@ -95,7 +93,7 @@ class MemoryRestore:
 
     def whole(self) -> tuple[SnapshotSet, ...]:
         """All steps that are whole, the best one first. Collective: no; the same on all ranks."""
-        return whole_sets(self._held, run=self.run, off_line=self._off_line)
+        return whole_sets(self.held, run=self.run, off_line=self._off_line)
 
     def tier(self, recalled: Recalled) -> str:
         """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
@@ -104,21 +102,21 @@ class MemoryRestore:
 
     def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
         """Snapshots of other incarnations than these count no more; those `off_line`, by incarnation and step, count last."""
-        self._held = [one for one in self._held if one.facts.incarnation in incarnations]
+        self.held = [one for one in self.held if one.facts.incarnation in incarnations]
         self._off_line = frozenset(off_line)
 
     def forget(self, held: Held) -> None:
         """A snapshot turned out to be damaged or out of reach: it counts no more."""
-        self._held = [one for one in self._held if (one.host, one.slot) != (held.host, held.slot)]
+        self.held = [one for one in self.held if (one.host, one.slot) != (held.host, held.slot)]
 
     def open(self, chosen: SnapshotSet) -> Recalled | Held:
         """Open the first source of each rank's snapshot; the one that cannot be had, if there is one. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
         parts = self._parts(primary)
-        for held, part in zip(primary, parts, strict=True):
-            if part is None:
+        for rank, held in enumerate(primary):
+            if rank not in parts:
                 return held
-        known = [part for part in parts if part is not None]
+        known = [parts[rank] for rank in range(len(primary))]
         try:
             manifest = _manifest(chosen, known)
         except (ElasticTrainError, ValueError) as error:
@@ -132,16 +130,15 @@ class MemoryRestore:
             return primary[min(culprits)]
         return Recalled(manifest, opened, replicas=any(held.replica for held in primary))
 
-    def _parts(self, primary: Sequence[Held]) -> list[RankPart | None]:
+    def _parts(self, primary: Sequence[Held]) -> dict[int, RankPart]:
         """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
         own = [held for held in primary if teller(held, hosts=self._hosts) == self._rank]
         with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
             told = [part for part in pool.map(self._tell, own) if part is not None]
-        parts: list[RankPart | None] = [None] * len(primary)
+        parts: dict[int, RankPart] = {}
         for text in gather_json(encode_parts(told).decode(), group=self._group):
             try:
-                for part in decode_parts(str(text).encode(), where="a snapshot"):
-                    parts[part.rank] = part
+                parts |= {part.rank: part for part in decode_parts(str(text).encode(), where="a snapshot")}
             except InvalidCheckpointError as error:
                 logger.warning("the records of snapshots cannot be read: %s", error)
         return parts
@@ -150,14 +147,11 @@ class MemoryRestore:
         path = f"{self.folder}/{held.slot}"
         try:
             layout = load_layout(self.folder, held.facts.layout)
-            slot = _open_soon(path, held.facts)
-            try:
+            with closing(_open_soon(path, held.facts)) as slot:
                 digests = load_digests(path, held.facts)
                 if digests is None:
                     # Its saver was killed, or has not come to this one yet.
                     digests = compute_digests(slot, layout, threads=READ_THREADS, whole_files=False)
-            finally:
-                slot.close()
         except (OSError, ElasticTrainError, ValueError) as error:
             logger.warning("%s cannot be used: %s", path, error)
             return None
@@ -166,17 +160,11 @@ class MemoryRestore:
     def _files(self, primary: Sequence[Held], parts: Sequence[RankPart]) -> tuple[SnapshotSource | None, int | None]:
         """All files, or the rank whose files cannot be opened here."""
         files: dict[str, SnapshotFile] = {}
-        slots: list[Slot] = []
-
-        def close() -> None:
-            for slot in slots:
-                slot.close()
-
+        slots = ExitStack()
         for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
             try:
                 if held.host == self._host:
-                    slot = _open_soon(f"{self.folder}/{held.slot}", held.facts)
-                    slots.append(slot)
+                    slot = slots.enter_context(closing(_open_soon(f"{self.folder}/{held.slot}", held.facts)))
                     files |= files_in_slot(slot, part.layout, incarnation=held.facts.incarnation, rank=rank)
                 elif self._remote is not None:
                     files |= self._remote(held, part.layout)
@@ -184,9 +172,9 @@ class MemoryRestore:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
-                close()
+                slots.close()
                 return None, rank
-        return SnapshotSource(f"memory:{self.folder}", files, close=close), None
+        return SnapshotSource(f"memory:{self.folder}", files, close=slots.close), None
 
 
 def teller(held: Held, *, hosts: Sequence[int]) -> int:

@@ -92,49 +92,44 @@ def load_tensors(folder: CheckpointFolder, manifest: Manifest, *, tensors: Mappi
     return reader.bytes_read
 
 
-class CheckpointLoader:
-    """Loads candidates on one rank of a group."""
+def load(
+    folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> LoadResult:
+    """Loads it on all ranks of a group, if its headers are sound and it fits the state: nothing is overwritten before.
+    Collective: yes.
+    """
+    checked = _together(lambda: _check_fit(folder, manifest, tensors=tensors, group=group), group=group)
+    if checked.outcome != "loaded":
+        return checked
+    return _together(lambda: load_tensors(folder, manifest, tensors=tensors), group=group)
 
-    def __init__(self, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-        self._tensors = tensors
-        self._group = group
-        self._rank = 0 if group is None else dist.get_rank(group)
-        self._world_size = 1 if group is None else dist.get_world_size(group)
-        self.touched = False
-        """Whether tensors may hold parts of a candidate; the same on all ranks."""
 
-    def load(self, folder: CheckpointFolder, manifest: Manifest) -> LoadResult:
-        """Loads it if its headers are sound and it fits the state, which is known before anything is overwritten.
-        Collective: yes.
-        """
-        checked = self._together(lambda: self._check_fit(folder, manifest))
-        if checked.outcome != "loaded":
-            return checked
-        self.touched = True
-        return self._together(lambda: load_tensors(folder, manifest, tensors=self._tensors))
+def _together(act: Callable[[], int], *, group: dist.ProcessGroup | None) -> LoadResult:
+    try:
+        result = LoadResult("loaded", bytes_read=act())
+    except InvalidCheckpointError as error:
+        files = (error.file,) if isinstance(error, DamagedFileError) else ()
+        result = LoadResult("damaged", files=files, message=str(error))
+    except Exception as error:
+        # The others wait for this rank's result, whatever happened; all raise it then.
+        if not isinstance(error, ElasticTrainError):
+            logger.exception("a checkpoint could not be loaded")
+        described = describe(error)
+        files = (error.file,) if isinstance(error, StorageError) and error.file else ()
+        result = LoadResult("failed", files=files, error=str(described["type"]), message=str(described["message"]))
+    return result_of_all(gather_records(result, group=group))
 
-    def _together(self, act: Callable[[], int]) -> LoadResult:
-        try:
-            result = LoadResult("loaded", bytes_read=act())
-        except InvalidCheckpointError as error:
-            files = (error.file,) if isinstance(error, DamagedFileError) else ()
-            result = LoadResult("damaged", files=files, message=str(error))
-        except Exception as error:
-            # The others wait for this rank's result, whatever happened; all raise it then.
-            if not isinstance(error, ElasticTrainError):
-                logger.exception("a checkpoint could not be loaded")
-            described = describe(error)
-            files = (error.file,) if isinstance(error, StorageError) and error.file else ()
-            result = LoadResult("failed", files=files, error=str(described["type"]), message=str(described["message"]))
-        return result_of_all(gather_records(result, group=self._group))
 
-    def _check_fit(self, folder: CheckpointFolder, manifest: Manifest) -> int:
-        """Ranks share the headers. Raises: DamagedFileError; ConfigError if it is of another model; StorageError."""
-        # First: a manifest whose tensors are not those of its files is damaged, and not of another model.
-        verify_headers(folder, manifest, files=manifest.files[self._rank :: self._world_size])
-        if (mismatch := describe_mismatch(self._tensors, manifest.tensors)) is not None:
-            raise ConfigError(
-                f"{folder.url('').rstrip('/')} is a checkpoint of another model or optimizer:{mismatch}\n"
-                "Give the config that it was saved with, or another `run.dir` for a new run."
-            )
-        return 0
+def _check_fit(
+    folder: CheckpointFolder, manifest: Manifest, *, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None
+) -> int:
+    """Ranks share the headers. Raises: DamagedFileError; ConfigError if it is of another model; StorageError."""
+    rank, world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    # First: a manifest whose tensors are not those of its files is damaged, and not of another model.
+    verify_headers(folder, manifest, files=manifest.files[rank::world_size])
+    if (mismatch := describe_mismatch(tensors, manifest.tensors)) is not None:
+        raise ConfigError(
+            f"{folder.url('').rstrip('/')} is a checkpoint of another model or optimizer:{mismatch}\n"
+            "Give the config that it was saved with, or another `run.dir` for a new run."
+        )
+    return 0

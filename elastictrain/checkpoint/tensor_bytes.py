@@ -47,37 +47,8 @@ def reader_of(tensor: Tensor, item: Item) -> ByteReader:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """A piece of state that `replicas` ranks hold alike, of which this rank is number `replica`."""
-
-    name: str
-    size_bytes: int
-    replicas: int
-    replica: int
-
-
-def choose_own(copies: Sequence[Copy]) -> list[bool]:
-    """For each copy whether this rank writes it: exactly one of its replicas does, and their loads are even.
-
-    Ranks that share copies must list the same ones: then no word between them is needed, at any world size.
-    """
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, copy in enumerate(copies):
-        groups[(copy.replicas, copy.replica)].append(index)
-    own = [False] * len(copies)
-    for (replicas, replica), indices in groups.items():
-        loads = [(0, number) for number in range(replicas)]
-        for index in sorted(indices, key=lambda i: (-copies[i].size_bytes, copies[i].name)):
-            load, number = heapq.heappop(loads)
-            own[index] = number == replica
-            # A piece without bytes counts, too, or all such pieces would go to one rank.
-            heapq.heappush(loads, (load + max(1, copies[index].size_bytes), number))
-    return own
-
-
-@dataclass(frozen=True, slots=True)
 class Box:
-    """A box that this rank holds, and how many hold it."""
+    """A box that `replicas` ranks hold alike, of which this rank is number `replica`."""
 
     item: Item
     replicas: int
@@ -90,9 +61,30 @@ def own_items(tensors: Mapping[str, object], *, rank: int, world_size: int) -> t
     Raises: CheckpointError for what is not a tensor, and for a tensor whose value is spread as partial sums.
     """
     boxes = [box_of(name, tensor, rank=rank, world_size=world_size) for name, tensor in tensors.items()]
-    held = [box for box in boxes if math.prod(box.item.sizes) or _is_first_of_empty(box)]
-    copies = [Copy(box.item.key, box.item.size_bytes, box.replicas, box.replica) for box in held]
-    return tuple(box.item for box, own in zip(held, choose_own(copies), strict=True) if own)
+    # A tensor without elements is still a tensor of the checkpoint; one of its boxes stands for it.
+    return choose_own(
+        [box for box in boxes if math.prod(box.item.sizes) or not (math.prod(box.item.shape) or any(box.item.offsets))]
+    )
+
+
+def choose_own(boxes: Sequence[Box]) -> tuple[Item, ...]:
+    """Of these boxes, those that this rank writes: exactly one of the replicas does, and their loads are even. Pure.
+
+    Ranks that share boxes must list the same ones: then no word between them is needed, at any world size.
+    """
+    groups: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    for box in boxes:
+        groups[(box.replicas, box.replica)].append(box.item)
+    own: set[Item] = set()
+    for (replicas, replica), items in groups.items():
+        loads = [(0, number) for number in range(replicas)]
+        for item in sorted(items, key=lambda item: (-item.size_bytes, item.key)):
+            load, number = heapq.heappop(loads)
+            if number == replica:
+                own.add(item)
+            # A box without bytes counts, too, or all such boxes would go to one rank.
+            heapq.heappush(loads, (load + max(1, item.size_bytes), number))
+    return tuple(box.item for box in boxes if box.item in own)
 
 
 def box_of(name: str, tensor: object, *, rank: int, world_size: int) -> Box:
@@ -119,11 +111,6 @@ def local_part(tensor: Tensor) -> Tensor:
     """The memory of this rank's part."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return part.detach()
-
-
-def _is_first_of_empty(box: Box) -> bool:
-    """A tensor without elements is still a tensor of the checkpoint; one of its boxes stands for it."""
-    return not math.prod(box.item.shape) and not any(box.item.offsets)
 
 
 def tensor_over(data: memoryview, *, dtype: str, sizes: tuple[int, ...]) -> Tensor:

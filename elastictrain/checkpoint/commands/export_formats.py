@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import CheckpointException, FileSystemWriter
 from elastictrain.checkpoint.commands.output import size_text
 from elastictrain.checkpoint.commands.survey import Checkpoint, split_url
 from elastictrain.checkpoint.folders import is_there
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.layout import grouped
+from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.safetensors_format import BY_NAME, encode_header
 from elastictrain.checkpoint.tensor_bytes import dtype_name, dtype_named, read_tensor
 from elastictrain.errors import HostUnfitError, UsageError
@@ -60,23 +61,6 @@ class ExportSource:
     def size_bytes_of(self, name: str) -> int:
         """Bytes of what `read` gives."""
         return torch.Size(self.manifest.tensors[name].shape).numel() * BY_NAME[self.dtype_of(name)].size_bytes
-
-    @property
-    def size_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(self.size_bytes_of(name) for name in self.manifest.tensors)
-
-    @property
-    def facts(self) -> dict[str, JsonValue]:
-        """What else there is to know of the checkpoint."""
-        manifest = self.manifest
-        return {
-            "step": manifest.step,
-            "world_size": manifest.world_size,
-            "config_digest": manifest.config_digest,
-            "versions": dict(manifest.versions),
-            "state": dict(manifest.state),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,14 +133,7 @@ def write_safetensors(source: ExportSource, target: ExportTarget, *, shard_bytes
 
 def plan_shards(sizes: Mapping[str, int], *, shard_bytes: int) -> dict[str, list[str]]:
     """File -> names of its tensors, from the bytes of each tensor. Pure."""
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, size_bytes in sizes.items():
-        if groups[-1] and filled + size_bytes > shard_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += size_bytes
+    groups = grouped(sizes.keys(), sizes.values(), most_bytes=shard_bytes) or [[]]
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": group for number, group in enumerate(groups, 1)}
@@ -174,7 +151,6 @@ def write_torch(source: ExportSource, target: ExportTarget) -> None:
 
     The file appears when it is whole. Raises: DamagedFileError; HostUnfitError; StorageError.
     """
-    check_memory(source.size_bytes, available_bytes=psutil.virtual_memory().available)
     # Opened first: a place that cannot be written to is better known before everything is read.
     with target.store.open_writer(target.file) as writer:
         torch.save(nested_state(source), _Stream(writer))  # type: ignore[arg-type]
@@ -188,7 +164,6 @@ def write_dcp(source: ExportSource, target: ExportTarget) -> None:
 
     Raises: DamagedFileError; HostUnfitError; StorageError.
     """
-    check_memory(source.size_bytes, available_bytes=psutil.virtual_memory().available)
     with _local_folder(target.store) as folder:
         state = nested_state(source)
         with warnings.catch_warnings(), _translated(target.url):
@@ -206,12 +181,22 @@ def check_memory(needed_bytes: int, *, available_bytes: int) -> None:
 
 
 def nested_state(source: ExportSource) -> dict[str, object]:
-    """All tensors by family and name, and the facts."""
+    """All tensors by family and name, and what else there is to know of the checkpoint."""
+    manifest = source.manifest
+    needed_bytes = sum(source.size_bytes_of(name) for name in manifest.tensors)
+    check_memory(needed_bytes, available_bytes=psutil.virtual_memory().available)
     families: dict[str, dict[str, object]] = {}
-    for name in source.manifest.tensors:
+    for name in manifest.tensors:
         family, _, rest = name.partition(".")
         families.setdefault(family, {})[rest] = source.read(name)
-    return {**families, FACTS: source.facts}
+    facts = {
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "config_digest": manifest.config_digest,
+        "versions": dict(manifest.versions),
+        "state": dict(manifest.state),
+    }
+    return {**families, FACTS: facts}
 
 
 class _Stream:
@@ -252,10 +237,9 @@ def _translated(url: str) -> Iterator[None]:
     """What the writer of DCP raises for a disk that is full or not ours, as an error of the store."""
     try:
         yield
-    except OSError as error:
-        raise storage_error(fault_of(error), action="write", url=url, reason=reason_of(error)) from error
-    except CheckpointException as exception:
-        for failure, _ in exception.failures.values():
+    except (OSError, CheckpointException) as error:
+        failures = [error] if isinstance(error, OSError) else [failure for failure, _ in error.failures.values()]
+        for failure in failures:
             if isinstance(failure, OSError):
-                raise storage_error(fault_of(failure), action="write", url=url, reason=reason_of(failure)) from exception
+                raise storage_error(fault_of(failure), action="write", url=url, reason=reason_of(failure)) from error
         raise

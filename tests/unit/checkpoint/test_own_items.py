@@ -3,7 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.tensor_bytes import Copy, box_of, choose_own, local_part, own_items
+from elastictrain.checkpoint.layout import Item
+from elastictrain.checkpoint.tensor_bytes import Box, box_of, choose_own, local_part, own_items
 from tests.unit.examples import examples
 
 
@@ -33,6 +34,10 @@ def test_a_tensor_without_elements_is_kept_once(world_size: int) -> None:
     assert sum(map(len, items)) == 1
 
 
+def held(name: str, size: int, replicas: int, replica: int) -> Box:
+    return Box(Item(name, "uint8", (size,), (0,), (size,)), replicas, replica)
+
+
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=40)
 
 
@@ -46,19 +51,17 @@ def test_exactly_one_replica_writes_each_piece_and_loads_are_even(sizes: list[in
         # Ranks may list them in any order.
         shuffled = list(pieces)
         chance.shuffle(shuffled)  # type: ignore[attr-defined]
-        own = choose_own([Copy(name, size, replicas, replica) for name, size in shuffled])
-        for (name, size), mine in zip(shuffled, own, strict=True):
-            if mine:
-                assert name not in writers
-                writers[name] = replica
-                loads[replica] += max(1, size)
+        for item in choose_own([held(name, size, replicas, replica) for name, size in shuffled]):
+            assert item.name not in writers
+            writers[item.name] = replica
+            loads[replica] += max(1, item.size_bytes)
     assert writers.keys() == {name for name, _ in pieces}
     # No list can be shared out better than to within its largest piece.
     assert max(loads) - min(loads) <= max(1, *sizes)
 
 
 def test_pieces_of_one_holder_are_its_own() -> None:
-    assert choose_own([Copy("a", 5, 1, 0), Copy("b", 0, 1, 0)]) == [True, True]
+    assert [item.name for item in choose_own([held("a", 5, 1, 0), held("b", 0, 1, 0)])] == ["a", "b"]
 
 
 def test_groups_are_shared_out_apart_from_each_other() -> None:
@@ -66,9 +69,8 @@ def test_groups_are_shared_out_apart_from_each_other() -> None:
     writers: dict[str, list[int]] = {}
     for rank in range(4):
         shard, replica = rank % 2, rank // 2
-        copies = [Copy(f"w{shard}", 100, 2, replica), Copy(f"v{shard}", 90, 2, replica), Copy("step", 8, 4, rank)]
-        for copy, own in zip(copies, choose_own(copies), strict=True):
-            if own:
-                writers.setdefault(copy.name, []).append(rank)
+        boxes = [held(f"w{shard}", 100, 2, replica), held(f"v{shard}", 90, 2, replica), held("step", 8, 4, rank)]
+        for item in choose_own(boxes):
+            writers.setdefault(item.name, []).append(rank)
     assert {name: len(ranks) for name, ranks in writers.items()} == dict.fromkeys(["w0", "w1", "v0", "v1", "step"], 1)
     assert {rank for name, ranks in writers.items() if name != "step" for rank in ranks} == {0, 1, 2, 3}

@@ -10,7 +10,7 @@ from elastictrain.checkpoint.manifest import ChunkRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
 from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
-from elastictrain.checkpoint.tensor_bytes import Copy, choose_own
+from elastictrain.checkpoint.tensor_bytes import Box, choose_own
 from elastictrain.checkpoint.writer import build_manifest
 
 INCARNATION = "i00001-aa"
@@ -22,8 +22,7 @@ def items_of(rank: int, *, shards: int, world_size: int) -> tuple[Item, ...]:
     """Rows shared out over `shards` ranks, and that as often as the world has room for."""
     rows, copies = 4096 // shards, world_size // shards
     held = [Item(name, "float32", shape, (rows * (rank % shards), 0), (rows, shape[1])) for name, shape in TENSORS.items()]
-    chosen = choose_own([Copy(item.key, item.size_bytes, copies, rank // shards) for item in held])
-    return tuple(item for item, own in zip(held, chosen, strict=True) if own)
+    return choose_own([Box(item, copies, rank // shards) for item in held])
 
 
 def say(*, shards: int, world_size: int) -> list[bytes]:
