@@ -42,7 +42,7 @@ from elastictrain.errors import (
 )
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.cluster.place import ClusterPlace
 from elastictrain.launch.final_save import ask_to_flush, committed_step, remembered_step
 from elastictrain.launch.heartbeat import HeartbeatMesh
 from elastictrain.launch.host_registry import HostRegistry
@@ -106,12 +106,13 @@ def say(text: str) -> None:
 
 def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
     interfaces = usable_interfaces(surroundings)
-    probes = Probes(
+    place = detect(
+        os.environ,
+        hosts=config.launch.hosts,
         names=(*own_names(), *(address for interface in interfaces for address in interface.addresses)),
         interfaces={interface.name: interface.addresses for interface in interfaces},
         default_interface=default_interface(surroundings),
     )
-    place = detect(os.environ, probes, hosts=config.launch.hosts)
     for sentence in place.conclusions:
         say(sentence)
     for sentence in place.warnings:

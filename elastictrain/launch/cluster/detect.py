@@ -7,23 +7,33 @@ Environment" and "Multi-Node training using Torch + NCCL".
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from elastictrain.errors import ConfigError, Problem
-from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, Probes, count
+from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, count
 from elastictrain.launch.cluster.pods import is_kubernetes, is_runai, read_kubernetes, read_runai, read_torchrun_environment
 from elastictrain.launch.cluster.slurm import is_slurm, read_slurm
 
 _HOSTS_KEY = "launch.hosts"
 _PODS = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE")
 _RANKS: tuple[str, ...] = ("RANK", "WORLD_SIZE")
-_NOBODY = Probes()
 
 _DOCKER = ipaddress.ip_network("172.16.0.0/12")
 """Docker's own range for the bridges through which a container reaches the public network."""
 
 
-def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: Sequence[str] = ()) -> ClusterPlace:
+def detect(
+    environment: Mapping[str, str],
+    *,
+    hosts: Sequence[str] = (),
+    names: Sequence[str] = (),
+    interfaces: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    default_interface: str = "",
+) -> ClusterPlace:
     """Where this launcher is. `hosts` is the list that a person gave; it comes before every environment.
+
+    No environment tells the rest, and what is left out counts as unknown: the host's own names and addresses, the addresses of
+    each of its interfaces, and the interface of the default route, by which the kernel sends to the public network.
 
     Slurm comes before Kubernetes, because it runs inside of it and numbers its own hosts; RunAI before Kubernetes, which it is
     made of; Kubernetes before Vast.
@@ -39,7 +49,7 @@ def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: S
     }
     found = [name for name, is_there in clusters.items() if is_there]
     if hosts:
-        place = _read_list(environment, hosts=tuple(hosts), names=probes.names)
+        place = _read_list(environment, hosts=tuple(hosts), names=names)
         return replace(place, warnings=tuple(f"`{_HOSTS_KEY}` is given, so that {name} is not asked" for name in found))
     not_read, why = _RANKS, "outside of Kubernetes they do not number hosts"
     match found:
@@ -51,7 +61,8 @@ def detect(environment: Mapping[str, str], probes: Probes = _NOBODY, *, hosts: S
         case ["Kubernetes", *_]:
             return read_kubernetes(environment)
         case _:
-            place = _read_vast(environment, probes) if found else _read_plain(environment)
+            overlay = _choose_overlay(interfaces, default_interface, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
+            place = _read_vast(environment, overlay) if found else _read_plain(environment)
     if aside := [name for name in not_read if name in environment]:
         warning = f"{', '.join(aside)} of the environment are left aside: {why}"
         return replace(place, warnings=(*place.warnings, warning))
@@ -78,21 +89,13 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 def _read_plain(environment: Mapping[str, str]) -> ClusterPlace:
     """A host that nobody schedules."""
     reader = EnvironmentReader(environment)
-    torchrun_env = read_torchrun_environment(reader)
+    place = read_torchrun_environment(reader)
     if not reader.conclusions:
         reader.conclusions.append(f"no cluster and no list of hosts (`{_HOSTS_KEY}`): others are taken in as they come")
-    return reader.check(
-        ClusterPlace(
-            "plain",
-            order=torchrun_env.order,
-            num_hosts=torchrun_env.num_hosts,
-            processes=torchrun_env.processes,
-            peers=torchrun_env.peers,
-        )
-    )
+    return reader.check(place)
 
 
-def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names: tuple[str, ...]) -> ClusterPlace:
+def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names: Sequence[str]) -> ClusterPlace:
     """Hosts that a person listed. Raises: ConfigError if this host is not in the list, or the list names one twice."""
     reader = EnvironmentReader(environment)
     if len(set(hosts)) < len(hosts) or "" in hosts:
@@ -112,8 +115,8 @@ def _is_vast(environment: Mapping[str, str]) -> bool:
     return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
 
 
-def _read_vast(environment: Mapping[str, str], probes: Probes) -> ClusterPlace:
-    """The place of an instance. Raises: ConfigError with every variable that is wrong."""
+def _read_vast(environment: Mapping[str, str], overlay: tuple[str, str] | None) -> ClusterPlace:
+    """The place of an instance; `overlay` is its interface to other instances, and its address there."""
     reader = EnvironmentReader(environment)
     label = reader.show("VAST_CONTAINERLABEL", "CONTAINER_ID")
     reader.conclusions.append(f"Vast ({label or 'VAST_TCP_PORT_*'})")
@@ -122,7 +125,6 @@ def _read_vast(environment: Mapping[str, str], probes: Probes) -> ClusterPlace:
     processes = torchrun_env.processes
     if gpus and not processes:
         processes = reader.workers_for(gpus, source=f"GPU_COUNT={gpus}")
-    overlay = _choose_overlay(probes, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
     if overlay is not None:
         reader.conclusions.append(f"the others reach it at {overlay[1]} on the overlay network ({overlay[0]})")
     else:
@@ -132,35 +134,33 @@ def _read_vast(environment: Mapping[str, str], probes: Probes) -> ClusterPlace:
             f"{count(torchrun_env.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of "
             'them with `--env "-n OVERLAY"` (vastai create overlay)'
         )
-    return reader.check(
-        ClusterPlace(
-            "vast",
-            order=torchrun_env.order,
-            # Without an overlay nobody else can come; but who is numbered is not alone.
-            num_hosts=torchrun_env.num_hosts or (0 if overlay or torchrun_env.order >= 0 else 1),
-            processes=processes,
-            address=overlay[1] if overlay else "",
-            peers=torchrun_env.peers,
-            job=reader.text("CONTAINER_ID", "VAST_CONTAINERLABEL"),
-        )
+    place = replace(
+        torchrun_env,
+        kind="vast",
+        # Without an overlay nobody else can come; but who is numbered is not alone.
+        num_hosts=torchrun_env.num_hosts or (0 if overlay or torchrun_env.order >= 0 else 1),
+        processes=processes,
+        address=overlay[1] if overlay else "",
+        job=reader.text("CONTAINER_ID", "VAST_CONTAINERLABEL"),
     )
+    return reader.check(place)
 
 
-def _choose_overlay(probes: Probes, *, asked: str) -> tuple[str, str] | None:
+def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: str, *, asked: str) -> tuple[str, str] | None:
     """Name and IPv4 address of the interface of the overlay network; None if there is none. `asked` names one beforehand.
 
     An instance has a bridge to the public network and, if it joined an overlay, an interface to that: eth0 where it was created
     with it, a later one where it joined afterwards. The default route is never through the overlay.
     """
-    reachable = {name: next(filter(_is_reachable, addresses), "") for name, addresses in probes.interfaces.items()}
+    reachable = {name: next(filter(_is_reachable, addresses), "") for name, addresses in interfaces.items()}
     found = [(name, address) for name, address in reachable.items() if address]
     for name, address in found:
         if name == asked.removeprefix("="):
             return name, address
-    beside = [one for one in found if one[0] != probes.default_interface]
+    beside = [one for one in found if one[0] != default_interface]
     outside = [one for one in beside if ipaddress.ip_address(one[1]) not in _DOCKER]
     # Where the default route is known, what is beside it counts even within Docker's range: a person may have chosen that.
-    candidates = outside or (beside if probes.default_interface else [])
+    candidates = outside or (beside if default_interface else [])
     return candidates[0] if candidates else None
 
 

@@ -1,28 +1,14 @@
 """What a launcher knows of where it is, and the reader with which it finds that out from its environment."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from elastictrain.errors import ConfigError, Problem
 
 _WHOLE = re.compile(r"[0-9]{1,18}")
 _MASKS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-
-
-@dataclass(frozen=True, slots=True)
-class Probes:
-    """Facts about this host that no environment tells; what is left out counts as unknown."""
-
-    names: tuple[str, ...] = ()
-    """The host's own names and addresses, to find it in a list of hosts."""
-
-    interfaces: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Addresses of each network interface."""
-
-    default_interface: str = ""
-    """The interface of the default route, by which the kernel sends to an address of the public network."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ KAI-Scheduler, for parts of a GPU.
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from elastictrain.launch.cluster.place import ClusterPlace, EnvironmentReader, as_whole, count
 
@@ -21,22 +21,11 @@ _DECIMAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,9})?")
 _THIS_HOST = ("localhost", "127.0.0.1", "::1")
 
 
-@dataclass(frozen=True, slots=True)
-class TorchrunEnvironment:
-    """What the variables `PET_*` say, which torchrun itself would read. What they leave out is -1 for the order, or else 0."""
+def read_torchrun_environment(reader: EnvironmentReader) -> ClusterPlace:
+    """What the variables `PET_*` say, which torchrun itself would read. Leaves conclusions and problems in `reader`.
 
-    order: int
-    least_hosts: int
-    num_hosts: int
-    """The largest number, where a range is given."""
-
-    processes: int
-    peers: tuple[str, ...]
-    """The host that would be torchrun's master, unless it is this one."""
-
-
-def read_torchrun_environment(reader: EnvironmentReader) -> TorchrunEnvironment:
-    """Leaves conclusions, warnings and problems in `reader`."""
+    Of several numbers of hosts it is the largest. The peer is torchrun's master, unless that is this host.
+    """
     least, most = _range_of_hosts(reader)
     if most:
         hosts = count(most, "host") if least == most else f"{least} to {most} hosts"
@@ -61,9 +50,9 @@ def read_torchrun_environment(reader: EnvironmentReader) -> TorchrunEnvironment:
     if not master:
         host, colon, _ = reader.text("PET_RDZV_ENDPOINT").rpartition(":")
         master = host.strip("[]") if colon else reader.text("PET_RDZV_ENDPOINT")
-    return TorchrunEnvironment(
+    return ClusterPlace(
+        "plain",
         order=-1 if order is None else order,
-        least_hosts=least,
         num_hosts=most,
         processes=processes,
         peers=() if order == 0 else _other_hosts(master),
@@ -157,8 +146,9 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
             reader.require("POD_IP", "the pod's IP address")
         reader.conclusions.append(f"the others reach it at {address} (POD_IP)")
     peers = torchrun_env.peers or _other_hosts(reader.text("MASTER_ADDR"))
-    return ClusterPlace(
-        "kubernetes",
+    return replace(
+        torchrun_env,
+        kind="kubernetes",
         order=order,
         num_hosts=num_hosts,
         processes=processes,
@@ -167,7 +157,7 @@ def _pod_place(reader: EnvironmentReader, *, gpus: int) -> ClusterPlace:
     )
 
 
-def _count_hosts(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment, *, gpus: int) -> tuple[int, int]:
+def _count_hosts(reader: EnvironmentReader, torchrun_env: ClusterPlace, *, gpus: int) -> tuple[int, int]:
     """The hosts of the job, and the workers of each; 0 if nothing tells. Reconciles WORLD_SIZE with PET_NNODES.
 
     WORLD_SIZE counts pods under Kubeflow's operator up to 1.6. Later operators multiply them by PET_NPROC_PER_NODE, and RunAI
@@ -184,7 +174,7 @@ def _count_hosts(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment, *
             reader.warnings.append(f"WORLD_SIZE={world_size} is taken as a number of pods; {doubt}")
         return world_size or 0, processes
     allowed = sorted({num_hosts, *(num_hosts * number for number in per_host)})
-    if torchrun_env.least_hosts != num_hosts or world_size is None or world_size in allowed:
+    if _range_of_hosts(reader)[0] != num_hosts or world_size is None or world_size in allowed:
         return num_hosts, processes
     if per_host or world_size % num_hosts:
         names = [name for name in ("PET_NNODES", "PET_NPROC_PER_NODE", _RUNAI_GPUS if gpus else "") if reader.first(name)]
@@ -196,7 +186,7 @@ def _count_hosts(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment, *
     return num_hosts, processes if reader.first("PET_NPROC_PER_NODE") else world_size // num_hosts
 
 
-def _order(reader: EnvironmentReader, torchrun_env: TorchrunEnvironment) -> tuple[int, str]:
+def _order(reader: EnvironmentReader, torchrun_env: ClusterPlace) -> tuple[int, str]:
     """The pod's number (-1 if nothing tells), and the variable that told it."""
     # RANK numbers the pods: the operator knows nothing of the processes in them.
     rank = reader.whole("RANK")

@@ -5,7 +5,7 @@ Source: the sections on environment variables of Slurm's sbatch(1) and srun(1), 
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from math import prod
@@ -40,21 +40,6 @@ _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _COUNT = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
 
 
-@dataclass(frozen=True, slots=True)
-class SlurmStep:
-    """The hosts of a step (what one srun started), and this task among them."""
-
-    order: int
-    names: tuple[str, ...]
-    own: str
-    """This host's name; empty if unknown."""
-
-    local_id: int = 0
-    local_tasks: int = 1
-    tasks_source: str = ""
-    """`NAME=value` of the variable that gave `local_tasks`."""
-
-
 def is_slurm(environment: Mapping[str, str]) -> bool:
     """Whether this is a process of a Slurm job."""
     return any(name in environment for name in _JOB)
@@ -64,10 +49,7 @@ def read_slurm(environment: Mapping[str, str]) -> ClusterPlace:
     """The place of a task. Raises: ConfigError with every variable that is wrong."""
     reader = EnvironmentReader(environment)
     reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
-    step = _read_step(reader) if _is_step(reader) else _without_step(reader)
-    if step.local_id:
-        reader.conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
-    processes = _count_workers(reader, step)
+    place = _read_step(reader) if _is_step(reader) else _without_step(reader)
     deadline = _read_deadline(reader)
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
     if restarts != "0":
@@ -75,18 +57,7 @@ def read_slurm(environment: Mapping[str, str]) -> ClusterPlace:
     if reader.first("SLURM_ARRAY_TASK_ID"):
         shown = reader.show("SLURM_ARRAY_TASK_ID")
         reader.warnings.append(f"each job of an array ({shown}) must have a `run.dir` of its own")
-    return reader.check(
-        ClusterPlace(
-            "slurm",
-            role="idle" if step.local_id else "launcher",
-            order=step.order,
-            num_hosts=len(step.names),
-            processes=processes,
-            peers=tuple(name for name in step.names if name not in ("", step.own)),
-            deadline=deadline,
-            job=reader.text(*_JOB),
-        )
-    )
+    return reader.check(replace(place, deadline=deadline, job=reader.text(*_JOB)))
 
 
 def _is_step(reader: EnvironmentReader) -> bool:
@@ -100,7 +71,7 @@ def _is_step(reader: EnvironmentReader) -> bool:
     return int(reader.text(name)) % 2**32 not in _SPECIAL_STEPS
 
 
-def _without_step(reader: EnvironmentReader) -> SlurmStep:
+def _without_step(reader: EnvironmentReader) -> ClusterPlace:
     """A batch script or an interactive shell: on the first host of the job only, or on none."""
     of_job = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     num_nodes = reader.whole(*of_job, least=1) or 1
@@ -116,12 +87,12 @@ def _without_step(reader: EnvironmentReader) -> SlurmStep:
         reader.refuse("SLURM_STEP_ID", message)
     elif node_id:
         reader.require("SLURM_NODEID", "0 for a job of one host")
-    own = reader.text("SLURMD_NODENAME")
     reader.conclusions.append("this host alone: started without srun in a job of one host")
-    return SlurmStep(order=node_id or 0, names=(own,), own=own)
+    return ClusterPlace("slurm", order=node_id or 0, num_hosts=1, processes=_count_workers(reader, 1, ""))
 
 
-def _read_step(reader: EnvironmentReader) -> SlurmStep:
+def _read_step(reader: EnvironmentReader) -> ClusterPlace:
+    """One task among the hosts of a step, which is what one srun started."""
     names = _read_names(reader)
     order = reader.whole("SLURM_NODEID")
     if not reader.first("SLURM_NODEID"):
@@ -132,17 +103,22 @@ def _read_step(reader: EnvironmentReader) -> SlurmStep:
     own = reader.text("SLURMD_NODENAME")
     if own and any(names) and own not in names:
         reader.require("SLURMD_NODENAME", f"one of {reader.show(*_NAMES)}")
-    local_tasks, source = _read_local_tasks(reader, num_nodes=len(names), order=order)
+    if not own and order is not None and names:
+        own = names[order]
     reader.conclusions.append(f"{count(len(names), 'host')} ({reader.show(*_NAMES, *_NUM_NODES)})")
     reader.conclusions.append(f"this is host {order} (SLURM_NODEID), counted from 0")
     _warn_of_idle_hosts(reader, names=names)
-    return SlurmStep(
+    local_tasks, source = _read_local_tasks(reader, num_nodes=len(names), order=order)
+    is_idle = _read_local_id(reader, local_tasks=local_tasks) > 0
+    if is_idle:
+        reader.conclusions.append("the task with SLURM_LOCALID=0 launches; this one waits for its end")
+    return ClusterPlace(
+        "slurm",
+        role="idle" if is_idle else "launcher",
         order=order or 0,
-        names=names,
-        own=own or (names[order] if order is not None and names else ""),
-        local_id=_read_local_id(reader, local_tasks=local_tasks),
-        local_tasks=local_tasks,
-        tasks_source=source,
+        num_hosts=len(names),
+        processes=_count_workers(reader, local_tasks, source),
+        peers=tuple(name for name in names if name not in ("", own)),
     )
 
 
@@ -213,9 +189,8 @@ def _warn_of_idle_hosts(reader: EnvironmentReader, *, names: tuple[str, ...]) ->
         reader.warnings.append(f"the job has {total} hosts, but this step only {len(names)}; to use all, {remedy}")
 
 
-def _count_workers(reader: EnvironmentReader, step: SlurmStep) -> int:
-    """0: the GPUs are to be asked."""
-    tasks = step.local_tasks
+def _count_workers(reader: EnvironmentReader, tasks: int, tasks_source: str) -> int:
+    """0: the GPUs are to be asked. `tasks` are those of the step on this host."""
     gpus, source = _count_gpus(reader, local_tasks=tasks)
     if tasks == 1:
         workers = reader.workers_for(gpus, source=source) if gpus else 0
@@ -232,7 +207,7 @@ def _count_workers(reader: EnvironmentReader, step: SlurmStep) -> int:
             " host (--ntasks-per-node=1), or add --gpu-bind=none to srun"
         )
         reader.refuse(mask[0], message)
-    reader.conclusions.append(f"{tasks} workers, one for each task of this host ({step.tasks_source})")
+    reader.conclusions.append(f"{tasks} workers, one for each task of this host ({tasks_source})")
     if gpus and gpus != tasks:
         reader.warnings.append(
             f"{tasks} tasks, but {count(gpus, 'GPU')} ({source}) on this host, and each task stands for a worker;"

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -6,7 +7,7 @@ from hypothesis import strategies as st
 
 from elastictrain.errors import ConfigError
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.cluster.place import ClusterPlace
 from tests.unit.launch.cluster.environments import (
     POD,
     PYTORCHJOB_19,
@@ -82,7 +83,7 @@ def test_whatever_is_in_the_environment_the_answer_is_a_sound_place_or_names_a_v
     recorded: Mapping[str, str], changes: Mapping[str, str], missing: set[str], interfaces: Mapping[str, tuple[str, ...]]
 ) -> None:
     environment = {name: value for name, value in (recorded | changes).items() if name not in missing}
-    probes = Probes(names=("box",), interfaces=interfaces, default_interface="eth1")
+    probes = {"names": ("box",), "interfaces": interfaces, "default_interface": "eth1"}
     found = place_or_error(environment, probes)
     if isinstance(found, ConfigError):
         assert found.problems
@@ -92,9 +93,9 @@ def test_whatever_is_in_the_environment_the_answer_is_a_sound_place_or_names_a_v
         assert place_or_error(environment, probes) == found
 
 
-def place_or_error(environment: Mapping[str, str], probes: Probes) -> ClusterPlace | ConfigError:
+def place_or_error(environment: Mapping[str, str], probes: Mapping[str, Any]) -> ClusterPlace | ConfigError:
     try:
-        return detect(environment, probes)
+        return detect(environment, **probes)
     except ConfigError as error:
         return error
 
@@ -112,4 +113,4 @@ def assert_sound(place: ClusterPlace) -> None:
 
 def test_an_overlay_in_any_order_of_interfaces() -> None:
     for interfaces in (VAST_CREATED_ON_OVERLAY, dict(reversed(VAST_CREATED_ON_OVERLAY.items()))):
-        assert detect(VAST, Probes(interfaces=interfaces, default_interface="eth1")).address == "10.0.0.1"
+        assert detect(VAST, interfaces=interfaces, default_interface="eth1").address == "10.0.0.1"

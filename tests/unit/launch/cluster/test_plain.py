@@ -2,10 +2,10 @@ import pytest
 
 from elastictrain.errors import ConfigError
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import ClusterPlace, Probes
+from elastictrain.launch.cluster.place import ClusterPlace
 from tests.unit.launch.cluster.environments import SHELL, SLURM_TASK_PER_NODE, VAST
 
-HERE = Probes(names=("b", "b.lan", "10.0.0.2"))
+HERE = {"names": ("b", "b.lan", "10.0.0.2")}
 
 
 def test_nothing_is_known_of_others() -> None:
@@ -29,7 +29,7 @@ def test_a_host_with_a_number_is_not_alone() -> None:
 
 @pytest.mark.parametrize("hosts", [("a", "b", "c"), ("10.0.0.1", "10.0.0.2", "10.0.0.3"), ("a.lan", "b.lan", "c.lan")])
 def test_a_list_of_hosts(hosts: tuple[str, ...]) -> None:
-    place = detect(SHELL, HERE, hosts=hosts)
+    place = detect(SHELL, **HERE, hosts=hosts)
     assert (place.kind, place.order, place.num_hosts, place.peers) == ("plain", 1, 3, (hosts[0], hosts[2]))
     assert place.conclusions == ("3 hosts (`launch.hosts`)", f"this is host 1 ({hosts[1]}), counted from 0")
 
@@ -45,14 +45,14 @@ def test_a_host_that_does_not_know_its_name_has_no_number() -> None:
 )
 def test_a_wrong_list_is_refused(hosts: tuple[str, ...], messages: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        detect(SHELL, HERE, hosts=hosts)
+        detect(SHELL, **HERE, hosts=hosts)
     (problem,) = caught.value.problems
     assert problem.key == "launch.hosts"
     assert messages in problem.message
 
 
 def test_a_persons_list_comes_before_every_cluster() -> None:
-    place = detect(SLURM_TASK_PER_NODE | VAST, HERE, hosts=("a", "b"))
+    place = detect(SLURM_TASK_PER_NODE | VAST, **HERE, hosts=("a", "b"))
     assert (place.kind, place.order, place.num_hosts) == ("plain", 1, 2)
     assert place.warnings == (
         "`launch.hosts` is given, so that Slurm is not asked",

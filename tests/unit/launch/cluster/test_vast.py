@@ -1,9 +1,9 @@
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from elastictrain.launch.cluster.detect import detect
-from elastictrain.launch.cluster.place import Probes
 from tests.unit.launch.cluster.environments import (
     LOOPBACK,
     SHELL,
@@ -21,15 +21,15 @@ NO_ADDRESS = LOOPBACK | {"eth0": ("fe80::1", "169.254.3.4"), "eth1": ("172.17.0.
 @pytest.mark.parametrize(
     ("probes", "address"),
     [
-        (Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1"), "10.0.0.1"),
-        (Probes(interfaces=VAST_JOINED_LATER, default_interface="eth0"), "10.0.0.7"),
-        (Probes(interfaces=VAST_CREATED_ON_OVERLAY), "10.0.0.1"),
-        (Probes(interfaces=VAST_JOINED_LATER), "10.0.0.7"),
-        (Probes(interfaces=OTHER_SUBNET, default_interface="eth1"), "172.20.0.5"),
+        ({"interfaces": VAST_CREATED_ON_OVERLAY, "default_interface": "eth1"}, "10.0.0.1"),
+        ({"interfaces": VAST_JOINED_LATER, "default_interface": "eth0"}, "10.0.0.7"),
+        ({"interfaces": VAST_CREATED_ON_OVERLAY}, "10.0.0.1"),
+        ({"interfaces": VAST_JOINED_LATER}, "10.0.0.7"),
+        ({"interfaces": OTHER_SUBNET, "default_interface": "eth1"}, "172.20.0.5"),
     ],
 )
-def test_the_address_is_the_overlays_not_dockers(probes: Probes, address: str) -> None:
-    place = detect(VAST, probes)
+def test_the_address_is_the_overlays_not_dockers(probes: Mapping[str, Any], address: str) -> None:
+    place = detect(VAST, **probes)
     assert (place.kind, place.address, place.num_hosts, place.processes) == ("vast", address, 0, 2)
     assert any(address in sentence and "overlay" in sentence for sentence in place.conclusions)
     assert place.warnings == ()
@@ -38,26 +38,26 @@ def test_the_address_is_the_overlays_not_dockers(probes: Probes, address: str) -
 @pytest.mark.parametrize(
     "probes",
     [
-        Probes(interfaces=VAST_ALONE, default_interface="eth0"),
-        Probes(interfaces=VAST_ALONE),
-        Probes(interfaces=OTHER_SUBNET),
-        Probes(interfaces=NO_ADDRESS, default_interface="eth1"),
-        Probes(interfaces=LOOPBACK, default_interface="eth0"),
-        Probes(),
+        {"interfaces": VAST_ALONE, "default_interface": "eth0"},
+        {"interfaces": VAST_ALONE},
+        {"interfaces": OTHER_SUBNET},
+        {"interfaces": NO_ADDRESS, "default_interface": "eth1"},
+        {"interfaces": LOOPBACK, "default_interface": "eth0"},
+        {},
     ],
 )
-def test_without_an_overlay_an_instance_is_alone(probes: Probes) -> None:
-    place = detect(VAST, probes)
+def test_without_an_overlay_an_instance_is_alone(probes: Mapping[str, Any]) -> None:
+    place = detect(VAST, **probes)
     assert (place.address, place.num_hosts, place.job) == ("", 1, "7835610")
     assert "no overlay network: other instances cannot reach this one" in place.conclusions
 
 
 def test_several_instances_without_an_overlay_are_told_what_to_do() -> None:
     several = VAST | {"PET_NNODES": "2", "PET_NODE_RANK": "0"}
-    (warning,) = detect(several, Probes(interfaces=VAST_ALONE, default_interface="eth0")).warnings
+    (warning,) = detect(several, interfaces=VAST_ALONE, default_interface="eth0").warnings
     assert "2 hosts are to meet" in warning
     assert '--env "-n OVERLAY"' in warning
-    place = detect(several, Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1"))
+    place = detect(several, interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1")
     assert (place.order, place.num_hosts, place.warnings) == (0, 2, ())
 
 
@@ -65,8 +65,8 @@ def test_several_instances_without_an_overlay_are_told_what_to_do() -> None:
     ("asked", "address"), [("eth1", "172.17.0.2"), ("=eth1", "172.17.0.2"), ("^docker", "10.0.0.1"), ("eth9", "10.0.0.1")]
 )
 def test_an_interface_that_a_person_named_is_taken(asked: str, address: str) -> None:
-    probes = Probes(interfaces=VAST_CREATED_ON_OVERLAY, default_interface="eth1")
-    assert detect(VAST | {"NCCL_SOCKET_IFNAME": asked}, probes).address == address
+    probes = {"interfaces": VAST_CREATED_ON_OVERLAY, "default_interface": "eth1"}
+    assert detect(VAST | {"NCCL_SOCKET_IFNAME": asked}, **probes).address == address
 
 
 @pytest.mark.parametrize(
