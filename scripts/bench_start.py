@@ -13,10 +13,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
-from elastictrain.lease.chain import Chain, LeaseClaim
+from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts
 from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import EVENTS, FINISHED_S, merge_finished
-from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train.past_starts import PastStarts

@@ -31,7 +31,7 @@ from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.verified_read import examine
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
-from elastictrain.lease.starts import Starts
+from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)

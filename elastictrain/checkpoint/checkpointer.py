@@ -32,7 +32,7 @@ from elastictrain.checkpoint.writer import build_manifest, check_files, commit, 
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
 from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
-from elastictrain.lease.starts import Starts
+from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 from elastictrain.version import __version__
 

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar, cast
 
-from elastictrain.storage.backend import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
+from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain_creator"

@@ -9,7 +9,7 @@ from datetime import datetime
 from threading import Lock
 from typing import Any
 
-from elastictrain.storage.backend import Upload, most_bytes, request_timeout_s
+from elastictrain.storage.remote import Upload, most_bytes, request_timeout_s
 from elastictrain.storage.store import ObjectInfo
 
 _BLOCK_BYTES = 16 << 20

@@ -13,8 +13,8 @@ from typing import Any, cast
 from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.storage.backend import most_bytes, range_header, request_timeout_s, split_path
 from elastictrain.storage.filesystem import FileUpload
+from elastictrain.storage.remote import most_bytes, range_header, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain-creator"

@@ -7,12 +7,11 @@ from urllib.parse import unquote
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError
 from elastictrain.storage.azure import AzureBackend
-from elastictrain.storage.backend import Backend
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.filesystem import FilesystemBackend
 from elastictrain.storage.gcs import GcsBackend
 from elastictrain.storage.local import LocalStore
-from elastictrain.storage.remote import RemoteStore
+from elastictrain.storage.remote import Backend, RemoteStore
 from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import Store
 
@@ -29,14 +28,13 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
     Raises: ConfigError if the URL is malformed, its protocol unknown, or the package for it not installed.
     """
     options = retry or RetryOptions()
-    retrying = Retrying(options)
+    retrying, name = Retrying(options), url.rstrip("/") or "/"
     protocol, separator, rest = url.partition("://")
-    if not separator:
-        return LocalStore(absolute_url(url), url=_trimmed(url), retrying=retrying, follow_links=follow_links)
-    if protocol in ("file", "local"):
-        if not rest.startswith("/"):
+    if not separator or protocol in ("file", "local"):
+        if separator and not rest.startswith("/"):
             raise ConfigError(f"{url!r} must be {protocol}:// and an absolute path, as in {protocol}:///data/run")
-        return LocalStore(unquote(rest), url=_trimmed(url), retrying=retrying, follow_links=follow_links)
+        root = unquote(rest) if separator else absolute_url(url)
+        return LocalStore(root, url=name, retrying=retrying, follow_links=follow_links)
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
     root = _remote_root(url, protocol)
@@ -51,7 +49,7 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
                 return AzureBackend(url, answer_timeout_s=options.answer_timeout_s)
         return FilesystemBackend(url, answer_timeout_s=options.answer_timeout_s)
 
-    return RemoteStore(root, url=_trimmed(url), backend=connect, retrying=retrying)
+    return RemoteStore(root, url=name, backend=connect, retrying=retrying)
 
 
 def absolute_url(url: str) -> str:
@@ -75,10 +73,6 @@ def _remote_root(url: str, protocol: str) -> str:
         remedy = f'pip install "elastictrain[{extra}]"' if extra else str(error)
         raise ConfigError(f"{url!r} needs a package that is not installed; run: {remedy}") from error
     return str(kind._strip_protocol(url)).rstrip("/")
-
-
-def _trimmed(url: str) -> str:
-    return url.rstrip("/") or "/"
 
 
 def without_sync(store: T) -> T:

@@ -1,4 +1,4 @@
-"""Store on an object store.
+"""Store on an object store, and what it asks of a service: single requests, each tried once.
 
 A write is one request (or one completed upload in parts): the service makes it atomic and durable. Listings come from the
 service each time; nothing is cached.
@@ -8,22 +8,66 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from elastictrain.errors import ObjectExistsError, TransientStorageError
-from elastictrain.storage.backend import Backend, Upload
 from elastictrain.storage.failures import Fault, Retrying, fault_of
 from elastictrain.storage.store import Bytes, ObjectInfo, check_key, folder_of
 
 T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 5
+_SLOWEST_BYTES_PER_S = 1 << 20
+
 PART_BYTES = 16 << 20
 """S3 takes 10,000 parts at most: objects end at 160 GiB. Some services want all parts but the last to be of one size."""
 
 logger = logging.getLogger(__name__)
+
+
+class Upload(Protocol):
+    """An object that is sent in parts and not visible before `finish`."""
+
+    def put_part(self, number: int, data: bytes) -> None:
+        """Send part `number` (from 1), all but the last of the same size. May be repeated."""
+
+    def finish(self, total_bytes: int) -> None:
+        """Make the object visible. Repeated after a failure only where the backend is `parallel`."""
+
+    def abort(self) -> None:
+        """Forget the parts."""
+
+
+class Backend(Protocol):
+    """Objects of one service, by path (bucket and key). A request fails with whatever the client raises."""
+
+    parallel: int
+    """Requests for one object that may run at a time; 1 if parts of an upload must come in order and only once."""
+
+    def get(self, path: str, *, start: int, end: int | None) -> bytes:
+        """Bytes [start, end)."""
+
+    def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
+        """Create or replace; with a `mark`, by which `is_ours` knows the object later, fail if it is there."""
+
+    def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
+        """Whether an object that is there already comes from a `put` with this mark, whose answer was lost."""
+
+    def begin(self, path: str) -> Upload:
+        """Begin an upload in parts."""
+
+    def info(self, path: str) -> ObjectInfo:
+        """Size and time; the key is the path."""
+
+    def find(self, folder: str) -> Iterable[ObjectInfo]:
+        """All objects whose path begins with `folder`, which ends with '/'; in any order; keys are paths."""
+
+    def remove(self, path: str) -> None:
+        """Remove; an absent object may be an error."""
 
 
 class RemoteStore:
@@ -213,3 +257,24 @@ class PartWriter:
             self._sending.popleft().result()
         put = partial(upload.put_part, self._number, part)
         self._sending.append(self._pool.submit(self._retrying_parts.call, put, action="write", url=self._url))
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """Bucket and key."""
+    bucket, _, key = path.partition("/")
+    return bucket, key
+
+
+def range_header(start: int, end: int | None) -> dict[str, str]:
+    """For bytes [start, end) of an object; nothing for all of them."""
+    return {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+
+
+def most_bytes(start: int, end: int | None) -> int:
+    """What an answer with bytes [start, end) may hold."""
+    return 1 << 30 if end is None else end - start
+
+
+def request_timeout_s(num_bytes: int, *, answer_timeout_s: float) -> float:
+    """Bound on one request with all its bytes. The clients' own time-outs do not see a peer that stops reading."""
+    return CONNECT_TIMEOUT_S + answer_timeout_s + num_bytes / _SLOWEST_BYTES_PER_S

@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
-from elastictrain.storage.backend import CONNECT_TIMEOUT_S, most_bytes, range_header, request_timeout_s, split_path
+from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, range_header, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _CONNECTIONS = 32

@@ -20,9 +20,8 @@ from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
 from elastictrain.identity import Identity
-from elastictrain.lease.chain import Chain
+from elastictrain.lease.chain import Chain, StartRecord, Starts
 from elastictrain.lease.holder import Lease, Owner, Waiting, take
-from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.storage.appendlog import LostLog, open_append_log

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from elastictrain.bounded_json import as_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.errors import ObjectNotFoundError, StorageError
-from elastictrain.lease.starts import StartRecord, Starts
+from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.policy import STARTS, Ended, PastFindings
 from elastictrain.storage.appendlog import last_part, part_key
 from elastictrain.storage.bounded_read import side_by_side

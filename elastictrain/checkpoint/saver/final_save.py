@@ -17,7 +17,7 @@ from elastictrain.checkpoint.saver.messages import HostRanks
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SlotLeases, cause_of
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError, TransientStorageError
-from elastictrain.lease.starts import Starts
+from elastictrain.lease.chain import Starts
 from elastictrain.storage.opening import check_writable
 from elastictrain.storage.store import Store
 

@@ -5,7 +5,7 @@ from threading import Thread
 import pytest
 
 from elastictrain.data.cache import CacheFolder
-from elastictrain.data.corpus import belongs, content_digest, find_sources, library_folder, prepare_stdlib
+from elastictrain.data.opening import belongs, content_digest, find_sources, library_folder, prepare_stdlib
 from elastictrain.errors import DataError
 
 

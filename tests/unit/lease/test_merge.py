@@ -8,9 +8,8 @@ from uuid import uuid4
 
 import pytest
 
-from elastictrain.lease.chain import Chain, LeaseClaim
+from elastictrain.lease.chain import Chain, LeaseClaim, StartRecord, Starts
 from elastictrain.lease.merge import BLOCK, FINISHED_S, KEPT_STARTS, LARGE_BYTES, merge_finished, parse_merged, plan_merges
-from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.appendlog import open_append_log
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import ObjectInfo, Store

@@ -1,8 +1,7 @@
 import pytest
 
-from elastictrain.lease.chain import Chain, LeaseClaim, newest_record, point_at
+from elastictrain.lease.chain import KEPT, Chain, LeaseClaim, StartRecord, Starts, newest_record, point_at
 from elastictrain.lease.holder import Owner, take
-from elastictrain.lease.starts import KEPT, StartRecord, Starts
 from elastictrain.storage.appendlog import last_part, part_key
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.lease.made import Scene

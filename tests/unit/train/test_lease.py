@@ -4,8 +4,8 @@ import os
 import time
 from pathlib import Path
 
+from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.lease.merge import FINISHED_S
-from elastictrain.lease.starts import StartRecord, Starts
 from elastictrain.storage.opening import open_store
 from elastictrain.train.bringup import note_start
 

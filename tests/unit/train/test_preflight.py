@@ -17,7 +17,7 @@ from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
 from elastictrain.identity import Identity
-from elastictrain.lease.starts import StartRecord, Starts
+from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.host_preflight import HostPreflight, Report
 from elastictrain.preflight.policy import Ended, Level, decide

@@ -8,8 +8,7 @@ import pytest
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.distributed.group import leave
-from elastictrain.lease.chain import Chain, LeaseClaim, point_at
-from elastictrain.lease.starts import KEPT, LINEAGE_KEPT, StartRecord, Starts
+from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import checks
 from elastictrain.train.build import make_checkpointer
