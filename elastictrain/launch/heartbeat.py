@@ -102,12 +102,10 @@ class ReplayGuard:
         """`own`: the name of this launcher."""
         self._own = own
         self._last: dict[str, int] = {}
-        self.num_dropped = 0
 
     def passes(self, datagram: HeartbeatDatagram) -> bool:
         """Whether it is meant for this launcher, and newer than all that came from its sender."""
         if datagram.to != self._own or datagram.counter <= self._last.get(datagram.host, 0):
-            self.num_dropped += 1
             return False
         # Those that are heard stay: who has the token could fill the memory of this host otherwise.
         self._last.pop(datagram.host, None)
@@ -199,16 +197,14 @@ class HeartbeatMesh:
         self._thread.join(timeout=1.0)
         self._socket.close()
 
-    def follow(self, generation: Generation | None) -> None:
-        """Watch the members of this generation from now on, or nobody."""
-        others = [member for member in generation.members if member.host != self.host] if generation is not None else []
+    def follow(self, generation: Generation) -> None:
+        """Watch the members of this generation from now on."""
+        others = [member for member in generation.members if member.host != self.host]
         with self._lock:
             self._members = self._targets_of(others)
             self._check = SilenceCheck(frozenset(member.host for member in others), self._clock(), self._clock())
             self.silent = frozenset()
-            self._record = None
-            if generation is not None:
-                self._sent = (generation.number, False)
+            self._sent, self._record = (generation.number, False), None
         # They need not wait for the next beat to learn that it is there.
         self._send(self._targets())
 
@@ -233,12 +229,6 @@ class HeartbeatMesh:
             news, records = self._news, [*self._records.values()]
             self._news, self._records = 0, {}
             return news, records
-
-    @property
-    def num_dropped(self) -> int:
-        """How many datagrams of this run were dropped: they came once more, too late, or were meant for another launcher."""
-        with self._lock:
-            return self._guard.num_dropped
 
     def _targets(self) -> dict[_Target, str]:
         with self._lock:

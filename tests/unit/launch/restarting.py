@@ -64,8 +64,8 @@ class Sound:
     heard: tuple[frozenset[str], float] = (frozenset("abc"), 0.0)
     lines: list[HostRecord] = field(default_factory=list)
 
-    def follow(self, generation: Generation | None) -> None:
-        self.number = generation.number if generation is not None else 0
+    def follow(self, generation: Generation) -> None:
+        self.number = generation.number
         self._tell()
 
     def send_to(self, hosts: Collection[HostRecord]) -> None: ...

@@ -114,8 +114,8 @@ class FakeHeartbeat:
     lines: tuple[HostRecord, ...] = ()
     told: list[HostRecord] = field(default_factory=list)
 
-    def follow(self, generation: Generation | None) -> None:
-        self.diary.note(f"follow {generation.number if generation is not None else 'nobody'}")
+    def follow(self, generation: Generation) -> None:
+        self.diary.note(f"follow {generation.number}")
 
     def send_to(self, hosts: Collection[HostRecord]) -> None:
         self.called = tuple(one.host for one in hosts)

@@ -319,14 +319,12 @@ def test_what_was_sent_before_is_dropped_and_counted() -> None:
         heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
         old = [b.say(heartbeat, 8, ended=ended) for ended in (False, True)]
         eventually(lambda: heartbeat.heard[0] == {"b"})
-        assert heartbeat.num_dropped == 0
         clock.jump(LOST_S / 4)
         heartbeat.pop_received()[0]
-        for times in range(1, 9):
+        for _ in range(8):
             for data in old:
                 z.send(heartbeat, data)
             clock.pass_s(LOST_S / 4)
-            eventually(lambda sent=2 * times: heartbeat.num_dropped == sent)  # type: ignore[misc]
         assert (heartbeat.silent, heartbeat.heard[0]) == ({"b"}, frozenset())
         assert z.hears_nothing()
         assert not heartbeat.pop_received()[0]
@@ -446,7 +444,7 @@ def test_who_was_frozen_accuses_nobody_until_they_have_had_their_time() -> None:
         assert heartbeat.silent == {"b"}
 
 
-def test_a_new_group_has_its_time_and_nobody_follows_nobody() -> None:
+def test_a_new_group_has_its_time() -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("bc") as (b, c):
         heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
@@ -456,10 +454,6 @@ def test_a_new_group_has_its_time_and_nobody_follows_nobody() -> None:
         assert heartbeat.silent == frozenset()
         clock.pass_s(2 * LOST_S)
         assert heartbeat.silent == {"c"}
-        heartbeat.follow(None)
-        assert heartbeat.silent == frozenset()
-        clock.pass_s(2 * LOST_S)
-        assert heartbeat.silent == frozenset()
 
 
 def test_before_it_takes_part_it_hears_and_says_nothing() -> None:
