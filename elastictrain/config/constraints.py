@@ -54,20 +54,15 @@ def describe(hint: object) -> str:
 def _constraint(constraint: object) -> str:
     """What follows the type's name."""
     match constraint:
-        case Range(minimum=None, maximum=None):
-            return ""
-        case Range(minimum=minimum, maximum=None, exclusive=exclusive):
-            return f"{'>' if exclusive else '>='} {minimum:g}"
-        case Range(minimum=None, maximum=maximum):
-            return f"<= {show_number(maximum)}"
         case Range(minimum=minimum, maximum=maximum, exclusive=exclusive):
-            return f"{'>' if exclusive else '>='} {show_number(minimum)} and <= {show_number(maximum)}"
+            ends = [] if minimum is None else [f"{'>' if exclusive else '>='} {show_number(minimum)}"]
+            return " and ".join(ends if maximum is None else [*ends, f"<= {show_number(maximum)}"])
         case NonEmpty():
             return "that is not empty"
     return ""
 
 
-def show_number(value: float | None) -> str:
+def show_number(value: float) -> str:
     """A number as a person would write it."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.constraints import plain
-from elastictrain.config.schema import DATACLASSES
+from elastictrain.config.schema import GROUPS
 from elastictrain.errors import ConfigError
 
 _ANSWER: Mapping[str, frozenset[str]] = {
@@ -50,9 +50,8 @@ _TAKEN = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "null")}
 
 def to_tree(config: RunConfig) -> dict[str, object]:
     """The plain mapping of the shape of conf/ that `config` was made from, complete with defaults."""
-    task = {"_target_": config.task.target, **config.task.options}
-    groups: dict[str, object] = {"run": plain(config.run), "task": task, "model": dict(config.model)}
-    return groups | {name: plain(getattr(config, name)) for name in DATACLASSES if name != "run"}
+    groups = {name: plain(getattr(config, name)) for name in GROUPS}
+    return groups | {"task": {"_target_": config.task.target, **config.task.options}}
 
 
 def config_digest(config: RunConfig) -> str:

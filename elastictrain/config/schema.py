@@ -9,36 +9,18 @@ from functools import cache
 from itertools import pairwise
 from typing import get_type_hints
 
-from elastictrain.config.composed import (
-    CheckpointGroup,
-    DataGroup,
-    FaultGroup,
-    LaunchGroup,
-    OptimGroup,
-    ParallelGroup,
-    RunGroup,
-    TelemetryGroup,
-    TrainGroup,
-)
+from elastictrain.config.composed import RunConfig, TaskGroup
 from elastictrain.config.constraints import describe, show
-from elastictrain.config.preflight import PreflightGroup
+
+GROUPS = tuple(field.name for field in fields(RunConfig))
+"""Top-level names of a configuration."""
 
 DATACLASSES: Mapping[str, type] = {
-    "run": RunGroup,
-    "data": DataGroup,
-    "train": TrainGroup,
-    "optim": OptimGroup,
-    "parallel": ParallelGroup,
-    "checkpoint": CheckpointGroup,
-    "fault": FaultGroup,
-    "preflight": PreflightGroup,
-    "telemetry": TelemetryGroup,
-    "launch": LaunchGroup,
+    name: hint
+    for name, hint in get_type_hints(RunConfig).items()
+    if isinstance(hint, type) and is_dataclass(hint) and hint is not TaskGroup
 }
 """Groups whose keys are a dataclass of the program's own; `task` and `model` are declared by the task's class."""
-
-GROUPS = ("run", "task", "model", *(name for name in DATACLASSES if name != "run"))
-"""Top-level names of a configuration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
+from elastictrain.events import Hang
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 LONGEST_TEXT = 200
@@ -76,14 +76,14 @@ _BEFORE_STEPS = {
     Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
 }  # fmt: skip
 
-Reason = Literal["frozen", "behind", "did not enter", "nobody"]
-
 
 @dataclass(frozen=True, slots=True)
 class HangDiagnosis:
-    """Who is at fault, and why. `nobody`: all are at the same place, so what is between them is at fault."""
+    """Who is at fault, and why."""
 
-    reason: Reason
+    reason: str
+    """`frozen`, `behind`, `did not enter`; `nobody`: all are at the same place, so what is between them is at fault."""
+
     guilty: tuple[RankStatus, ...]
     waiting: tuple[RankStatus, ...]
 
@@ -103,6 +103,22 @@ class HangDiagnosis:
         """
         return self.is_guilty(rank) or (
             bool(self.guilty) and all(one.silent_s > one.bound_s + LEFT_TO_THE_GUILTY_S for one in self.guilty)
+        )
+
+    def event(self, text: str, *, stacks: str | None) -> Hang:
+        """The record of it; `stacks` is the key of what belongs to it."""
+        first = (self.guilty or self.waiting)[0]
+        return Hang(
+            guilty=tuple(one.name for one in self.guilty),
+            hosts=tuple(sorted({one.host for one in self.guilty})),
+            reason=self.reason,
+            phase=str(first.mark.phase),
+            step=first.mark.step,
+            silent_s=round(first.silent_s, 3),
+            bound_s=first.bound_s,
+            waiting={one.name: one.place for one in self.waiting},
+            text=text,
+            stacks=stacks,
         )
 
 
@@ -149,7 +165,7 @@ def paragraph(found: HangDiagnosis) -> str:
     return text
 
 
-def _diagnosis(reason: Reason, guilty: Sequence[RankStatus], statuses: Sequence[RankStatus]) -> HangDiagnosis:
+def _diagnosis(reason: str, guilty: Sequence[RankStatus], statuses: Sequence[RankStatus]) -> HangDiagnosis:
     return HangDiagnosis(reason, tuple(guilty), tuple(one for one in statuses if one not in guilty))
 
 
@@ -158,7 +174,7 @@ def _lags(one: RankStatus, other: RankStatus) -> bool:
     return any(other.entered.sequences.get(group, last) > last for group, last in one.entered.sequences.items())
 
 
-def _accuse(one: RankStatus, *, reason: Reason) -> str:
+def _accuse(one: RankStatus, *, reason: str) -> str:
     text = f"{one.name} has been in {one.mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s)"
     if reason == "frozen":
         text += (

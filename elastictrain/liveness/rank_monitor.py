@@ -16,6 +16,7 @@ from elastictrain.errors import EXIT_TRANSPORT
 from elastictrain.events import Hang
 from elastictrain.fault.exits import PROC, read_stat
 from elastictrain.fault.reasons import Reason, leave_reason
+from elastictrain.liveness.diagnosis import HangDiagnosis, RankStatus
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.progress_file import ProgressFileReader, RankProgress
@@ -226,11 +227,16 @@ class RankMonitor:
             self._ended.add(marks.rank)
             self._workers[marks.rank].kill()
         if hanging:
-            event = hang_event(hanging, waiting, host=self._facts.host, text=text)
+            guilty = tuple(self._status(one.seen.marks, one.silent_s, one.bound_s) for one in hanging)
+            found = HangDiagnosis(hanging[0].kind, guilty, tuple(self._status(marks, 0.0, 0.0) for marks in waiting))
+            event = found.event(text, stacks=None)
             # Storage may be what hangs.
             self._start(lambda: self._record(event, stacks))
         # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
         self._start(lambda: _tell(f"elastictrain: {text}\n{stacks}")).join(_TELL_S)
+
+    def _status(self, marks: RankProgress, silent_s: float, bound_s: float) -> RankStatus:
+        return RankStatus(marks.rank, self._facts.host, marks.mark, silent_s, bound_s)
 
     def _start(self, act: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=act, daemon=True)
@@ -265,23 +271,6 @@ def _why(one: KillDecision) -> str:
             return f"has been in {mark} for {one.silent_s:.1f} s, and does not end itself as it should"
         case "left behind":
             return f"waits in {mark} for a rank of this host that is gone"
-
-
-def hang_event(hanging: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str, text: str) -> Hang:
-    """The record of a hang that was seen from outside."""
-    first = hanging[0]
-    return Hang(
-        guilty=tuple(f"rank {rank} on {host}" for rank in sorted(one.seen.marks.rank for one in hanging)),
-        hosts=(host,),
-        reason=first.kind,
-        phase=str(first.seen.marks.mark.phase),
-        step=first.seen.marks.mark.step,
-        silent_s=round(first.silent_s, 3),
-        bound_s=first.bound_s,
-        waiting={f"rank {marks.rank} on {host}": str(marks.mark) for marks in waiting},
-        text=text,
-        stacks=None,
-    )
 
 
 def _tell(text: str) -> None:

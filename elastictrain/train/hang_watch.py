@@ -9,7 +9,7 @@ from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
 from elastictrain.identity import Identity
-from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, RankStatus, diagnose, last_entered, paragraph
+from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_entered, paragraph
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
@@ -101,8 +101,11 @@ class HangWatch:
         text = paragraph(found)
         # One record of one hang: the guilty rank's, as long as it can write one.
         if found.is_guilty(rank) or rank == min((one.rank for one in found.waiting), default=rank):
-            stacks = self._monitor_client.take_stacks() if self._monitor_client is not None else ""
-            self._hang = self._event(found, mark, text), stacks
+            key, stacks = None, ""
+            if self._monitor_client is not None and self._context is not None:
+                key = f"stacks/{self._context.generation.name}-r{rank:05d}.txt"
+                stacks = self._monitor_client.take_stacks()
+            self._hang = found.event(text, stacks=key), stacks
         return f"\n{text}"
 
     def keep_record(self) -> None:
@@ -158,23 +161,6 @@ class HangWatch:
     def _status(self, mark: ProgressMark) -> RankStatus:
         silent_s = time.monotonic() - mark.since_s
         return RankStatus(self._identity.rank, self._identity.host, mark, silent_s, bound_s(mark, self._config.fault))
-
-    def _event(self, found: HangDiagnosis, mark: ProgressMark, text: str) -> Hang:
-        first = found.guilty[0] if found.guilty else self._status(mark)
-        context = self._context
-        name = f"{context.generation.name}-r{self._identity.rank:05d}" if context is not None else ""
-        return Hang(
-            guilty=tuple(one.name for one in found.guilty),
-            hosts=tuple(sorted({one.host for one in found.guilty})),
-            reason=found.reason,
-            phase=str(first.mark.phase),
-            step=first.mark.step,
-            silent_s=round(first.silent_s, 3),
-            bound_s=first.bound_s,
-            waiting={one.name: one.place for one in found.waiting},
-            text=text,
-            stacks=f"stacks/{name}.txt" if self._monitor_client is not None else None,
-        )
 
 
 def _follow_compiler(tell: Callable[..., None]) -> None:
