@@ -42,12 +42,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from elastictrain.checkpoint.layout import Item, split_item
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest, parse_manifest
-from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.reader import ManifestReader
-from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts, missing_ranks
+from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts, missing_ranks
 from elastictrain.checkpoint.tensor_bytes import Box, choose_own, own_items
 from elastictrain.checkpoint.verified_read import CheckpointFolder
-from elastictrain.checkpoint.writer import WrittenItem, build_manifest
+from elastictrain.checkpoint.writer import build_manifest
 from elastictrain.config.load import load
 from elastictrain.storage.opening import open_store
 from recipes.llama.config import LlamaConfig
@@ -217,14 +217,14 @@ def commit_seconds(told: list[bytes], world: World) -> tuple[bytes, int, dict[st
     """The leader's work once all hosts have spoken: the manifest, how many chunks it has, and the seconds of each part."""
     facts = Manifest(1, world.size, INCARNATION, 1.0, "0" * 32, {"torch": torch.__version__}, {"step": 1})
 
-    def decode() -> list[WrittenItem]:
+    def decode() -> list[RankPart]:
         parts = [part for text in told for part in decode_parts(text, where="a host")]
         if missing_ranks(parts, world_size=world.size):
             sys.exit("some ranks said nothing")
-        return [one for part in parts for one in part.written(INCARNATION)]
+        return parts
 
-    written, decode_s = timed(decode)
-    manifest, build_s = timed(lambda: build_manifest(written, facts=facts))
+    parts, decode_s = timed(decode)
+    manifest, build_s = timed(lambda: build_manifest(parts, facts=facts))
     raw, encode_s = timed(lambda: encode_manifest(manifest))
     num_chunks = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
     return raw, num_chunks, {"decode": decode_s, "build": build_s, "encode": encode_s}

@@ -20,11 +20,11 @@ from elastictrain.checkpoint.lineage import Fence, Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest, parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
-from elastictrain.checkpoint.memory.layout import RankLayout, digests_of
+from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.restore import load
 from elastictrain.checkpoint.retention import Pruner
-from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
+from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.tensor_bytes import local_part, own_items, reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
@@ -173,14 +173,14 @@ class Checkpointer:
         try:
             shard_bytes = int(self._options.shard_mb * 2**20)
             layout = RankLayout(own_items(tensors, rank=self._rank, world_size=self._world_size), shard_bytes)
-            written = write_files(
+            digests = write_files(
                 self._store,
                 layout.files(incarnation=self._incarnation, rank=self._rank),
                 prefix=f"{ROOT}/{folder}",
                 source=lambda item: reader_of(local_part(tensors[item.name]), item),
                 sha256=self._signing is not None,
             )
-            part = encode_parts([RankPart(self._rank, layout, digests_of(written))])
+            part = encode_parts([RankPart(self._rank, layout, digests)])
         except BaseException as error:  # noqa: BLE001  # the other ranks wait for this one's result
             failure = error
         results = gather_json(None if failure is None else describe(failure), group=self._group)
@@ -198,7 +198,7 @@ class Checkpointer:
         committing = False
         try:
             all_parts = [part for data in parts for part in decode_parts(data, where=folder)]
-            manifest = build_manifest((one for part in all_parts for one in part.written(facts.incarnation)), facts=facts)
+            manifest = build_manifest(all_parts, facts=facts)
             if lost := sorted(manifest.tensors.keys() ^ names):
                 raise CheckpointError(f"not all ranks have the same tensors: {', '.join(lost)}")
             check_manifest(manifest)

@@ -13,10 +13,10 @@ from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, held_from_json, look, whole_sets
-from elastictrain.checkpoint.memory.layout import RankLayout
+from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotFile, SnapshotSource, files_in_slot
-from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
+from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.checkpoint.writer import build_manifest
 from elastictrain.errors import ElasticTrainError, InvalidCheckpointError
@@ -214,6 +214,6 @@ def _manifest(chosen: SnapshotSet, parts: Sequence[RankPart]) -> Manifest:
         versions={},
         state=chosen.state,
     )
-    manifest = build_manifest((one for part in parts for one in part.written(chosen.incarnation)), facts=facts)
+    manifest = build_manifest(parts, facts=facts)
     check_manifest(manifest)
     return manifest

@@ -5,7 +5,7 @@ Free of torch: bytes come from a `ByteSource`. Synchronous saves and the saver b
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import xxhash
 
@@ -21,6 +21,7 @@ from elastictrain.checkpoint.manifest import (
     sha256_of,
 )
 from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
 from elastictrain.storage.store import Store
@@ -34,65 +35,47 @@ ByteSource = Callable[[Item], ByteReader]
 """Opens the bytes of an item; called when its turn comes, so that only what is being written needs memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenItem:
-    """One item as it now lies in storage."""
-
-    item: Item
-    file: FileRecord
-    chunks: tuple[ChunkRecord, ...]
-
-
 def write_files(
     store: Store, files: Sequence[ShardFile], *, prefix: str, source: ByteSource, sha256: bool = False
-) -> tuple[WrittenItem, ...]:
+) -> RankDigests:
     """Writes all files below the key `prefix`, some at once; on return they are durable.
 
-    With `sha256` the records have that, too, for a manifest that will be signed.
+    With `sha256` that is computed, too, for a manifest that will be signed.
 
     Raises: the first StorageError of any of them, after all have ended.
     """
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="save") as pool:
         futures = [pool.submit(write_file, store, file, prefix=prefix, source=source, sha256=sha256) for file in files]
-        return tuple(written for future in futures for written in future.result())
+        return joined([future.result() for future in futures])
 
 
-def write_file(
-    store: Store, file: ShardFile, *, prefix: str, source: ByteSource, sha256: bool = False
-) -> tuple[WrittenItem, ...]:
-    """Writes one file chunk by chunk."""
-    whole = xxhash.xxh3_128(file.header)
-    chunks: list[tuple[ChunkRecord, ...]] = []
+def write_file(store: Store, file: ShardFile, *, prefix: str, source: ByteSource, sha256: bool = False) -> RankDigests:
+    """Writes one file chunk by chunk; the digests of what was written."""
+    whole, chunks = xxhash.xxh3_128(file.header), []
+    strong = [sha256_of(file.header)] if sha256 else []
     with store.open_writer(f"{prefix}/{file.name}") as writer:
         writer.write(file.header)
         for placed in file.items:
             read = source(placed.item)
-            records = []
             for chunk in placed.chunks:
                 data = read(chunk.begin, chunk.begin + chunk.size_bytes)
                 whole.update(data)
-                digest, strong = digest_of(data), sha256_of(data) if sha256 else ""
+                chunks.append(digest_of(data))
+                if sha256:
+                    strong.append(sha256_of(data))
                 writer.write(data)
-                records.append(
-                    ChunkRecord(
-                        chunk.offsets, chunk.sizes, file.name, placed.start + chunk.begin, chunk.size_bytes, digest, strong
-                    )
-                )
-            chunks.append(tuple(records))
-    strong = sha256_of(file.header) if sha256 else ""
-    record = FileRecord(file.name, file.size_bytes, whole.hexdigest(), len(file.header), digest_of(file.header), strong)
-    return tuple(WrittenItem(placed.item, record, of_item) for placed, of_item in zip(file.items, chunks, strict=True))
+    return RankDigests((whole.hexdigest(),), (digest_of(file.header),), tuple(chunks), tuple(strong))
 
 
-def build_manifest(written: Iterable[WrittenItem], *, facts: Manifest) -> Manifest:
+def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
     """Adds what all ranks wrote to `facts`, a manifest that has no files and tensors yet.
 
-    Raises: CheckpointError if ranks disagree on a tensor's shape or element type.
+    Raises: CheckpointError if ranks disagree on a tensor's shape or element type, or digests are of another layout.
     """
     files: dict[str, FileRecord] = {}
     first: dict[str, Item] = {}
     chunks: dict[str, list[ChunkRecord]] = {}
-    for one in written:
+    for one in (one for part in parts for one in part.written(facts.incarnation)):
         files[one.file.name] = one.file
         item = one.item
         known = first.setdefault(item.name, item)

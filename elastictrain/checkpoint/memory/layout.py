@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Annotated
 
 import msgspec
@@ -12,7 +13,6 @@ from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_recor
 from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, ShardFile, plan_files
 from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, digest_of
 from elastictrain.checkpoint.safetensors_format import BY_NAME
-from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import InvalidCheckpointError
 
 PAGE_BYTES = 4096
@@ -127,46 +127,56 @@ class RankDigests:
         return document | ({"sha256": list(self.sha256)} if self.sha256 else {})
 
 
-def written_items(layout: RankLayout, digests: RankDigests, *, incarnation: str, rank: int) -> tuple[WrittenItem, ...]:
-    """What a manifest says of this rank's files. Raises: InvalidCheckpointError if the digests are of another layout."""
-    files = layout.files(incarnation=incarnation, rank=rank)
-    count = sum(len(placed.chunks) for file in files for placed in file.items)
-    if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):
-        raise InvalidCheckpointError(f"the digests of rank {rank}'s snapshot do not belong to its layout")
-    if digests.sha256 and len(digests.sha256) != len(files) + count:
-        raise InvalidCheckpointError(f"the SHA-256 of rank {rank}'s files do not belong to their layout")
-    strong = digests.sha256 or ("",) * (len(files) + count)
-    chunk_digests, chunk_strong = iter(digests.chunks), iter(strong[len(files) :])
-    written = []
-    for file, whole, header, header_strong in zip(files, digests.files, digests.headers, strong, strict=False):
-        record = FileRecord(file.name, file.size_bytes, whole, len(file.header), header, header_strong)
-        for placed in file.items:
-            chunks = tuple(
-                ChunkRecord(
-                    chunk.offsets,
-                    chunk.sizes,
-                    file.name,
-                    placed.start + chunk.begin,
-                    chunk.size_bytes,
-                    next(chunk_digests),
-                    next(chunk_strong),
-                )
-                for chunk in placed.chunks
-            )
-            written.append(WrittenItem(placed.item, record, chunks))
-    return tuple(written)
-
-
-def digests_of(written: Sequence[WrittenItem]) -> RankDigests:
-    """The digests in what was written, in the order of `written_items`."""
-    files: dict[str, FileRecord] = {}
-    for one in written:
-        files.setdefault(one.file.name, one.file)
-    chunks = [chunk for one in written for chunk in one.chunks]
-    strong = (*(file.header_sha256 for file in files.values()), *(chunk.sha256 for chunk in chunks))
+def joined(files: Sequence[RankDigests]) -> RankDigests:
+    """Of a rank, from those of each of its files."""
     return RankDigests(
-        tuple(file.digest for file in files.values()),
-        tuple(file.header_digest for file in files.values()),
-        tuple(chunk.digest for chunk in chunks),
-        tuple(filter(None, strong)),
+        tuple(chain.from_iterable(file.files for file in files)),
+        tuple(chain.from_iterable(file.headers for file in files)),
+        tuple(chain.from_iterable(file.chunks for file in files)),
+        (*chain.from_iterable(file.sha256[:1] for file in files), *chain.from_iterable(file.sha256[1:] for file in files)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
+    """One item as it lies in storage."""
+
+    item: Item
+    file: FileRecord
+    chunks: tuple[ChunkRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPart:
+    """What one rank's files are: its layout, and the digests of what was written."""
+
+    rank: int
+    layout: RankLayout
+    digests: RankDigests
+
+    def written(self, incarnation: str) -> list[WrittenItem]:
+        """As a manifest says it. Raises: InvalidCheckpointError if the digests are of another layout."""
+        digests, files = self.digests, self.layout.files(incarnation=incarnation, rank=self.rank)
+        count = sum(len(placed.chunks) for file in files for placed in file.items)
+        if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):
+            raise InvalidCheckpointError(f"the digests of rank {self.rank}'s snapshot do not belong to its layout")
+        if digests.sha256 and len(digests.sha256) != len(files) + count:
+            raise InvalidCheckpointError(f"the SHA-256 of rank {self.rank}'s files do not belong to their layout")
+        strong = iter(digests.sha256 or ("",) * (len(files) + count))
+        headers = [
+            FileRecord(file.name, file.size_bytes, whole, len(file.header), header, next(strong))
+            for file, whole, header in zip(files, digests.files, digests.headers, strict=True)
+        ]
+        chunks = iter(digests.chunks)
+        written = []
+        for file, record in zip(files, headers, strict=True):
+            for placed in file.items:
+                start = placed.start
+                records = tuple(
+                    ChunkRecord(
+                        one.offsets, one.sizes, file.name, start + one.begin, one.size_bytes, next(chunks), next(strong)
+                    )
+                    for one in placed.chunks
+                )
+                written.append(WrittenItem(placed.item, record, records))
+        return written

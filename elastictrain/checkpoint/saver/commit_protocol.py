@@ -21,9 +21,8 @@ from typing import TypeVar
 
 from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.folders import ROOT
-from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes, written_items
+from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, layout_from_bytes
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.writer import WrittenItem
 from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
 from elastictrain.storage.store import Store
@@ -77,19 +76,6 @@ class _FailureReason:
     """The content of `failed`."""
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class RankPart:
-    """What one rank's files are: its layout, and the digests of what was written."""
-
-    rank: int
-    layout: RankLayout
-    digests: RankDigests
-
-    def written(self, incarnation: str) -> tuple[WrittenItem, ...]:
-        """As a manifest says it."""
-        return written_items(self.layout, self.digests, incarnation=incarnation, rank=self.rank)
 
 
 @dataclass(frozen=True, slots=True)

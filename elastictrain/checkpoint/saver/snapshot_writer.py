@@ -12,14 +12,14 @@ from elastictrain.checkpoint.folders import ROOT, Listing, clear_target, discard
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Fence
 from elastictrain.checkpoint.manifest import Manifest
-from elastictrain.checkpoint.memory.layout import digests_of
+from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
 from elastictrain.checkpoint.retention import Pruner, read_manifest
 from elastictrain.checkpoint.run_folder import RunFolder
-from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RankPart, RefusedSave, RefusedSaves
+from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RefusedSave, RefusedSaves
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, cause_of
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.writer import ByteReader, WrittenItem, build_manifest, check_files, commit, write_file
+from elastictrain.checkpoint.writer import ByteReader, build_manifest, check_files, commit, write_file
 from elastictrain.errors import (
     CheckpointError,
     ElasticTrainError,
@@ -185,7 +185,7 @@ class SnapshotWriter:
         folder = protocol.wait_for_prepared(
             job.deadline, over=self._over, meanwhile=lambda: self._refused_saves.report(over=self._over)
         )
-        parts, _ = self._write(job, folder)
+        parts = self._write(job, folder)
         self._reports.written(job)
         protocol.acknowledge(parts)
 
@@ -206,15 +206,12 @@ class SnapshotWriter:
         prepared = self._clock()
         committing = False
         try:
-            parts, written = self._write(job, folder)
+            parts = self._write(job, folder)
             self._reports.written(job)
             wrote_s = self._clock() - prepared
-            for part in protocol.wait_for_acknowledgements(
-                job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s
-            ):
-                written += part.written(job.incarnation)
+            others = protocol.wait_for_acknowledgements(job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s)
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
-            manifest = self._manifest(job, written)
+            manifest = self._manifest(job, [*parts, *others])
             check_files(self._store, manifest, folder=folder)
             self._check_run()
             self._fence.check(job.incarnation, step=job.step)
@@ -270,13 +267,13 @@ class SnapshotWriter:
                     return _Known(folder.name, manifest)
         return None
 
-    def _write(self, job: SaveJob, folder: str) -> tuple[list[RankPart], list[WrittenItem]]:
+    def _write(self, job: SaveJob, folder: str) -> list[RankPart]:
         """All files of this host's ranks, durable, their bytes the ones that were digested when they came."""
         tasks: list[tuple[LeasedSnapshot, int]] = [
             (leased, index) for leased in job.snapshots for index in range(len(leased.layout.template))
         ]
 
-        def write_one(task: tuple[LeasedSnapshot, int]) -> tuple[WrittenItem, ...]:
+        def write_one(task: tuple[LeasedSnapshot, int]) -> RankDigests:
             leased, index = task
             file = leased.layout.files(incarnation=job.incarnation, rank=leased.facts.rank)[index]
             starts = {placed.item.key: leased.layout.starts[index] + placed.start for placed in file.items}
@@ -297,19 +294,17 @@ class SnapshotWriter:
 
         with ThreadPoolExecutor(max(1, min(STREAMS, len(tasks))), thread_name_prefix="save") as pool:
             results = list(pool.map(write_one, tasks))
-        parts, everything = [], []
+        parts = []
         for leased in job.snapshots:
-            written = [item for (owner, _), items in zip(tasks, results, strict=True) if owner is leased for item in items]
-            digests = digests_of(written)
+            digests = joined([of_file for (owner, _), of_file in zip(tasks, results, strict=True) if owner is leased])
             if leased.digests is not None and replace(digests, sha256=()) != leased.digests:
                 raise InvalidCheckpointError(
                     f"{leased.slot.path} is not what it was when it was taken: host memory is damaged, or somebody wrote to it"
                 )
             parts.append(RankPart(leased.facts.rank, leased.layout, digests))
-            everything += written
-        return parts, everything
+        return parts
 
-    def _manifest(self, job: SaveJob, written: Sequence[WrittenItem]) -> Manifest:
+    def _manifest(self, job: SaveJob, parts: Sequence[RankPart]) -> Manifest:
         first = job.first
         facts = Manifest(
             step=first.step,
@@ -320,7 +315,7 @@ class SnapshotWriter:
             versions=self._config.versions,
             state=first.state,
         )
-        return build_manifest(written, facts=facts)
+        return build_manifest(parts, facts=facts)
 
 
 def _reason(error: BaseException) -> str:

@@ -13,11 +13,11 @@ from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.folder import Held, SlotName, look
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests, store_layout
 from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts, SnapshotFile, snapshot_files
 from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
-from elastictrain.checkpoint.saver.commit_protocol import RankPart, encode_parts
+from elastictrain.checkpoint.saver.commit_protocol import encode_parts
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import StorageError, TransientStorageError
 from elastictrain.events import CheckpointRejected

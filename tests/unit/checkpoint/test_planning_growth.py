@@ -8,8 +8,8 @@ from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import ChunkRecord, Manifest, TensorRecord, digest_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
-from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout
-from elastictrain.checkpoint.saver.commit_protocol import RankPart, decode_parts, encode_parts
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, RankPart
+from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.tensor_bytes import Box, choose_own
 from elastictrain.checkpoint.writer import build_manifest
 
@@ -42,8 +42,8 @@ def say(*, shards: int, world_size: int) -> list[bytes]:
 
 
 def put_together(told: list[bytes], *, world_size: int) -> Manifest:
-    written = [one for text in told for part in decode_parts(text, where="w") for one in part.written(INCARNATION)]
-    return build_manifest(written, facts=Manifest(1, world_size, INCARNATION, 1.0, "c", {}, {}))
+    parts = [part for text in told for part in decode_parts(text, where="w")]
+    return build_manifest(parts, facts=Manifest(1, world_size, INCARNATION, 1.0, "c", {}, {}))
 
 
 @pytest.mark.parametrize("shards", [8, 64, 512])

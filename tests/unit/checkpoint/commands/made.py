@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.folders import ROOT, folder_name
-from elastictrain.checkpoint.layout import CHUNK_BYTES, Item, plan_files
+from elastictrain.checkpoint.layout import CHUNK_BYTES, Item
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, digest_of
+from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.reader import ManifestReader
 from elastictrain.checkpoint.tensor_bytes import dtype_name, reader_of
-from elastictrain.checkpoint.writer import WrittenItem, build_manifest, commit, write_files
+from elastictrain.checkpoint.writer import build_manifest, commit, write_files
 from elastictrain.storage.opening import open_store
 
 CREATED = 1_000_000.0
@@ -55,19 +56,19 @@ def save(
         versions={"elastictrain": "0"},
         state={"step": step, "data_digest": "d"} if state is None else state,
     )
-    written: list[WrittenItem] = []
+    parts: list[RankPart] = []
     for rank in range(world_size):
         items = [
             item for key, tensor in values.items() for item in items_of(key, tensor, rank=rank, world_size=world_size, dim=dim)
         ]
-        files = plan_files(
-            items, incarnation=incarnation, rank=rank, shard_bytes=1 << 30, chunk_bytes=chunk_bytes, metadata={"format": "pt"}
-        )
-        written += write_files(
+        layout = RankLayout(tuple(items), 1 << 30, chunk_bytes)
+        files = layout.files(incarnation=incarnation, rank=rank)
+        digests = write_files(
             store, files, prefix=f"{ROOT}/{name}", source=lambda item: reader_of(part(values[item.name], item), item)
         )
+        parts.append(RankPart(rank, layout, digests))
     if not uncommitted:
-        commit(store, build_manifest(written, facts=facts), folder=name)
+        commit(store, build_manifest(parts, facts=facts), folder=name)
     return run / ROOT / name
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.checkpoint.memory.budget import HostMemory
 from elastictrain.checkpoint.memory.folder import look
-from elastictrain.checkpoint.memory.layout import RankDigests, written_items
+from elastictrain.checkpoint.memory.layout import RankDigests, RankPart
 from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotSource
 from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
@@ -200,7 +200,7 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
     with host(tmp_path / "b") as b:
         data = fill_slot(b.folder, "own-r00000-s0", facts_of())
         put, _ = put_of(facts_of())
-        chunks = [chunk for one in written_items(LAYOUT, put.digests, incarnation="i00001-aa", rank=0) for chunk in one.chunks]
+        chunks = [chunk for one in RankPart(0, LAYOUT, put.digests).written("i00001-aa") for chunk in one.chunks]
         source = remote(PeerPool(b.peer, token=TOKEN, connections=2, limits=LIMITS))
         taken: list[int] = []
         assert read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=4)  # type: ignore[arg-type]
