@@ -22,7 +22,7 @@ from elastictrain.checkpoint.manifest_format import check_manifest, parse_manife
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
-from elastictrain.checkpoint.restore import load
+from elastictrain.checkpoint.reader import load
 from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey

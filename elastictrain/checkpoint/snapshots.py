@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from elastictrain.checkpoint.arena import Arena
-from elastictrain.checkpoint.copier import Copier
+from elastictrain.checkpoint.copier import Arena, Copier
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
 from elastictrain.checkpoint.saver.link import SaverLink

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastictrain.bounded_json import as_record
-from elastictrain.checkpoint.arena import Arena, free_indices, slot_indices
-from elastictrain.checkpoint.copier import Copier
+from elastictrain.checkpoint.copier import Arena, Copier, free_indices, slot_indices
 from elastictrain.checkpoint.exchange import from_first, gather_json, gather_records
 from elastictrain.checkpoint.manifest import JsonValue, digest_of
 from elastictrain.checkpoint.memory.budget import (

@@ -34,7 +34,7 @@ WRITE = "elastictrain.storage.local:_Writer.write"
 COMMIT = f"{_CHECKPOINT}.writer:commit"
 PRUNE = f"{_CHECKPOINT}.retention:delete_folder"
 FACTS = f"{_CHECKPOINT}.saver.process:load_config"
-LOAD = f"{_CHECKPOINT}.restore:load"
+LOAD = f"{_CHECKPOINT}.reader:load"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastictrain.checkpoint.checkpointer import save_error
 from elastictrain.checkpoint.exchange import describe, revive
 from elastictrain.checkpoint.manifest import ChunkRecord, TensorRecord
-from elastictrain.checkpoint.restore import LoadResult, describe_mismatch, result_of_all
+from elastictrain.checkpoint.reader import LoadResult, describe_mismatch, result_of_all
 from elastictrain.checkpoint.verified_read import DamagedFileError, coalesced_reads
 from elastictrain.errors import (
     CheckpointError,

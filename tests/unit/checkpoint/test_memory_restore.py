@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from elastictrain.checkpoint import memory_restore, restore
+from elastictrain.checkpoint import memory_restore, reader
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
@@ -251,7 +251,7 @@ def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path:
     keep(tmp_path, 200)
     for rank in range(2):
         keep(tmp_path, 300, rank=rank, world_size=2, index=1)
-    verify, asked = restore.verify_headers, []
+    verify, asked = reader.verify_headers, []
 
     def fail_once(folder: CheckpointFolder, manifest: Manifest, *, files: Sequence[FileRecord]) -> None:
         asked.append(files)
@@ -259,7 +259,7 @@ def test_where_no_file_is_to_blame_another_step_is_taken(bench: Bench, tmp_path:
             raise StorageError("nobody knows why")
         verify(folder, manifest, files=files)
 
-    monkeypatch.setattr(restore, "verify_headers", fail_once)
+    monkeypatch.setattr(reader, "verify_headers", fail_once)
     assert restored(bench, recall_of(tmp_path)) == (200, "memory")
     assert len(rejected(bench)) == 2
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint import snapshots as module
-from elastictrain.checkpoint.arena import Arena
-from elastictrain.checkpoint.copier import Copier
+from elastictrain.checkpoint.copier import Arena, Copier
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.layout import RankLayout
 from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts

@@ -7,8 +7,7 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.arena import Arena
-from elastictrain.checkpoint.copier import Copier
+from elastictrain.checkpoint.copier import Arena, Copier
 from elastictrain.checkpoint.memory.choice import SlotBook
 from elastictrain.checkpoint.memory.folder import SlotName
 from elastictrain.checkpoint.memory.slot import SnapshotFacts

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.memory.layout import RankDigests, layout_from_bytes, written_items
+from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, layout_from_bytes
 from elastictrain.checkpoint.memory.records import (
     compute_digests,
     layout_path,
@@ -104,7 +104,7 @@ def test_no_layout(change: dict[str, object]) -> None:
 
 def test_digests_of_another_layout_make_no_manifest() -> None:
     with pytest.raises(InvalidCheckpointError, match="rank 3"):
-        written_items(LAYOUT, DIGESTS, incarnation="i", rank=3)
+        RankPart(3, LAYOUT, DIGESTS).written("i")
 
 
 def test_files_lie_on_pages_and_do_not_overlap() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastictrain.checkpoint.arena import Arena, free_indices, slot_indices
+from elastictrain.checkpoint.copier import Arena, free_indices, slot_indices
 from elastictrain.checkpoint.memory.folder import SlotName, slot_names
 from elastictrain.checkpoint.memory.records import layout_path
 from elastictrain.checkpoint.memory.slot import Slot
@@ -104,7 +104,7 @@ def test_memory_that_cannot_be_page_locked_is_used_unlocked(tmp_path: Path, monk
     def fails() -> int:
         raise RuntimeError("CUDA driver error: out of memory")
 
-    monkeypatch.setattr("elastictrain.checkpoint.arena.SEGMENT_BYTES", 4096)
+    monkeypatch.setattr("elastictrain.checkpoint.copier.SEGMENT_BYTES", 4096)
     codes = iter([0, 2])
     for on_register in (fails, lambda: next(codes, 2)):
         runtime = Runtime(on_register)
