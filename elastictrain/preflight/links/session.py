@@ -129,11 +129,10 @@ class LinkSession:
             return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
         complete = time.monotonic()
         responder.set_token(bytes.fromhex(roster.token))
-        worker = _Worker(self, roster, roster.hosts.index(own))
-        coordinator = _Coordinator(self, roster, worker)
-        verdicts = coordinator.lead() if leads else self._follow(worker, roster)
+        part = _Participant(self, roster, roster.hosts.index(own))
+        verdicts = part.lead() if leads else part.follow()
         seconds = round(time.monotonic() - complete, 4)
-        return LinkReport(verdicts=verdicts, roster=roster, num_rounds=coordinator.num_rounds, seconds=seconds)
+        return LinkReport(verdicts=verdicts, roster=roster, num_rounds=part.num_rounds, seconds=seconds)
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
@@ -157,37 +156,44 @@ class LinkSession:
         self.put("roster", roster)
         return roster
 
-    def _follow(self, worker: "_Worker", roster: Roster) -> tuple[Verdict, ...]:
-        # For the next order the first host may take as long as everybody may take for this one, and judge a little.
-        limit_s, number = self.options.limits.contact_s, 0
-        while True:
-            patience_s = limit_s + 2 * self.options.grace_s
-            order = self.get(f"order/{number}", Order, limit_s=patience_s)
-            if order is None:
-                return (leaderless(self.host.name, waited_s=patience_s, leader=roster.labels()[0]),)
-            if order.task is Task.END:
-                return order.verdicts
-            _check_places(order.links, roster)
-            worker.carry_out(number, order)
-            limit_s = self.limit_s(order)
-            number += 1
 
-    def limit_s(self, order: Order) -> float:
-        """When all must have carried it out."""
-        return self.options.limits.contact_s if order.task is Task.CONTACT else self.options.measure_s()
-
-
-class _Worker:
-    """Does what concerns the host at `place` of the roster, and reports what it found."""
+class _Participant:
+    """What the host at `place` of the roster does in a session. All methods raise TransportError."""
 
     def __init__(self, session: LinkSession, roster: Roster, place: int) -> None:
+        self.num_rounds = 0
         self._session = session
+        self._options = session.options
         self._roster = roster
         self._place = place
         self._probes: dict[int, PeerProbe] = {}
+        self._num_orders = 0
+        self._contacts: dict[Link, Contact] = {}
+        self._silences: dict[int, Silence] = {}
 
-    def carry_out(self, number: int, order: Order) -> None:
-        """Raises: TransportError."""
+    def follow(self) -> tuple[Verdict, ...]:
+        """Carry out what the first host orders, until it publishes the verdicts."""
+        # For the next order the first host may take as long as everybody may take for this one, and judge a little.
+        limit_s, number = self._options.limits.contact_s, 0
+        while True:
+            patience_s = limit_s + 2 * self._options.grace_s
+            order = self._session.get(f"order/{number}", Order, limit_s=patience_s)
+            if order is None:
+                own, leader = self._session.host.name, self._roster.labels()[0]
+                return (leaderless(own, waited_s=patience_s, leader=leader),)
+            if order.task is Task.END:
+                return order.verdicts
+            self._check_places(order.links)
+            self._carry_out(number, order)
+            limit_s = self._limit_s(order)
+            number += 1
+
+    def _limit_s(self, order: Order) -> float:
+        """When all must have carried it out."""
+        return self._options.limits.contact_s if order.task is Task.CONTACT else self._options.measure_s()
+
+    def _carry_out(self, number: int, order: Order) -> None:
+        """Do what concerns this host, and report what it found."""
         if not order.concerns(self._place):
             return
         self._session.put(f"taken/{number}/{self._place}", True)
@@ -208,42 +214,28 @@ class _Worker:
                 hosts[target],
                 link=(self._place, target),
                 token=bytes.fromhex(self._roster.token),
-                options=self._session.options,
+                options=self._options,
                 wall=self._session.wall,
             )
         return self._probes[target]
 
-
-class _Coordinator:
-    """The first host's part: gives the orders, gathers what hosts report, and judges it."""
-
-    def __init__(self, session: LinkSession, roster: Roster, worker: _Worker) -> None:
-        self.num_rounds = 0
-        self._session = session
-        self._options = session.options
-        self._thresholds = session.options.thresholds
-        self._roster = roster
-        self._worker = worker
-        self._num_orders = 0
-        self._contacts: dict[Link, Contact] = {}
-        self._silences: dict[int, Silence] = {}
-
     def lead(self) -> tuple[Verdict, ...]:
-        """From the first order to the last. Raises: TransportError."""
+        """As the first host: give the orders, gather what hosts report, judge it, and publish the verdicts."""
+        thresholds = self._options.thresholds
         num, full = len(self._roster.hosts), self._session.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()
         again: tuple[Flow, ...] = ()
         if full:
             first = self._measure(self._first_rounds())
-            again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=self._thresholds))
+            again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
         verdicts = tuple(
             judge(
                 self._roster,
                 contacts=self._contacts,
                 flows=(first, again) if full else None,
                 silences=tuple(self._silences.values()),
-                thresholds=self._thresholds,
+                thresholds=thresholds,
                 names=self._session.names,
             )
         )
@@ -256,10 +248,10 @@ class _Coordinator:
             links = tuple(link for link in links if not self._silences.keys() & set(link))
             if not links:
                 return
-            found = self._carry_out(Order(Task.CONTACT, links))
+            found = self._order(Order(Task.CONTACT, links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
             heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
-            links = sorted(suspicious_contacts(heard, thresholds=self._thresholds) & set(links))
+            links = sorted(suspicious_contacts(heard, thresholds=self._options.thresholds) & set(links))
 
     def _first_rounds(self) -> tuple[Round, ...]:
         """Among those who are still heard."""
@@ -276,7 +268,7 @@ class _Coordinator:
             usable = tuple(pair for pair in pairs if self._is_usable(pair))
             if usable:
                 self.num_rounds += 1
-                flows += (flow for report in self._carry_out(Order(Task.MEASURE, usable)) for flow in report.flows)
+                flows += (flow for report in self._order(Order(Task.MEASURE, usable)) for flow in report.flows)
         return tuple(flows)
 
     def _is_usable(self, pair: Pair) -> bool:
@@ -285,13 +277,13 @@ class _Coordinator:
         passing = all(one is not None and one.latency_s is not None and not one.loses_large for one in contacts)
         return passing and not self._silences.keys() & set(pair)
 
-    def _carry_out(self, order: Order) -> list[LinkFindings]:
-        """By all whom it concerns; the reports of those who are heard. Who does not report in time counts as silent."""
+    def _order(self, order: Order) -> list[LinkFindings]:
+        """Have it carried out; the reports of all whom it concerns. Who does not report in time counts as silent."""
         number, began = self._num_orders, time.monotonic()
         self._num_orders += 1
         self._session.put(f"order/{number}", order)
-        self._worker.carry_out(number, order)
-        until = began + self._session.limit_s(order) + self._options.grace_s
+        self._carry_out(number, order)
+        until = began + self._limit_s(order) + self._options.grace_s
         found: list[LinkFindings] = []
         waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place))
         while waiting:
@@ -314,7 +306,7 @@ class _Coordinator:
     def _report(self, number: int, place: int, *, limit_s: float) -> LinkFindings | None:
         found = self._session.get(f"found/{number}/{place}", LinkFindings, limit_s=limit_s)
         if found is not None:
-            _check_places(found.links(), self._roster)
+            self._check_places(found.links())
         return found
 
     def _is_ignored(self, number: int, place: int, waited_s: float) -> bool:
@@ -322,9 +314,8 @@ class _Coordinator:
         # One that cannot be reached from here may well do its part: it is known by its records alone.
         return waited_s >= self._options.take_s and self._session.get(f"taken/{number}/{place}", bool, limit_s=0.0) is None
 
-
-def _check_places(links: Iterable[Link], roster: Roster) -> None:
-    num_hosts = len(roster.hosts)
-    wrong = [(a, b) for a, b in links if a == b or max(a, b) >= num_hosts]
-    if wrong:
-        raise MalformedJsonError(f"there is no link {wrong[0]} among {num_hosts} hosts")
+    def _check_places(self, links: Iterable[Link]) -> None:
+        num_hosts = len(self._roster.hosts)
+        wrong = [(a, b) for a, b in links if a == b or max(a, b) >= num_hosts]
+        if wrong:
+            raise MalformedJsonError(f"there is no link {wrong[0]} among {num_hosts} hosts")

@@ -15,9 +15,6 @@ ACTIVE = "ACTIVE"
 NO_LINK = ("Polling", "Disabled", "Sleep")
 """Physical states of a port with nothing at the other end."""
 
-_RNIC = "RNIC"
-"""Type of a node that speaks iWARP."""
-
 
 class LinkLayer(StrEnum):
     """What the port's cable carries."""
@@ -85,8 +82,8 @@ class Device:
 
     @property
     def is_unusable(self) -> bool:
-        """Whether NCCL gets nothing from it, whatever its ports do."""
-        return self.is_software or self.node_type == _RNIC
+        """Whether NCCL gets nothing from it, whatever its ports do. An RNIC is a node that speaks iWARP."""
+        return self.is_software or self.node_type == "RNIC"
 
 
 def read_devices(surroundings: Surroundings) -> tuple[Device, ...]:
@@ -100,10 +97,9 @@ def _device(surroundings: Surroundings, name: str) -> Device:
     parents = surroundings.names(f"{folder}/device/physfn/infiniband")
     verbs = surroundings.names(f"{folder}/device/infiniband_verbs")
     nodes = surroundings.names("/dev/infiniband")
-    numbers = [number for number in surroundings.names(f"{folder}/ports") if number.isascii() and number.isdecimal()]
     return Device(
         name=name,
-        ports=tuple(_port(surroundings, f"{folder}/ports/{number}", int(number)) for number in sorted(numbers, key=int)),
+        ports=tuple(_port(surroundings, f"{folder}/ports", number) for number in _numbers(surroundings, f"{folder}/ports")),
         node_type=_word(surroundings.read(f"{folder}/node_type")),
         driver=driver.group(1) if driver else None,
         is_software=not surroundings.names(f"{folder}/device"),
@@ -113,10 +109,11 @@ def _device(surroundings: Surroundings, name: str) -> Device:
     )
 
 
-def _port(surroundings: Surroundings, folder: str, number: int) -> Port:
+def _port(surroundings: Surroundings, ports: str, number: int) -> Port:
+    folder = f"{ports}/{number}"
     layer = _LINK_LAYERS.get(surroundings.read(f"{folder}/link_layer") or "")
-    indices = [name for name in surroundings.names(f"{folder}/gids") if name.isascii() and name.isdecimal()]
-    gids = [_gid(surroundings, folder, int(index), layer) for index in sorted(indices, key=int)]
+    indices = _numbers(surroundings, f"{folder}/gids")
+    gids = [_gid(surroundings, folder, index, layer) for index in indices]
     return Port(
         number=number,
         state=_word(surroundings.read(f"{folder}/state")),
@@ -140,6 +137,10 @@ def _gid(surroundings: Surroundings, folder: str, index: int, layer: LinkLayer |
         return Gid(index, address)
     version = _ROCE_VERSIONS.get(surroundings.read(f"{folder}/gid_attrs/types/{index}") or "")
     return Gid(index, address, version, surroundings.read(f"{folder}/gid_attrs/ndevs/{index}") or None)
+
+
+def _numbers(surroundings: Surroundings, folder: str) -> list[int]:
+    return sorted(int(name) for name in surroundings.names(folder) if name.isascii() and name.isdecimal())
 
 
 def _word(text: str | None) -> str | None:
