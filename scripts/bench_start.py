@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts
 from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import EVENTS, FINISHED_S, merge_finished
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.train.past_starts import PastStarts
+from elastictrain.train.preflight import PastStarts
 
 _WRITERS = 32
 
@@ -60,8 +60,8 @@ def measure(store: Store, last: int) -> dict[str, float]:
         take(Chain(store), Owner("bench"), waiting, on_lost=print).close(give_back=True)
 
     timed("lease", take_lease)
-    timed("how the last start ended", PastStarts(store, incarnation=name).ended)
-    timed("findings of earlier starts", PastStarts(store, incarnation=name).findings)
+    timed("how the last start ended", PastStarts(store, number=number_of(name)).ended)
+    timed("findings of earlier starts", PastStarts(store, number=number_of(name)).findings)
     timed("whose snapshots", lambda: Starts(store).known([f"{last:06d}-aa"]))
     timed("lineage", lambda: Lineage(store).has(f"{last:06d}-aa", last))
     return seconds

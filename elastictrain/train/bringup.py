@@ -116,20 +116,13 @@ def form_group(context: TrainContext) -> None:
 
     tracker.set_phase(Phase.PREFLIGHT)
     with timings.phase("preflight"):
-        preflight = RunPreflight(
-            config,
-            context.identity,
-            context.generation,
-            StoreExchange(dist.PrefixStore("preflight", context.shared), poll=poll),
-            store=context.store,
-            record=context.journal.record,
-            data_digest=context.samples.digest,
-        )
+        exchange = StoreExchange(dist.PrefixStore("preflight", context.shared), poll=poll)
+        preflight = RunPreflight(context, exchange)
         preflight.check_hosts()
     if context.unwritable is not None:
         raise context.unwritable
     tracker.set_phase(Phase.GROUP)
-    preflight.listen_to_nccl(context.backend)
+    preflight.listen_to_nccl()
     with timings.phase("group"):
         context.group = make_group(
             context.shared,
@@ -140,7 +133,7 @@ def form_group(context: TrainContext) -> None:
         )
     tracker.set_phase(Phase.PREFLIGHT)
     with timings.phase("preflight_group"):
-        preflight.check_group(context.group, on_part=begin_part)
+        preflight.check_group(on_part=begin_part)
 
 
 class _Meeting:

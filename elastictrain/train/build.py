@@ -61,14 +61,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.say(sentence)
     ledger = _make_ledger(context)
-    comparison = ReplicaComparison(
-        state,
-        shape=wrapped.shape,
-        rank=identity.rank,
-        hosts=context.generation.hosts,
-        every_steps=config.fault.compare_every_steps,
-        record=context.journal.record if identity.speaks else None,
-    )
+    comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
     saving = make_saving(memory, synchronous, in_storage=in_storage)

@@ -22,10 +22,11 @@ from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.storage.store import Store
 from elastictrain.train.checks import Samples
 from elastictrain.train.job_notes import JobNotes
-from elastictrain.train.leaving import left_s
 from elastictrain.train.task import Task
 
 StopRequested = Callable[[], StopRequest | None]
+
+_SHARE_OF_THE_END = 0.25
 
 
 class Timings:
@@ -46,6 +47,17 @@ def leave_if_asked(stop_request: StopRequested) -> None:
     """Raises: StopRequestedError."""
     if (request := stop_request()) is not None:
         raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
+
+
+def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
+    """How long a save may still be waited for; None: as long as it takes. All times are monotonic.
+
+    The end of a run needs its own time: `grace_s`, or a quarter of a notice that is short.
+    """
+    if request is None or request.deadline_s is None:
+        return None
+    margin_s = min(grace_s, _SHARE_OF_THE_END * max(0.0, request.deadline_s - request.since_s))
+    return request.deadline_s - margin_s - now_s
 
 
 @dataclass(slots=True, kw_only=True)

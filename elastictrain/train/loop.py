@@ -11,16 +11,15 @@ from elastictrain.distributed.group import limit_collectives
 from elastictrain.errors import StopRequestedError
 from elastictrain.events import Evaluated, Skip, Step
 from elastictrain.fault.reasons import leave_begun
-from elastictrain.train.cadence import Intervals, SaveReason, StepActions, after_step
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import Evaluator
-from elastictrain.train.leaving import Reached
 from elastictrain.train.observing import Observer
 from elastictrain.train.optimizer import learning_rate
 from elastictrain.train.replica_comparison import ReplicaComparison
+from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, check_skips, count_step
-from elastictrain.train.step import PendingStep, StepFlags, Stepper
+from elastictrain.train.step import Intervals, PendingStep, SaveReason, StepActions, StepFlags, Stepper, after_step
 
 
 @dataclass(slots=True)

@@ -10,8 +10,8 @@ from elastictrain.storage.store import Store
 from elastictrain.telemetry.flops import mfu, peak_flops
 from elastictrain.telemetry.progress import Progress, Reading
 from elastictrain.telemetry.tensorboard import HostProbe, ScalarWriter, scalars_of
-from elastictrain.train.cadence import is_logged
 from elastictrain.train.context import TrainContext
+from elastictrain.train.step import is_logged
 
 
 class Observer:

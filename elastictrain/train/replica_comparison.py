@@ -1,7 +1,7 @@
 """Compares the state of replicas, so that nothing is saved of a state that they do not share."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from elastictrain.distributed.wrapping import MeshShape
 from elastictrain.errors import ReplicasDivergedError
-from elastictrain.events import Event, ReplicasDiverged
+from elastictrain.events import ReplicasDiverged
+from elastictrain.train.context import TrainContext
 from elastictrain.train.parameters import local
 from elastictrain.train.state import TrainState
 
@@ -162,30 +163,18 @@ class ReplicaComparison:
     Buffers are left out: a forward pass changes them on each rank by itself, and DDP replaces them by those of rank 0.
     """
 
-    def __init__(
-        self,
-        state: TrainState,
-        *,
-        shape: MeshShape,
-        rank: int,
-        hosts: Sequence[str],
-        every_steps: int,
-        record: Callable[[Event], None] | None,
-    ) -> None:
-        """`hosts`: of each rank. `every_steps`: compared also when nothing is saved; 0: never. `record`: on one rank only."""
+    def __init__(self, context: TrainContext, state: TrainState, shape: MeshShape) -> None:
+        self._context = context
         self._state = state
         self._shape = shape
-        self._rank = rank
-        self._hosts = hosts
-        self._every_steps = every_steps
-        self._record = record
         self._digest = StateDigest()
         self._pending: dict[int, HostCopy] = {}
         """The digests of all ranks, by step: the next step is launched before those of one are looked at."""
 
     def step_launched(self, step: int) -> None:
         """The update of a step is launched. Collective: yes, at every `every_steps`."""
-        if self._every_steps and step % self._every_steps == 0:
+        every_steps = self._context.config.fault.compare_every_steps
+        if every_steps and step % every_steps == 0:
             self.begin(step)
 
     def begin(self, step: int) -> None:
@@ -196,7 +185,7 @@ class ReplicaComparison:
         digest = self._digest(tensor for name, tensor in self._state.tensors().items() if name not in left_out)
         # Ranks add their own to zeros: every backend can do that, and all ranks learn which one differs.
         digests = torch.zeros(self._shape.replicas * self._shape.shards, dtype=torch.int64, device=digest.device)
-        digests[self._rank] = digest
+        digests[self._context.identity.rank] = digest
         dist.all_reduce(digests)
         self._pending[step] = HostCopy(digests)
 
@@ -208,13 +197,14 @@ class ReplicaComparison:
         divergence = find_divergence(pending.wait().tolist(), shards=self._shape.shards)
         if divergence is None:
             return
-        if self._record is not None:
-            self._record(
+        hosts = self._context.generation.hosts
+        if self._context.identity.speaks:
+            self._context.journal.record(
                 ReplicasDiverged(
                     step=step,
                     ranks=divergence.ranks,
-                    hosts=tuple(dict.fromkeys(self._hosts[rank] for rank in divergence.ranks)),
+                    hosts=tuple(dict.fromkeys(hosts[rank] for rank in divergence.ranks)),
                     majority=not divergence.disputed,
                 )
             )
-        raise ReplicasDivergedError(describe_divergence(divergence, step=step, hosts=self._hosts))
+        raise ReplicasDivergedError(describe_divergence(divergence, step=step, hosts=hosts))

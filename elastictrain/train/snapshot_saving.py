@@ -13,10 +13,17 @@ from elastictrain.checkpoint.tensor_bytes import local_part
 from elastictrain.errors import CheckpointError
 from elastictrain.fault.exits import WaitNotice, describe_process
 from elastictrain.liveness.progress import Phase
-from elastictrain.train.cadence import SaveReason
-from elastictrain.train.leaving import LeaveDecision, Reached, SaveStatus, copy_limit_s, describe_kept, judge, least
-from elastictrain.train.saving import SynchronousSaving
-from elastictrain.train.step import StepFlags
+from elastictrain.train.saving import (
+    LeaveDecision,
+    Reached,
+    SaveStatus,
+    SynchronousSaving,
+    copy_limit_s,
+    describe_kept,
+    judge,
+    least,
+)
+from elastictrain.train.step import SaveReason, StepFlags
 
 _PAUSE_S = 0.02
 _ROUND_S = 0.1

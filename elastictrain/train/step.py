@@ -1,8 +1,8 @@
-"""One optimizer step: micro-batches, one reduction, one update; nothing in it waits for the device."""
+"""One optimizer step, in which nothing waits for the device: micro-batches, one reduction, one update; and what follows it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -190,3 +190,46 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+SaveReason = Literal["interval", "time", "stop", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """How often things happen, in optimizer steps; 0 for never."""
+
+    total_steps: int
+    save_every: int
+    eval_every: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepActions:
+    """What follows a step that is committed."""
+
+    save: SaveReason | None
+    evaluate: bool
+    leave: bool
+
+
+def after_step(step: int, intervals: Intervals, *, stop_agreed: bool, save_agreed: bool) -> StepActions:
+    """What follows step `step`. The agreed flags come from a reduction, so they are the same on every rank."""
+    end = step >= intervals.total_steps
+    leave = end or stop_agreed
+    reason: SaveReason | None = None
+    if end:
+        reason = "end"
+    elif stop_agreed:
+        reason = "stop"
+    elif intervals.save_every and step % intervals.save_every == 0:
+        reason = "interval"
+    elif save_agreed:
+        reason = "time"
+    evaluate = bool(intervals.eval_every) and (end or step % intervals.eval_every == 0) and not (stop_agreed and not end)
+    return StepActions(reason, evaluate, leave)
+
+
+def is_logged(step: int, *, every_steps: int, first_step: int, total_steps: int) -> bool:
+    """Whether a person is shown this step: each interval, the first step after a start, and the last one."""
+    return step % every_steps == 0 or step in (first_step, total_steps)

@@ -41,8 +41,8 @@ from elastictrain.train.build import build
 from elastictrain.train.context import TrainContext
 from elastictrain.train.evaluate import show_sample
 from elastictrain.train.hang_watch import HangWatch
-from elastictrain.train.leaving import describe
 from elastictrain.train.loop import Loop
+from elastictrain.train.saving import describe
 from elastictrain.train.snapshot_memory import start_saver
 
 _FLIGHT_RECORDER_LIMIT_S = 3.0

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.train.cadence import Intervals, StepActions, after_step, is_logged
+from elastictrain.train.step import Intervals, StepActions, after_step, is_logged
 
 intervals = st.builds(
     Intervals,

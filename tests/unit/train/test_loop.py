@@ -39,12 +39,11 @@ from elastictrain.fault.stop import StopRequest
 from elastictrain.identity import Identity
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.train.evaluate import Evaluator
-from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop
 from elastictrain.train.observing import Observer
 from elastictrain.train.optimizer import learning_rate, make_optimizer
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import SynchronousSaving
+from elastictrain.train.saving import Reached, SynchronousSaving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
 from tests.unit.train.parts import FakeComparison, context_of

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -12,7 +13,6 @@ import torch.distributed as dist
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
-from elastictrain.distributed.group import Group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.errors import HostUnfitError, PreflightError
 from elastictrain.events import Event, Preflight, TransportPlanned
@@ -27,10 +27,10 @@ from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.past_starts import PastStarts, findings_in, last_word
-from elastictrain.train.preflight import RunPreflight
+from elastictrain.train.preflight import PastStarts, RunPreflight, findings_in, last_word
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import verdict
+from tests.unit.train.parts import context_of
 from tests.unit.train.test_loop import config
 
 PLAN = TransportPlan(
@@ -72,16 +72,16 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
 
         monkeypatch.setattr(module.HostPreflight, "check", check)
         plain = config(steps=3)
-        preflight = RunPreflight(
-            replace(plain, preflight=replace(settings or plain.preflight, level=level)),
-            Identity(0, 1, 0, 1, "a", launched=False),
-            AgreedGeneration("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
-            StoreExchange(dist.HashStore()),
+        context = context_of(
+            config=replace(plain, preflight=replace(settings or plain.preflight, level=level)),
+            identity=Identity(0, 1, 0, 1, "a", launched=False),
+            generation=AgreedGeneration("000007-aa", (Introduction("a", 1, "gloo", "d"),)),
             store=store,
-            record=recorded.append,
-            data_digest="x",
+            journal=SimpleNamespace(record=recorded.append),
+            samples=SimpleNamespace(digest="x"),
+            backend="gloo",
         )
-        return preflight, recorded, checked
+        return RunPreflight(context, StoreExchange(dist.HashStore())), recorded, checked
 
     return made
 
@@ -120,15 +120,13 @@ def test_a_restart_is_quick_unless_the_transport_failed(
 
 def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPreflight:
     plain = config(steps=3)
-    return RunPreflight(
-        replace(plain, preflight=replace(plain.preflight, level="auto", limit_s=limit_s)),
-        Identity(1, 2, 1, 2, "a", launched=True),
-        AgreedGeneration("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
-        exchange,
+    context = context_of(
+        config=replace(plain, preflight=replace(plain.preflight, level="auto", limit_s=limit_s)),
+        identity=Identity(1, 2, 1, 2, "a", launched=True),
+        generation=AgreedGeneration("000007-aa", (Introduction("a", 2, "gloo", "d"),) * 2),
         store=store,
-        record=lambda _: None,
-        data_digest="x",
     )
+    return RunPreflight(context, exchange)
 
 
 def test_the_other_ranks_take_the_level_that_the_first_one_chose(store: Store) -> None:
@@ -200,7 +198,7 @@ def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Ma
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    assert PastStarts(store, incarnation="000007-cc").ended() == ([Ended(0, 71), Ended(1, 71)], 3)
+    assert PastStarts(store, number=7).ended() == ([Ended(0, 71), Ended(1, 71)], 3)
     preflight, _, _ = make(restart="1")
     assert preflight.chosen.level is Level.QUICK
 
@@ -221,7 +219,7 @@ def test_of_a_long_log_its_ends_are_read() -> None:
         return data
 
     store.read = counted  # type: ignore[method-assign]
-    past = PastStarts(store, incarnation="000007-cc")
+    past = PastStarts(store, number=7)
     assert past.ended() == ([Ended(0, 71)], 1)
     assert past.findings() == [[{"check": "mtu"}]]
     assert sum(num_read) < 1 << 20
@@ -232,7 +230,7 @@ def test_a_large_group_is_known_by_its_first_ranks() -> None:
     Starts(store).write(StartRecord(6, "000006-bb", 100))
     for rank in range(100):
         store.write(f"events/000006-bb-r{rank:05d}.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    ended, world_size = PastStarts(store, incarnation="000007-cc").ended()
+    ended, world_size = PastStarts(store, number=7).ended()
     assert (ended, world_size) == ([Ended(rank, 71) for rank in range(64)], 64)
 
 
@@ -280,13 +278,13 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def two_ranks(preflight: RunPreflight) -> RunPreflight:
     preflight._identity = Identity(0, 2, 0, 1, "a", launched=True)
-    preflight._incarnation = AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
+    preflight._context.generation = AgreedGeneration("000007-aa", tuple(Introduction(host, 1, "gloo", "d") for host in "ab"))
     return preflight
 
 
 def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) -> None:
     preflight, recorded, _ = make(settings=CHANGED)
-    two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+    two_ranks(preflight).check_group(on_part=lambda _: None)
     (event,) = recorded
     assert isinstance(event, Preflight)
     assert (event.stage, event.counts["pass"]) == ("group", 1)
@@ -297,7 +295,7 @@ def test_collectives_are_recorded(make: Make, collectives: dict[str, object]) ->
 
 def test_a_world_of_one_has_no_collectives(make: Make, collectives: dict[str, object]) -> None:
     preflight, recorded, _ = make()
-    preflight.check_group(cast(Group, None), on_part=lambda _: None)
+    preflight.check_group(on_part=lambda _: None)
     assert (recorded, "request" in collectives) == ([], False)
 
 
@@ -315,7 +313,7 @@ def test_collectives_that_fail_end_the_start(
     collectives["verdicts"] = verdicts
     preflight, recorded, _ = make()
     with pytest.raises(error):
-        two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+        two_ranks(preflight).check_group(on_part=lambda _: None)
     assert [type(one) for one in recorded] == [Preflight]
 
 
@@ -329,7 +327,7 @@ def test_a_collective_that_hangs_ends_the_start_also_where_its_check_only_warns(
     checks = replace(plain.preflight.checks, present="off")
     preflight._config = replace(plain, preflight=replace(plain.preflight, checks=checks))
     with pytest.raises(PreflightError, match=r"of no use any more: rank 1 on b: present; mend present of rank 1 on b$"):
-        two_ranks(preflight).check_group(cast(Group, None), on_part=lambda _: None)
+        two_ranks(preflight).check_group(on_part=lambda _: None)
 
 
 def test_what_nccl_writes_is_looked_at_and_taken_away(
@@ -340,18 +338,21 @@ def test_what_nccl_writes_is_looked_at_and_taken_away(
         monkeypatch.delenv(name)
     preflight, _, _ = make()
     preflight._nccl_log = f"{tmp_path}/nccl-%h-%p.txt"
-    preflight.listen_to_nccl("nccl")
+    preflight._context.backend = "nccl"
+    preflight.listen_to_nccl()
     assert "NCCL_DEBUG_FILE" not in os.environ, "a world of one has nothing to look at"
-    two_ranks(preflight).listen_to_nccl("gloo")
+    preflight._context.backend = "gloo"
+    two_ranks(preflight).listen_to_nccl()
     assert "NCCL_DEBUG_FILE" not in os.environ
-    preflight.listen_to_nccl("nccl")
+    preflight._context.backend = "nccl"
+    preflight.listen_to_nccl()
     assert os.environ["NCCL_DEBUG_FILE"] == preflight._nccl_log
     (tmp_path / f"nccl-a-{os.getpid()}.txt").write_text("")
-    preflight.check_group(cast(Group, None), on_part=lambda _: None)
+    preflight.check_group(on_part=lambda _: None)
     assert not [name for name in os.environ if name.startswith("NCCL_DEBUG")]
     assert list(tmp_path.glob("nccl-*")) == []
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    preflight.listen_to_nccl("nccl")
+    preflight.listen_to_nccl()
     assert "NCCL_DEBUG_FILE" not in os.environ, "a person reads it on the terminal"
 
 

@@ -18,13 +18,11 @@ from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFai
 from elastictrain.events import CheckpointFailed, Event
 from elastictrain.fault.exits import FIRST_S
 from elastictrain.identity import Identity
-from elastictrain.train.cadence import SaveReason
-from elastictrain.train.leaving import Reached, SaveStatus
 from elastictrain.train.replica_comparison import ReplicaComparison
-from elastictrain.train.saving import SynchronousSaving
+from elastictrain.train.saving import Reached, SaveStatus, SynchronousSaving
 from elastictrain.train.snapshot_saving import SnapshotSaving
 from elastictrain.train.state import TrainState
-from elastictrain.train.step import StepFlags
+from elastictrain.train.step import SaveReason, StepFlags
 from tests.unit.train.parts import FakeComparison, FakeObserver, context_of
 from tests.unit.train.test_loop import config
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.distributed.group import leave
 from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
 from elastictrain.storage.store import ObjectInfo
 from elastictrain.train import checks
 from elastictrain.train.build import make_checkpointer
 from elastictrain.train.checks import store_config
-from elastictrain.train.past_starts import PastStarts
+from elastictrain.train.preflight import PastStarts
 from tests.unit.checkpoint.fakes import Bench, FakeStore
 from tests.unit.checkpoint.test_checkpointer import state_of
 from tests.unit.train.test_bringup import Life, of, own_environment
@@ -67,7 +67,7 @@ def start_once(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     store.watch()
     life = Life(of(store.url))
     started = life.begin()
-    past = PastStarts(store, incarnation=started.generation.name)
+    past = PastStarts(store, number=number_of(started.generation.name))
     past.ended()
     past.findings()
     checkpointer = make_checkpointer(started)

@@ -11,8 +11,8 @@ from torch import nn
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
 from elastictrain.errors import EXIT_CONFIG, ConfigError
+from elastictrain.train.checks import MemorySize, Spread, StateSize, judge_fit, measure_state, size_of
 from elastictrain.train.optimizer import make_optimizer
-from elastictrain.train.state_size import MemorySize, Spread, StateSize, judge_fit, measure_state, size_of
 
 GB = 10**9
 ALONE = Spread(kind="ddp", shards=1, local_world_size=1, world_size=1, snapshots=0)

@@ -16,8 +16,8 @@ from elastictrain.identity import Identity, Launcher
 from elastictrain.liveness.progress import Phase
 from elastictrain.liveness.watchdog import LostPeer, Overdue
 from elastictrain.storage.opening import open_store
-from elastictrain.train.leaving import Reached
 from elastictrain.train.loop import Loop
+from elastictrain.train.saving import Reached
 from elastictrain.train.worker import Worker
 from tests.unit.train.parts import context_of
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.fault.stop import StopRequest
-from elastictrain.train.leaving import LeaveDecision, Reached, SaveStatus, Tier, copy_limit_s, describe, judge, least, left_s
+from elastictrain.train.context import left_s
+from elastictrain.train.saving import LeaveDecision, Reached, SaveStatus, Tier, copy_limit_s, describe, judge, least
 
 LATE = "storage was not reached in time, and is still written to as long as they live, for up to 12 h"
 WAITS = SaveStatus(None)
