@@ -126,13 +126,13 @@ class Snapshot(Event, tag="snapshot", frozen=True):
 
 
 class KeeperStarted(Event, tag="keeper_started", frozen=True):
-    """A host's keeper answers this rank."""
+    """A host's saver answers this rank."""
 
     pid: int
 
 
 class KeeperLost(Event, tag="keeper_lost", frozen=True):
-    """A host's keeper is gone without having been asked to; another one is started."""
+    """A host's saver is gone without having been asked to; another one is started."""
 
     pid: int
 
@@ -256,7 +256,7 @@ class Stop(Event, tag="stop", frozen=True):
     exit_code: int
     seconds: float
     saved: str
-    """The safest place that `saved_step` had reached by then: `storage`, `peer`, `memory` or `nothing`. Keepers go on writing
+    """The safest place that `saved_step` had reached by then: `storage`, `peer`, `memory` or `nothing`. Savers go on writing
     what is in memory as long as their hosts live."""
 
     saved_step: int

@@ -236,7 +236,7 @@ class FaultGroup:
     """How long anything may take before it counts as hung. The values form a ladder, checked when the config is composed."""
 
     rendezvous_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 900.0
-    """Until all ranks have agreed on a new incarnation; a host that still fetches its data keeps the others waiting."""
+    """Until all ranks have agreed on a new generation; a host that still fetches its data keeps the others waiting."""
 
     init_timeout_s: Annotated[float, Range(0.0, exclusive=True)] = 600.0
     """For any collective, and for any phase, until the first step is through: start-up, restore, compilation."""

@@ -88,19 +88,14 @@ class Stat:
     """How it ends, as `os.wait` would tell; 0 also where it does not end, or that is a secret here."""
 
 
-def parse_stat(text: str) -> Stat:
-    """Raises: ValueError, IndexError."""
-    head, _, tail = text.rpartition(")")
-    fields = tail.split()
-    exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
-    num_threads, started, status = int(fields[17]), int(fields[19]), int(fields[49])
-    return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, num_threads, started, status)
-
-
 def read_stat(folder: Path) -> Stat | None:
     """Of a process or thread by its folder in /proc; None if it is gone."""
     try:
-        return parse_stat((folder / "stat").read_text(errors="replace"))
+        head, _, tail = (folder / "stat").read_text(errors="replace").rpartition(")")
+        fields = tail.split()
+        exiting = fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
+        num_threads, started, status = int(fields[17]), int(fields[19]), int(fields[49])
+        return Stat(head.partition("(")[2], fields[0], int(fields[1]), exiting, num_threads, started, status)
     except (OSError, ValueError, IndexError):
         return None
 

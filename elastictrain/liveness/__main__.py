@@ -1,4 +1,4 @@
-"""The watcher's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
+"""The monitor's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
 
 import logging
 import os
@@ -30,14 +30,14 @@ def main(folder: str, facts: MonitoredHost) -> NoReturn:
 
 def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
     """Record a hang in the run's folder; in a thread that nobody waits for."""
-    # Imported when there is something to keep: it takes long, and most watchers never do.
+    # Imported when there is something to keep: it takes long, and most monitors never do.
     from elastictrain.storage.appendlog import open_append_log
     from elastictrain.storage.opening import open_store
 
     store = open_store(facts.run_dir)
-    name = f"{facts.incarnation}-w{facts.ranks[0]:05d}"
+    name = f"{facts.generation}-w{facts.ranks[0]:05d}"
     log = open_append_log(store, f"events/{name}.jsonl", flush_s=facts.flush_s, close_s=facts.close_s)
-    journal = Journal(log, incarnation=facts.incarnation, rank=facts.ranks[0])
+    journal = Journal(log, incarnation=facts.generation, rank=facts.ranks[0])
     key = f"stacks/{name}.txt"
     journal.record(msgspec.structs.replace(hang, stacks=key))
     journal.close()

@@ -152,7 +152,7 @@ class HeartbeatStore:
         news = []
         for rank, beat in beats.items():
             age_s = float("inf") if beat is None else max(0.0, self._clock() - beat.time)
-            text = "never heard in this incarnation" if beat is None else f"{beat.where}, {age_s:.1f} s ago"
+            text = "never heard in this generation" if beat is None else f"{beat.where}, {age_s:.1f} s ago"
             news.append((age_s, f"rank {rank} on {self._hosts[rank]}", text))
         return {name: text for _, name, text in sorted(news, reverse=True)}
 

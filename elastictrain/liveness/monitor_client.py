@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Self
 
 from elastictrain.bounded_json import encode_record
 from elastictrain.config.composed import FaultGroup
@@ -30,9 +29,9 @@ _STALE_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class MonitoredHost:
-    """What the watcher of a host has to know of an incarnation."""
+    """What the monitor of a host has to know of a generation."""
 
-    incarnation: str
+    generation: str
     host: str
     ranks: tuple[int, ...]
     run_dir: str
@@ -43,13 +42,13 @@ class MonitoredHost:
 
 
 class RankMonitorClient:
-    """One worker. Its files and its watcher go with `close`; where a worker ends otherwise, the watcher removes them."""
+    """One worker. Its files and its monitor go with `close`; where a worker ends otherwise, the monitor removes them."""
 
     def __init__(self, facts: MonitoredHost, *, rank: int, options: FaultGroup, parent: str = "") -> None:
-        """From the main thread. Raises: OSError. `parent`: the folder for all incarnations, by default one in memory."""
+        """From the main thread. Raises: OSError. `parent`: the folder for all generations, by default one in memory."""
         self._facts = facts
         self._options = options
-        self.folder = f"{parent or default_parent()}/{facts.incarnation}-r{facts.ranks[0]:05d}"
+        self.folder = f"{parent or default_parent()}/{facts.generation}-r{facts.ranks[0]:05d}"
         _make_folder(self.folder)
         stopped_s = min(options.hang_floor_s, options.step_timeout_s)
         with ExitStack() as undo:
@@ -95,15 +94,9 @@ class RankMonitorClient:
             self._monitor.wait()
         self._undo.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def default_parent() -> str:
-    """The folder of this user for all incarnations."""
+    """The folder of this user for all generations."""
     # On a disk a mark could wait for what else is written there.
     memory = _MEMORY if os.path.isdir(_MEMORY) and os.access(_MEMORY, os.W_OK) else tempfile.gettempdir()  # noqa: PTH112
     return f"{memory}/elastictrain-{os.getuid()}-marks"
@@ -137,7 +130,7 @@ def hold(folder: str) -> int:
 
 
 def remove_folder(folder: str, *, with_files: bool) -> None:
-    """Removes what is empty, or all of an incarnation; never raises."""
+    """Removes what is empty, or all of a generation; never raises."""
     with suppress(OSError):
         for entry in list(os.scandir(folder)) if with_files else ():
             with suppress(OSError):

@@ -32,7 +32,7 @@ _TELL_S = 1.0
 """How long the terminal is waited for: whoever reads it may be stopped, and its pipe full."""
 
 _NOBODY_S = 10.0
-"""The marks of the first worker are there before its watcher: without any, that worker is gone."""
+"""The marks of the first worker are there before its monitor: without any, that worker is gone."""
 
 PULSE_S = 2.0
 """A process whose watchdog has not run for so long is stopped, or a thread of it holds the interpreter's lock."""

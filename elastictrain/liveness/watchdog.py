@@ -48,7 +48,7 @@ LOST_PATIENCE_S = 0.5
 
 
 _AGREEMENT_MARGIN_S = 5.0
-"""The agreement on an incarnation keeps its own limit, and then names who is missing: it is to end first."""
+"""The agreement on a generation keeps its own limit, and then names who is missing: it is to end first."""
 
 _OVERSLEPT_S = 2.0
 """A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""

@@ -1,4 +1,4 @@
-"""Logging of worker processes: to stderr, prefixed with incarnation, rank and step; rank 0 speaks for the group."""
+"""Logging of worker processes: to stderr, prefixed with generation, rank and step; rank 0 speaks for the group."""
 
 import logging
 import sys

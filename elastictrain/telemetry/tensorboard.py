@@ -113,7 +113,7 @@ class ScalarWriter:
         """`store` is rooted at run.dir, wherever that is; `clock` is wall time.
 
         `purge_step`: on a resume, the first step that is written again (steps committed + 1); TensorBoard then forgets what
-        an earlier incarnation wrote of it and of later steps.
+        an earlier generation wrote of it and of later steps.
         """
         self._store = store
         self._purge_step = purge_step
@@ -155,7 +155,7 @@ class ScalarWriter:
             self._write_all()
         except Exception as error:  # noqa: BLE001 - the edge of a thread; curves are not worth a run
             self._failed.set()
-            logger.warning("TensorBoard is off for the rest of this incarnation: %s: %s", type(error).__name__, error)
+            logger.warning("TensorBoard is off for the rest of this generation: %s: %s", type(error).__name__, error)
             # Whoever waits in `close` for room must not wait in vain.
             while not self._waiting.empty():
                 self._waiting.get_nowait()

@@ -127,7 +127,7 @@ class HangWatch:
     def _open_monitor(self, context: TrainContext) -> RankMonitorClient:
         config, identity = self._config, self._identity
         facts = MonitoredHost(
-            incarnation=context.generation.name,
+            generation=context.generation.name,
             host=identity.host,
             ranks=tuple(identity.host_ranks),
             run_dir=absolute_url(config.run.dir),

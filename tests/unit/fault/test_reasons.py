@@ -176,7 +176,7 @@ def test_a_worker_that_is_alone_with_its_finding_speaks() -> None:
 
 
 REDUCE = ProgressMark(Phase.REDUCE, 7, 0, 0.0, True)
-HEARD = {"rank 1 on b": "backward of step 7, 3.0 s ago", "rank 2 on c": "never heard in this incarnation"}
+HEARD = {"rank 1 on b": "backward of step 7, 3.0 s ago", "rank 2 on c": "never heard in this generation"}
 
 TRANSPORT = [
     RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:40211"),

@@ -39,8 +39,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_nobody_heard_yet() -> None:
     reader = heartbeats(dist.HashStore(), 1)
     assert reader.last_heard() == {
-        "rank 2 on c": "never heard in this incarnation",
-        "rank 0 on a": "never heard in this incarnation",
+        "rank 2 on c": "never heard in this generation",
+        "rank 0 on a": "never heard in this generation",
     }
 
 

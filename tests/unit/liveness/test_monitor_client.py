@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def the_signal_as_before() -> Iterator[None]:
 
 def test_it_shows_where_the_worker_is_and_leaves_nothing(tmp_path: Path) -> None:
     parent = tmp_path / "marks"
-    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(parent)) as monitor_client:
+    with closing(RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(parent))) as monitor_client:
         assert parent.stat().st_mode & 0o777 == 0o700
         monitor_client.write(ProgressMark(Phase.REDUCE, 7, 0, 1.0, True, usual_s=2.0))
         found = ProgressFileReader(monitor_client.folder, 5).read()
@@ -49,7 +50,7 @@ def test_a_folder_that_others_can_enter_is_not_used(tmp_path: Path) -> None:
 
 
 def test_a_living_worker_is_seen_to_go_on(tmp_path: Path) -> None:
-    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks")) as monitor_client:
+    with closing(RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks"))) as monitor_client:
         worker = LiveWorker(monitor_client.folder, 5)
         first = worker.look(0.0)
         second = worker.look(0.5)
@@ -66,7 +67,7 @@ def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, mon
     gone, end = os.pipe()
     # A descriptor of a process can be read from when that has ended.
     monkeypatch.setattr(os, "pidfd_open", lambda pid: gone)
-    with RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks")) as monitor_client:
+    with closing(RankMonitorClient(FACTS, rank=5, options=OPTIONS, parent=str(tmp_path / "marks"))) as monitor_client:
         with open(progress_path(monitor_client.folder, 5), "r+b") as file:  # noqa: PTH123
             file.seek(64 + 20)
             file.write(b"\xff\xff")
@@ -123,7 +124,7 @@ def test_the_living_of_another_container_keep_theirs(tmp_path: Path, monkeypatch
     with monkeypatch.context() as container:
         container.setattr(os, "getpid", lambda: UNKNOWN_HERE)
         monitor_client = RankMonitorClient(SWEPT, rank=1, options=FaultGroup(), parent=str(parent))
-    with monitor_client:
+    with closing(monitor_client):
         before = sorted(Path(monitor_client.folder).iterdir())
         assert sweep(str(parent), now=later()) == []
         assert sorted(Path(monitor_client.folder).iterdir()) == before

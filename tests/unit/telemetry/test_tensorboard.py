@@ -163,7 +163,7 @@ def test_a_failure_is_logged_once_and_never_reaches_the_trainer(caplog: pytest.L
             writer.write(step, {"loss/train": 1.0})
         writer.close(timeout_s=10.0)
     assert [record.getMessage() for record in caplog.records] == [
-        "TensorBoard is off for the rest of this incarnation: AccessDeniedError: s3://bucket/run: denied"
+        "TensorBoard is off for the rest of this generation: AccessDeniedError: s3://bucket/run: denied"
     ]
 
 
