@@ -124,57 +124,51 @@ class Attendance:
         return {rank: as_record(word.figure, kind) for rank, word in sorted(self.words.items())}
 
 
+@dataclass(frozen=True, slots=True)
 class Entries:
-    """One rank's side. Raises, in all methods: TransportError if the exchange cannot be reached."""
+    """One rank's side. `grace_s`: how much later than the deadline the word of a rank may come before it counts as silent.
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        rank: int,
-        world_size: int,
-        grace_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`grace_s`: how much later than the deadline the word of a rank may come before it counts as silent."""
-        self._exchange = exchange
-        self._rank = rank
-        self._world_size = world_size
-        self._grace_s = grace_s
-        self._clock = clock
+    Raises, in all methods: TransportError if the exchange cannot be reached.
+    """
+
+    exchange: Exchange
+    rank: int
+    world_size: int
+    grace_s: float
+    clock: Callable[[], float] = time.monotonic
 
     def enter(self, part: str) -> None:
         """Leave word that this rank is about to begin."""
-        self._exchange.put(f"group/{part}/in/{self._rank}", b"1")
+        self.exchange.put(f"group/{part}/in/{self.rank}", b"1")
 
     def settle(self, part: str, word: RankResult, *, began: float, limit_s: float) -> Attendance:
         """What all ranks say of a part that this one began at `began`, a little after `limit_s` at the latest."""
-        self._exchange.put(f"group/{part}/word/{self._rank}", encode_record(word))
+        self.exchange.put(f"group/{part}/word/{self.rank}", encode_record(word))
         published = f"group/{part}/all"
         # Also if this rank came out in trouble: only the words of the others tell who is the cause, and who is stuck with it.
-        until = began + limit_s + self._grace_s
-        if self._rank != 0:
-            data = self._exchange.get(published, limit_s=max(0.0, until + 2 * self._grace_s - self._clock()))
+        until = began + limit_s + self.grace_s
+        if self.rank != 0:
+            data = self.exchange.get(published, limit_s=max(0.0, until + 2 * self.grace_s - self.clock()))
             if data is not None:
                 return _decode(data)
-            until = self._clock()
+            until = self.clock()
         attendance = self._collect(part, word, began=began, until=until, limit_s=limit_s)
-        if self._rank == 0:
-            self._exchange.put(published, encode_record(attendance))
+        if self.rank == 0:
+            self.exchange.put(published, encode_record(attendance))
         return attendance
 
     def _collect(self, part: str, word: RankResult, *, began: float, until: float, limit_s: float) -> Attendance:
-        words, entered = {self._rank: word}, {self._rank}
-        for rank in range(self._world_size):
-            if rank == self._rank:
+        words, entered = {self.rank: word}, {self.rank}
+        for rank in range(self.world_size):
+            if rank == self.rank:
                 continue
-            data = self._exchange.get(f"group/{part}/word/{rank}", limit_s=max(0.0, until - self._clock()))
+            data = self.exchange.get(f"group/{part}/word/{rank}", limit_s=max(0.0, until - self.clock()))
             if data is not None:
                 words[rank] = parse_record(data, RankResult)
-            if data is not None or self._exchange.get(f"group/{part}/in/{rank}", limit_s=0.0) is not None:
+            if data is not None or self.exchange.get(f"group/{part}/in/{rank}", limit_s=0.0) is not None:
                 entered.add(rank)
-        seconds = round(self._clock() - began, 4)
-        return Attendance(part, self._world_size, limit_s, words, frozenset(entered), seconds)
+        seconds = round(self.clock() - began, 4)
+        return Attendance(part, self.world_size, limit_s, words, frozenset(entered), seconds)
 
 
 def _decode(data: bytes) -> Attendance:

@@ -92,6 +92,7 @@ class Request:
     """As it was when NCCL started."""
 
 
+@dataclass(slots=True)
 class GroupChecks:
     """The checks of one group of ranks, to be run once, right after the group was made.
 
@@ -99,29 +100,24 @@ class GroupChecks:
     is about to enter, and may raise in order to leave.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        exchange: Exchange,
-        identity: Identity,
-        request: Request,
-        *,
-        hosts: Sequence[str],
-        devices: GroupDevices | None = None,
-        on_part: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self._group = group
-        self._identity = identity
-        self._request = request
-        self._devices = devices or GroupDevices()
-        self._on_part = on_part
-        grace_s = request.grace_s
-        self._entries = Entries(exchange, rank=identity.rank, world_size=identity.world_size, grace_s=grace_s)
+    group: Group
+    exchange: Exchange
+    identity: Identity
+    request: Request
+    hosts: Sequence[str] = field(kw_only=True)
+    devices: GroupDevices = field(default_factory=GroupDevices, kw_only=True)
+    on_part: Callable[[str], None] = field(default=lambda _: None, kw_only=True)
+    _members: tuple[GroupMember, ...] = field(init=False)
+    _entries: Entries = field(init=False)
+    _thread: DeadlineThread = field(init=False)
+    _verdicts: list[Verdict] = field(default_factory=list, init=False)
+    _culprits: list[Verdict] = field(default_factory=list, init=False)
+    _point: Point | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._members = strangers(self.hosts)
+        self._entries = Entries(self.exchange, self.identity.rank, self.identity.world_size, self.request.grace_s)
         self._thread = DeadlineThread(self._take_device)
-        self._members = strangers(hosts)
-        self._verdicts: list[Verdict] = []
-        self._culprits: list[Verdict] = []
-        self._point: Point | None = None
 
     def run(self) -> GroupFindings:
         """All checks, or as many as can be run until ranks do not come through one together: then who is to blame for it.
@@ -135,7 +131,7 @@ class GroupChecks:
             if self._culprits:
                 break
         self._thread.close()
-        if self._group.device.type == "cuda" and not self._culprits:
+        if self.group.device.type == "cuda" and not self._culprits:
             # What the checks took of the device's memory is given back.
             torch.cuda.empty_cache()
         return GroupFindings(agreed([*self._verdicts, *self._culprits]), not self._culprits, self._point)
@@ -145,24 +141,24 @@ class GroupChecks:
         # Also where it is off: without it, nobody knows who the others are.
         yield "present", self._present
         yield "collectives", self._collectives
-        several, nccl = self._identity.world_size > 1, self._group.backend == "nccl"
+        several, nccl = self.identity.world_size > 1, self.group.backend == "nccl"
         if several and nccl:
             yield "nccl_transport", self._transport
         if several:
             yield "bus_bandwidth", self._bandwidth
         yield "matmul", self._matmul
-        if self._request.full and nccl:
+        if self.request.full and nccl:
             yield "p2p", self._p2p
 
     def _is_off(self, check: str) -> bool:
-        return bool(getattr(self._request.settings.checks, check) == "off")
+        return bool(getattr(self.request.settings.checks, check) == "off")
 
     def _run(self, check: str, part: str, act: Act, *, limit_s: float) -> Attendance | None:
         """What all ranks brought back from a part; None if not all came through: nothing further may be run then.
 
         Returns a little after `limit_s` at the latest.
         """
-        self._on_part(part)
+        self.on_part(part)
         began = time.monotonic()
         self._entries.enter(part)
         word = self._thread.run(act, limit_s=limit_s)
@@ -176,18 +172,18 @@ class GroupChecks:
 
     def _take_device(self) -> None:
         # The current device is each thread's own.
-        if self._group.device.type == "cuda":
-            torch.cuda.set_device(self._group.device)
+        if self.group.device.type == "cuda":
+            torch.cuda.set_device(self.group.device)
 
     def _present(self) -> list[Verdict]:
-        attendance = self._run("present", "present", lambda _: self._introduction(), limit_s=self._request.present_s)
+        attendance = self._run("present", "present", lambda _: self._introduction(), limit_s=self.request.present_s)
         if attendance is None or self._is_off("present"):
             return []
         num = len(self._members)
         return _timed([Reporter("present", scope=Scope.GROUP).passed(num, expected=num, unit="ranks")], attendance)
 
     def _introduction(self) -> GroupMember:
-        identity, device = self._identity, self._group.device
+        identity, device = self.identity, self.group.device
         return GroupMember(
             rank=identity.rank,
             host=self._members[identity.rank].host,
@@ -195,17 +191,17 @@ class GroupChecks:
             pid=os.getpid(),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             free_bytes=free_memory(device, local_world_size=identity.local_world_size),
-            network_gbps=self._request.network_gbps,
-            planned=self._request.planned,
+            network_gbps=self.request.network_gbps,
+            planned=self.request.planned,
         )
 
     def _collectives(self) -> list[Verdict]:
         examination = Examination(
-            self._devices.collectives,
-            rank=self._identity.rank,
-            world_size=self._identity.world_size,
-            device=self._group.device,
-            full=self._request.full,
+            self.devices.collectives,
+            rank=self.identity.rank,
+            world_size=self.identity.world_size,
+            device=self.group.device,
+            full=self.request.full,
         )
         verdicts: list[Verdict] = []
         for collective in Collective:
@@ -213,7 +209,7 @@ class GroupChecks:
             def act(at: Callable[[str], None], collective: Collective = collective) -> object:
                 return examination.run(collective, at=at)
 
-            attendance = self._run("collectives", collective, act, limit_s=self._request.settings.limits.collective_s)
+            attendance = self._run("collectives", collective, act, limit_s=self.request.settings.limits.collective_s)
             if attendance is None:
                 break
             faults = attendance.figures(list[WrongResult])
@@ -222,7 +218,7 @@ class GroupChecks:
 
     def _transport(self) -> list[Verdict]:
         def read(_: Callable[[str], None]) -> NcclChannels:
-            path = log_path(self._request.environment, host=self._identity.host, pid=os.getpid())
+            path = log_path(self.request.environment, host=self.identity.host, pid=os.getpid())
             try:
                 return parse_log(Path(path).read_text(errors="replace") if path else "")
             except OSError:
@@ -232,28 +228,28 @@ class GroupChecks:
         return _timed(judge_transport(attendance.figures(NcclChannels), self._members), attendance) if attendance else []
 
     def _bandwidth(self) -> list[Verdict]:
-        cuda, free_bytes = self._group.device.type == "cuda", min(member.free_bytes for member in self._members)
-        sizes = sweep_sizes(cuda=cuda, full=self._request.full, free_bytes=free_bytes)
+        cuda, free_bytes = self.group.device.type == "cuda", min(member.free_bytes for member in self._members)
+        sizes = sweep_sizes(cuda=cuda, full=self.request.full, free_bytes=free_bytes)
 
         def act(at: Callable[[str], None]) -> Point:
             return measure_all_reduce(
-                self._devices.collectives,
-                rank=self._identity.rank,
-                world_size=self._identity.world_size,
-                device=self._group.device,
+                self.devices.collectives,
+                rank=self.identity.rank,
+                world_size=self.identity.world_size,
+                device=self.group.device,
                 sizes=sizes,
                 at=at,
             )
 
-        attendance = self._run("bus_bandwidth", "bus_bandwidth", act, limit_s=self._request.settings.limits.bandwidth_s)
+        attendance = self._run("bus_bandwidth", "bus_bandwidth", act, limit_s=self.request.settings.limits.bandwidth_s)
         if attendance is None:
             return []
         self._point = attendance.figures(Point)[0]
-        nccl, ratio = self._group.backend == "nccl", self._request.settings.thresholds.bus_ratio
+        nccl, ratio = self.group.backend == "nccl", self.request.settings.thresholds.bus_ratio
         return _timed([judge_bandwidth(self._point, self._members, nccl=nccl, least_ratio=ratio)], attendance)
 
     def _matmul(self) -> list[Verdict]:
-        ratio = self._request.settings.thresholds.straggler_ratio if self._group.device.type == "cuda" else STRAGGLER_RATIO_CPU
+        ratio = self.request.settings.thresholds.straggler_ratio if self.group.device.type == "cuda" else STRAGGLER_RATIO_CPU
         first = self._rates("matmul")
         if first is None:
             return []
@@ -267,16 +263,16 @@ class GroupChecks:
 
     def _rates(self, part: str) -> Attendance | None:
         def act(_: Callable[[str], None]) -> float:
-            return self._devices.matmul(self._group.device, budget_s=_MATMUL_BUDGET_S)
+            return self.devices.matmul(self.group.device, budget_s=_MATMUL_BUDGET_S)
 
-        return self._run("matmul", part, act, limit_s=self._request.settings.limits.matmul_s)
+        return self._run("matmul", part, act, limit_s=self.request.settings.limits.matmul_s)
 
     def _p2p(self) -> list[Verdict]:
-        rank, device = self._identity.rank, self._group.device
+        rank, device = self.identity.rank, self.group.device
         local = neighbours(self._members, host=self._members[rank].host)
 
         def act(_: Callable[[str], None]) -> list[Reach]:
-            return measure_pairs(self._devices.collectives, rank=rank, neighbours=local, device=device)
+            return measure_pairs(self.devices.collectives, rank=rank, neighbours=local, device=device)
 
         attendance = self._run("p2p", "p2p", act, limit_s=_P2P_S)
         return _timed(judge_pairs(attendance.figures(list[Reach]), self._members), attendance) if attendance else []

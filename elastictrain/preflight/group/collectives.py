@@ -94,10 +94,18 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedResult:
-    """What a rank must get: exactly that, in the message's dtype, or in float64 and by how much each element may differ."""
+    """What a rank must get: exactly that, in the message's dtype, or in float64 and by how much each element may differ.
+
+    `sources`: the ranks from which its parts come, all of one length; none where all ranks have a share in each element.
+    """
 
     expected: Tensor
-    tolerance: Tensor | None
+    tolerance: Tensor | None = None
+    sources: tuple[int, ...] = ()
+
+    def source(self, index: int) -> int | None:
+        """The rank from which an element comes."""
+        return self.sources[index * len(self.sources) // len(self.expected)] if self.sources else None
 
 
 def table(values: Values, dtype: torch.dtype, *, world_size: int, seed: int) -> Tensor:
@@ -122,26 +130,26 @@ def give(trial: Trial, rows: Tensor, *, rank: int) -> Tensor:
 
 def answer(trial: Trial, rows: Tensor, *, rank: int) -> ExpectedResult:
     """What this rank must get."""
-    world_size, part = len(rows), trial.part
+    world_size, part, sources = len(rows), trial.part, tuple(range(len(rows)))
+    start, num = 0, world_size * part
     match trial.collective:
-        case Collective.ALL_REDUCE | Collective.REDUCE_SCATTER:
-            scattered = trial.collective is Collective.REDUCE_SCATTER
-            start, num = (rank * part, part) if scattered else (0, world_size * part)
-            total = rows.double().sum(0)
-            if trial.values is Values.KNOWN:
-                return ExpectedResult(_repeat(total.to(rows.dtype), start, num), None)
-            # Each of the additions rounds once, to half of eps of a partial sum that is at most the sum of the magnitudes;
-            # doubled for the conversion of the result. Backends are free to add in any order, and in the message's dtype.
-            allowed = rows.double().abs().sum(0) * world_size * torch.finfo(rows.dtype).eps
-            return ExpectedResult(_repeat(total, start, num), _repeat(allowed, start, num))
         case Collective.ALL_GATHER:
-            return ExpectedResult(_repeat(rows, 0, part).flatten(), None)
-        case Collective.ALL_TO_ALL:
-            return ExpectedResult(_repeat(rows, rank * part, part).flatten(), None)
+            num = part
+        case Collective.REDUCE_SCATTER | Collective.ALL_TO_ALL:
+            start, num = rank * part, part
         case Collective.BROADCAST:
-            return ExpectedResult(_repeat(rows[root(trial, world_size=world_size)], 0, world_size * part), None)
+            sources = (root(trial, world_size=world_size),)
         case Collective.SEND_RECV:
-            return ExpectedResult(_repeat(rows[(rank - 1) % world_size], 0, world_size * part), None)
+            sources = ((rank - 1) % world_size,)
+    if trial.collective not in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER):
+        return ExpectedResult(_repeat(rows[list(sources)], start, num).flatten(), sources=sources)
+    total = rows.double().sum(0)
+    if trial.values is Values.KNOWN:
+        return ExpectedResult(_repeat(total.to(rows.dtype), start, num))
+    # Each of the additions rounds once, to half of eps of a partial sum that is at most the sum of the magnitudes; doubled for
+    # the conversion of the result. Backends are free to add in any order, and in the message's dtype.
+    allowed = rows.double().abs().sum(0) * world_size * torch.finfo(rows.dtype).eps
+    return ExpectedResult(_repeat(total, start, num), _repeat(allowed, start, num))
 
 
 def find_wrong(received: Tensor, right: ExpectedResult) -> tuple[int, int] | None:
@@ -156,19 +164,6 @@ def find_wrong(received: Tensor, right: ExpectedResult) -> tuple[int, int] | Non
 def root(trial: Trial, *, world_size: int) -> int:
     """Who broadcasts: the last rank, and the first one in the trial with random values."""
     return world_size - 1 if trial.values is Values.KNOWN else 0
-
-
-def source_of(trial: Trial, index: int, *, rank: int, world_size: int) -> int | None:
-    """The rank from which an element comes; None where all ranks have a share in it."""
-    match trial.collective:
-        case Collective.ALL_GATHER | Collective.ALL_TO_ALL:
-            return index // trial.part
-        case Collective.BROADCAST:
-            return root(trial, world_size=world_size)
-        case Collective.SEND_RECV:
-            return (rank - 1) % world_size
-        case _:
-            return None
 
 
 def _repeat(rows: Tensor, start: int, num: int) -> Tensor:
@@ -223,8 +218,7 @@ class Examination:
             return None
         num, index = wrong
         text = f"{num} of {received.numel()} elements ({name}), the first at {index}: {float(received[index]):g}"
-        source = source_of(trial, index, rank=self._rank, world_size=self._world_size)
-        return WrongResult(f"{text} instead of {float(right.expected[index]):g}", source)
+        return WrongResult(f"{text} instead of {float(right.expected[index]):g}", right.source(index))
 
     def _call(self, trial: Trial, given: Tensor) -> Tensor:
         collectives, world_size = self._collectives, self._world_size

@@ -86,7 +86,9 @@ class Rank:
         exchange = StoreExchange(dist.PrefixStore(name, self.store))
         hosts = [f"h{rank + 1}" for rank in range(self.identity.world_size)]
         began = time.monotonic()
-        checks = GroupChecks(self.group, exchange, self.identity, request, hosts=hosts, devices=devices, on_part=on_part)
+        checks = GroupChecks(
+            self.group, exchange, self.identity, request, hosts=hosts, devices=devices or GroupDevices(), on_part=on_part
+        )
         findings = checks.run()
         seconds = time.monotonic() - began
         verdicts = [asdict(verdict) for verdict in findings.verdicts]

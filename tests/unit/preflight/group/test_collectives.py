@@ -12,7 +12,6 @@ from elastictrain.preflight.group.collectives import (
     find_wrong,
     give,
     root,
-    source_of,
     table,
 )
 
@@ -100,9 +99,9 @@ def test_the_source_of_what_is_wrong() -> None:
         trial = Trial(collective, Values.KNOWN, 10)
         received = simulate(trial, rows)[1].clone()
         received[25] += 1
-        wrong = find_wrong(received, answer(trial, rows, rank=1))
-        assert wrong == (1, 25)
-        assert source_of(trial, 25, rank=1, world_size=3) == source
+        right = answer(trial, rows, rank=1)
+        assert find_wrong(received, right) == (1, 25)
+        assert right.source(25) == source
 
 
 def test_known_sums_are_exact_in_bfloat16_in_groups_of_any_size() -> None:
