@@ -33,7 +33,6 @@ from elastictrain.preflight.host.nvlink import (
     switched_fabric,
 )
 from elastictrain.preflight.host.visible import (
-    NVIDIA,
     gpu_lanes,
     judge_pcie,
     judge_visible,
@@ -261,7 +260,7 @@ class LocalDevices:
         nvidia = self._nvidia()
         # Images often carry nvidia-smi on hosts that have AMD's GPUs, or none.
         absent = nvidia is None or nvidia.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
-        if absent and not self.pci().gpus_of(NVIDIA) and (amd := self.amd()) is not None:
+        if absent and not self.pci().nvidia and (amd := self.amd()) is not None:
             return amd[0]
         return nvidia
 
@@ -326,7 +325,7 @@ def device_checks(surroundings: Surroundings, asked: OwnChecks, *, now: Callable
 def _check_xids(surroundings: Surroundings, devices: LocalDevices) -> list[Verdict]:
     report = devices.report()
     listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
-    if not listed and not devices.pci().gpus_of(NVIDIA):
+    if not listed and not devices.pci().nvidia:
         return []
     xids = read_kernel_log(surroundings)
     if xids is not None and report is not None:

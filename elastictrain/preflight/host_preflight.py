@@ -47,17 +47,18 @@ _FOLLOW_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLayout:
-    """`hosts` are in the order of their first ranks; names that several have are told apart by their node rank."""
+    """`hosts` are in the order of their first ranks; names that several have are told apart by their node rank.
+
+    `hosts_of_ranks`: the same names, for each rank of the group. `rendezvous`: address or name of where the group meets; None
+    in a world of one.
+    """
 
     hosts: tuple[str, ...]
     node_rank: int
     local_rank: int
     local_world_size: int
     hosts_of_ranks: tuple[str, ...] = ()
-    """The same names, for each rank of the group."""
-
     rendezvous: str | None = None
-    """Address or name of where the group meets; None in a world of one."""
 
     @property
     def host(self) -> str:
@@ -98,15 +99,13 @@ def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int,
 class Report:
     """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
 
-    `plan`: of this host, on the rank that acts for it.
+    `alone`: there is one host only. `plan`: of this host, on the rank that acts for it.
     """
 
     verdicts: tuple[Verdict, ...]
     outcome: Outcome
     seconds: float
     alone: bool
-    """Whether there is one host only."""
-
     plan: TransportPlan | None = None
 
 
@@ -191,7 +190,6 @@ class HostPreflight:
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
     clock: Callable[[], float] = time.monotonic
-    _result: list[Verdict] | None = None
 
     def check(self) -> Report:
         """Collective: yes, through the exchange.
@@ -199,12 +197,9 @@ class HostPreflight:
         Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
         """
         began = self.clock()
-        plan = None
-        if self.layout.leads_host:
-            plan = self._lead_host(began)
-        else:
-            self._follow_host()
-        result = self._result if self._result is not None else self._hear_result(began)
+        plan, result = self._lead_host(began) if self.layout.leads_host else self._follow_host()
+        if result is None:
+            result = self._hear_result(began)
         return Report(
             verdicts=tuple(result),
             outcome=decide(result, host=self.layout.host, hosts=self.layout.hosts),
@@ -226,7 +221,8 @@ class HostPreflight:
             self.exchange.put(f"read/{self.layout.node_rank}", b"")
         return result
 
-    def _lead_host(self, began: float) -> TransportPlan:
+    def _lead_host(self, began: float) -> tuple[TransportPlan, list[Verdict] | None]:
+        """The plan of this host, and on the first one the result."""
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
@@ -253,13 +249,12 @@ class HostPreflight:
                 hcas=plan.hcas,
             )
             self.exchange.put(f"word/{self.layout.node_rank}", word.to_bytes())
-        if self.layout.leads_group:
-            verdicts = [
-                *links.verdicts,
-                *judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self._limit_s),
-            ]
-            self._publish(worst_first(apply_modes(verdicts, self.own.modes)), gone)
-        return plan
+        if not self.layout.leads_group:
+            return plan, None
+        reports = judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self._limit_s)
+        result = worst_first(apply_modes([*links.verdicts, *reports], self.own.modes))
+        self._publish(result, gone)
+        return plan, result
 
     @property
     def _alone(self) -> bool:
@@ -285,7 +280,6 @@ class HostPreflight:
 
     def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
         """As the first host. What passed matters to nobody but the rank that shows it."""
-        self._result = verdicts
         self.exchange.put("result", to_json(findings(verdicts)).encode())
         if not failures(verdicts):
             return
@@ -299,7 +293,7 @@ class HostPreflight:
         """What a host that could not take part in the link checks says of it; else the first host speaks for all."""
         return links.verdicts if links.roster is None and not self.layout.leads_group else ()
 
-    def _follow_host(self) -> None:
+    def _follow_host(self) -> tuple[None, None]:
         """Take over what the rank that acts for this host has decided."""
         data = self.exchange.get(f"environment/{self.layout.node_rank}", limit_s=self._limit_s)
         if data is None:
@@ -308,6 +302,7 @@ class HostPreflight:
         done = parse_record(data, dict[str, str])
         self.environment.update(done)
         self.environment[OWN_VARIABLES] = json.dumps(done)
+        return None, None
 
     def _check_links(self, facts: Facts) -> LinkReport:
         route = facts.rendezvous

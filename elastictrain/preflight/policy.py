@@ -89,14 +89,10 @@ class Outcome:
 
     def error(self) -> ElasticTrainError | None:
         """What to raise; None if the host goes on."""
-        match self.exit_code:
-            case 0:
-                return None
-            case code if code == EXIT_CONFIG:
-                return ConfigError(self.reason)
-            case code if code == EXIT_UNFIT:
-                return HostUnfitError(self.reason)
-        return PreflightError(self.reason)
+        if not self.exit_code:
+            return None
+        kinds: dict[int, type[ElasticTrainError]] = {EXIT_CONFIG: ConfigError, EXIT_UNFIT: HostUnfitError}
+        return kinds.get(self.exit_code, PreflightError)(self.reason)
 
 
 def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> Outcome:

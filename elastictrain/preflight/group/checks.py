@@ -61,35 +61,33 @@ class GroupDevices:
 
 @dataclass(frozen=True, slots=True)
 class GroupFindings:
-    """What the group checks found; the same on all ranks."""
+    """What the group checks found; the same on all ranks. `point`: the largest all-reduce that was measured.
+
+    `usable`: whether collectives can still be used. If not, one of them hangs in a thread that cannot be ended: leave with
+    `os._exit`, and without `leave(group)`, which would wait for it.
+    """
 
     verdicts: list[Verdict]
     usable: bool
-    """Whether collectives can still be used. If not, one of them hangs in a thread that cannot be ended: leave with `os._exit`,
-    and without `leave(group)`, which would wait for it."""
-
     point: Point | None = None
-    """The largest all-reduce that was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan, its environment."""
+    """What is to be checked. The same on all ranks, except for what one host knows: its network, its plan, its environment.
+
+    `present_s`: until every rank has said that it is there; ranks come out of the making of the group together. `grace_s`: how
+    much later than the deadline the word of a rank may come before it counts as silent. `network_gbps`, `planned`: as in
+    `GroupMember`. `environment`: as it was when NCCL started.
+    """
 
     full: bool
     settings: PreflightGroup = field(default_factory=PreflightGroup)
     present_s: float = 5.0
-    """Until every rank has said that it is there. Ranks come out of the making of the group together."""
-
     grace_s: float = 1.0
-    """How much later than the deadline the word of a rank may come before it counts as silent."""
-
     network_gbps: float | None = None
     planned: Planned | None = None
-    """Both as in `GroupMember`."""
-
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """As it was when NCCL started."""
 
 
 @dataclass(slots=True)

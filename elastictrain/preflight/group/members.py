@@ -65,23 +65,20 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMember:
-    """One rank, as it introduces itself."""
+    """One rank, as it introduces itself.
+
+    `pid` is None for a rank that has not. `device`: the GPU's name, or `cpu`. `network_gbps`: of all ports together that the
+    backend uses to reach other hosts. `planned`: what the transport plan has NCCL use between hosts.
+    """
 
     rank: int
     host: str
     local_rank: int
     pid: int | None = None
-    """None for a rank that has not introduced itself."""
-
     device: str = "cpu"
-    """The GPU's name, or `cpu`."""
-
     free_bytes: int = 0
     network_gbps: float | None = None
-    """Of all ports together that the backend uses to reach other hosts; None is unknown."""
-
     planned: Planned | None = None
-    """What the transport plan has NCCL use between hosts; None is unknown."""
 
     @property
     def name(self) -> str:

@@ -74,43 +74,34 @@ class Trouble(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """What is known of one GPU."""
+    """What is known of one GPU.
+
+    `bus`: PCI address as the kernel writes it, for example `0000:3b:00.0`. `width`, `max_width`: PCIe lanes, used and possible.
+    `uncorrected`: memory errors since the driver was loaded or the GPU was reset; `worn_out`: so many that the vendor says:
+    replace. `remap_pending`: bad memory waits for a reset to be replaced by spare memory; `remap_failed`: none was left.
+    `slowed`: why clocks are held down now, as far as heat and power supply are the reasons. `fabric_state`: how far it has come
+    in joining an NVSwitch fabric; None where it has none, or does not say. `recovery`: what the driver wants done before it
+    is used again ("Reset", "Reboot", "Drain P2P", "Drain and Reset").
+    """
 
     index: int
     bus: str | None = None
-    """PCI address as the kernel writes it, for example `0000:3b:00.0`."""
-
     name: str | None = None
     uuid: str | None = None
     temperature_c: float | None = None
     width: int | None = None
-    """PCIe lanes in use."""
-
     max_width: int | None = None
     ecc_on: bool | None = None
     uncorrected: int | None = None
-    """Uncorrected memory errors since the driver was loaded or the GPU was reset."""
-
     worn_out: bool | None = None
-    """So many uncorrected errors that the vendor says: replace."""
-
     remap_pending: bool | None = None
-    """Bad memory waits for a reset to be replaced by spare memory."""
-
     remap_failed: bool | None = None
-    """No spare memory was left."""
-
     slowed: tuple[str, ...] | None = None
-    """Why clocks are held down now, as far as heat and power supply are the reasons."""
-
     mig: bool | None = None
     mig_instances: int = 0
     fabric_state: str | None = None
-    """How far the GPU has come in joining an NVSwitch fabric; None where it has none, or does not say."""
-
     fabric_status: str | None = None
     recovery: str | None = None
-    """What the driver wants done before the GPU is used again: "Reset", "Reboot", "Drain P2P", "Drain and Reset"."""
 
     @property
     def where(self) -> str:
@@ -120,19 +111,18 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReport:
-    """What a vendor's tool said. `whole`: it was read to its end."""
+    """What a vendor's tool said. `whole`: it was read to its end. `detail`: the tool's own words, where there is trouble.
+
+    `lost`: GPUs, by PCI address or index, that the driver knows and cannot reach.
+    """
 
     vendor: Vendor
     tool: str
     trouble: Trouble | None = None
     detail: str = ""
-    """The tool's own words, where there is trouble."""
-
     driver: str | None = None
     gpus: tuple[Gpu, ...] = ()
     lost: tuple[str, ...] = ()
-    """GPUs, by PCI address or index, that the driver knows and cannot reach."""
-
     whole: bool = True
 
     def counted_names(self) -> str:

@@ -1,7 +1,6 @@
 """Checks `name`, `lookup` and `ports`: the host's own name, how long it takes to look names up, and ports that must be free."""
 
 import errno
-import ipaddress
 import os
 import socket
 import threading
@@ -14,6 +13,7 @@ from functools import partial
 import psutil
 
 from elastictrain.preflight.surroundings import Surroundings
+from elastictrain.preflight.transport.interfaces import ask_kernel, is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
 
 SLOW_S = 1.0
@@ -82,14 +82,10 @@ def look_up(questions: Mapping[str, Callable[[], Sequence[str]]], *, limit_s: fl
     return [found.get(question, LookUp(question, None, limit_s)) for question in questions]
 
 
-def address_towards(target: str, *, port: int = 9) -> str | None:
-    """The address that this host uses towards another; None if there is no way. Sends nothing: connecting UDP only asks the
-    kernel for its route."""
-    family = socket.AF_INET6 if ":" in target else socket.AF_INET
+def address_towards(target: str) -> str | None:
+    """The address that this host uses towards another; None if there is no way."""
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, port))
-            return str(probe.getsockname()[0])
+        return ask_kernel(target)[1]
     except OSError:
         return None
 
@@ -173,16 +169,6 @@ def judge_lookups(facts: NameFacts, *, host: str) -> Verdict:
     remedy = f'export RES_OPTIONS="timeout:1 attempts:1", and add {" and ".join(lines)} to /etc/hosts on {host}{servers}'
     measured = f"{slowest.question}: {'no answer in ' if slowest.stalled else ''}{slowest.seconds:.1f} s"
     return report.warned(measured, expected=f"under {SLOW_S:g} s", remedy=remedy)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address means the host that uses it (127.0.0.0/8, ::1, and the first written as IPv6)."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return False
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback
 
 
 def parse_hosts(text: str) -> list[HostsLine]:

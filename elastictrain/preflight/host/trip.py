@@ -5,7 +5,6 @@ It reads what to do from its input (a URL may hold a password, and command lines
 output when a step begins and when it ends: who kills it knows then where it stood.
 """
 
-import ctypes
 import json
 import os
 import secrets
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError
+from elastictrain.fault.exits import follow_parent
 from elastictrain.storage.failures import RetryOptions, facts_of, fault_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import open_store, without_sync
@@ -26,8 +26,6 @@ FOLDER = "preflight/trips"
 
 _STALE_S = 3600.0
 """What an earlier trip left, because it was killed, is older than this. Both times are the store's own."""
-
-_PR_SET_PDEATHSIG = 1
 
 Say = Callable[[Mapping[str, object]], None]
 
@@ -108,12 +106,9 @@ def _leaving_as_found(store: Store) -> Iterator[None]:
 
 def main() -> int:
     """Reads `{"url": ..., "patience_s": ..., "parent": pid}`; returns 0 whenever what happened was said."""
-    with suppress(AttributeError, OSError):
-        # Nobody would miss us if the preflight were killed while we wait for a store that does not answer.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     order = json.loads(sys.stdin.read())
-    # The request is not retroactive.
-    if os.getppid() != order["parent"]:
+    # Nobody would miss us if the preflight were killed while we wait for a store that does not answer.
+    if not follow_parent(order["parent"], with_signal=signal.SIGKILL):
         return 0
     patience_s = float(order["patience_s"])
 

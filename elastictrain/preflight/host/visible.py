@@ -31,32 +31,22 @@ CONTAINER = "NVIDIA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class PciFacts:
-    """Addresses of GPUs by vendor's PCI number, and how many NVSwitches there are."""
+    """Addresses of GPUs, and how many NVSwitches there are."""
 
-    gpus: tuple[tuple[str, str], ...] = ()
-    """(vendor, address)."""
-
+    nvidia: tuple[str, ...] = ()
+    amd: tuple[str, ...] = ()
     switches: int = 0
-
-    def gpus_of(self, vendor: str) -> list[str]:
-        """Addresses of one vendor's GPUs."""
-        return [address for maker, address in self.gpus if maker == vendor]
 
 
 def read_pci(surroundings: Surroundings) -> PciFacts:
     """GPUs and NVSwitches on the PCI bus. In a container these are those of the whole machine."""
-    gpus: list[tuple[str, str]] = []
-    switches = 0
+    found: dict[tuple[str, str], list[str]] = {}
     for address in surroundings.names(_DEVICES):
-        vendor = surroundings.read(f"{_DEVICES}/{address}/vendor")
-        if vendor not in {NVIDIA, AMD}:
-            continue
+        vendor = surroundings.read(f"{_DEVICES}/{address}/vendor") or ""
         kind = (surroundings.read(f"{_DEVICES}/{address}/class") or "")[:6]
-        if kind in _GPU_CLASSES:
-            gpus.append((vendor, address))
-        elif kind == _SWITCH_CLASS and vendor == NVIDIA:
-            switches += 1
-    return PciFacts(tuple(gpus), switches)
+        found.setdefault((vendor, "GPU" if kind in _GPU_CLASSES else kind), []).append(address)
+    nvidia, amd, switches = (found.get(key, []) for key in ((NVIDIA, "GPU"), (AMD, "GPU"), (NVIDIA, _SWITCH_CLASS)))
+    return PciFacts(tuple(nvidia), tuple(amd), len(switches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +126,7 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
     """No GPU was listed. That is as it should be on a host without any."""
     if report is not None and (trouble := _judge_trouble(report, pci, verdict)) is not None:
         return trouble
-    any_gpu = pci.gpus_of(NVIDIA) or pci.gpus_of(AMD)
+    any_gpu = pci.nvidia or pci.amd
     if environment.get(CONTAINER) in {"void", "none", ""} and any_gpu:
         remedy = f"none for a run on CPUs; else start the container with GPUs ({CONTAINER}=all, docker run --gpus all)"
         return verdict.skipped("the container was given no GPU", remedy=remedy)
@@ -153,7 +143,7 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
 def _judge_trouble(report: GpuReport, pci: PciFacts, verdict: Reporter) -> Verdict | None:
     """What is wrong with the driver or its tool; None if there simply is no GPU of theirs."""
     amd = report.vendor is Vendor.AMD
-    theirs = pci.gpus_of(AMD if amd else NVIDIA)
+    theirs = pci.amd if amd else pci.nvidia
     match report.trouble:
         case Trouble.NO_ANSWER:
             looking = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot"

@@ -138,9 +138,9 @@ def _running(flags: int | None, operstate: str | None) -> bool | None:
 
 
 def is_loopback(address: str) -> bool:
-    """False also for what is no address."""
+    """Whether an address means the host that uses it (127.0.0.0/8, ::1, and the first written as IPv6)."""
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(_plain(address.partition("%")[0])).is_loopback
     except ValueError:
         return False
 

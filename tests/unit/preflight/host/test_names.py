@@ -17,7 +17,6 @@ from elastictrain.preflight.host.names import (
     address_towards,
     check_port,
     find_holder,
-    is_loopback,
     judge_lookups,
     judge_name,
     judge_port,
@@ -26,6 +25,7 @@ from elastictrain.preflight.host.names import (
     read_names,
     try_port,
 )
+from elastictrain.preflight.transport.interfaces import is_loopback
 from elastictrain.preflight.verdict import Status
 from tests.unit.preflight.conftest import HostMaker
 

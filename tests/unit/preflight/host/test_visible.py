@@ -5,8 +5,6 @@ import pytest
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor
 from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host.visible import (
-    AMD,
-    NVIDIA,
     Lanes,
     PciFacts,
     gpu_lanes,
@@ -22,7 +20,7 @@ from elastictrain.preflight.verdict import Status, Verdict
 GPUS = tuple(Gpu(index=i, bus=f"0000:{i:02x}:00.0", uuid=f"GPU-{i}abc", name="NVIDIA H200") for i in range(4))
 WHOLE = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", gpus=GPUS)
 NOTHING = PciFacts()
-ONE_ON_BUS = PciFacts(gpus=((NVIDIA, "0000:3b:00.0"),))
+ONE_ON_BUS = PciFacts(nvidia=("0000:3b:00.0",))
 
 
 def judge(
@@ -108,7 +106,7 @@ def test_gpus_without_a_driver() -> None:
     assert (found.status, found.expected) == (Status.FAIL, "1 GPUs")
     assert "modprobe nvidia" in found.remedy
     amd = GpuReport(vendor=Vendor.AMD, tool="rocm-smi", trouble=Trouble.NO_DRIVER, whole=False)
-    (found,) = judge(amd, pci=PciFacts(gpus=((AMD, "0000:83:00.0"),)))
+    (found,) = judge(amd, pci=PciFacts(amd=("0000:83:00.0",)))
     assert "modprobe amdgpu" in found.remedy
 
 
@@ -175,8 +173,8 @@ def test_gpus_and_switches_on_the_bus(host: Callable[..., Surroundings]) -> None
         for name, value in (("vendor", vendor), ("class", kind))
     }
     facts = read_pci(host(files))
-    assert (facts.gpus_of(NVIDIA), facts.gpus_of(AMD), facts.switches) == (["0000:1b:00.0"], ["0000:83:00.0"], 2)
-    assert read_pci(host({"/sys/bus/pci/devices/0000:1b:00.0/vendor": "garbled"})).gpus_of(NVIDIA) == []
+    assert (list(facts.nvidia), list(facts.amd), facts.switches) == (["0000:1b:00.0"], ["0000:83:00.0"], 2)
+    assert read_pci(host({"/sys/bus/pci/devices/0000:1b:00.0/vendor": "garbled"})).nvidia == ()
 
 
 def test_ports_that_matter(host: Callable[..., Surroundings]) -> None:
