@@ -275,7 +275,7 @@ class Lost(Table):
 
 def test_a_host_that_is_lost_after_all_had_met_is_named(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
     results = check(
-        [("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), limits=PreflightLimits(contact_s=1.0), limit_s=15.0
+        [("a", 1), ("b", 1), ("c", 1)], tmp_path, table=Lost(1), limits=PreflightLimits(contact_s=2.0), limit_s=15.0
     )
     assert isinstance(results[1], RuntimeError)
     for rank in (0, 2):
