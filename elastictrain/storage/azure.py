@@ -8,7 +8,7 @@ finds: a managed identity, `az login`.
 import base64
 import io
 import secrets
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
@@ -59,8 +59,23 @@ class AzureBackend:
         metadata: dict[str, str] = self.call(path, "get_blob_properties").metadata or {}
         return metadata.get(_MARK) == mark
 
-    def begin(self, path: str) -> "AzureUpload":
-        return AzureUpload(self, path)
+    def begin(self, path: str) -> str:
+        # Blocks of another upload to the same object have other names, all of one length.
+        return secrets.token_hex(8)
+
+    def put_part(self, path: str, upload: str, number: int, data: bytes) -> str:
+        block = base64.urlsafe_b64encode(f"{upload}-{number:08d}".encode()).decode()
+        self.call(path, "stage_block", data=data, block_id=block)
+        return block
+
+    def finish(self, path: str, upload: str, parts: Sequence[str]) -> None:
+        from azure.storage.blob import BlobBlock
+
+        # Sent again it names the same blocks, which then are the object's.
+        self.call(path, "commit_block_list", [BlobBlock(block) for block in parts])
+
+    def abort(self, path: str, upload: str) -> None:
+        """Nothing: the service forgets blocks that no list names after a week."""
 
     def info(self, path: str) -> ObjectInfo:
         found = self.call(path, "get_blob_properties")
@@ -104,34 +119,6 @@ class AzureBackend:
 
         bound_s = request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
         return cast(T, sync(self._files.loop, request, timeout=bound_s))
-
-
-class AzureUpload:
-    """Blocks, which nobody sees before the list of them is sent. See `Upload`."""
-
-    def __init__(self, backend: AzureBackend, path: str) -> None:
-        self._backend = backend
-        self._path = path
-        # Blocks of another upload to the same object have other names, all of one length.
-        self._name = secrets.token_hex(8)
-        self._numbers: set[int] = set()
-
-    def put_part(self, number: int, data: bytes) -> None:
-        self._backend.call(self._path, "stage_block", data=data, block_id=self._block(number))
-        self._numbers.add(number)
-
-    def finish(self, total_bytes: int) -> None:
-        from azure.storage.blob import BlobBlock
-
-        blocks = [BlobBlock(self._block(number)) for number in sorted(self._numbers)]
-        # Sent again it names the same blocks, which then are the object's.
-        self._backend.call(self._path, "commit_block_list", blocks)
-
-    def abort(self) -> None:
-        """Nothing: the service forgets blocks that no list names after a week."""
-
-    def _block(self, number: int) -> str:
-        return base64.urlsafe_b64encode(f"{self._name}-{number:08d}".encode()).decode()
 
 
 def _is_folder(metadata: dict[str, str] | None) -> bool:

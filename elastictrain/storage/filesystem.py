@@ -3,13 +3,13 @@
 Whether a write is atomic is up to the service: object stores are, file servers (sftp, smb, hdfs) show a file while it grows.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from threading import Lock
 from typing import Any
 
-from elastictrain.storage.remote import Upload, most_bytes, request_timeout_s
+from elastictrain.storage.remote import most_bytes, request_timeout_s
 from elastictrain.storage.store import ObjectInfo
 
 _BLOCK_BYTES = 16 << 20
@@ -45,8 +45,24 @@ class FilesystemBackend:
         # There is no mark that all services keep. Memory loses no answers; elsewhere creators differ in what they write.
         return not self._memory and self.get(path, start=0, end=None) == data
 
-    def begin(self, path: str) -> Upload:
-        return _MemoryUpload(self, path) if self._memory else FileUpload(self._files, path)
+    def begin(self, path: str) -> Any:
+        return () if self._memory else begin_stream(self._files, path)
+
+    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> bytes:
+        if not self._memory:
+            upload.write(data)
+            return b""
+        return data
+
+    def finish(self, path: str, upload: Any, parts: Sequence[bytes]) -> None:
+        if self._memory:
+            self.put(path, b"".join(parts))
+        else:
+            upload.close()
+
+    def abort(self, path: str, upload: Any) -> None:
+        if not self._memory:
+            abort_stream(upload)
 
     def info(self, path: str) -> ObjectInfo:
         with self._request(0) as bound:
@@ -81,40 +97,16 @@ class FilesystemBackend:
             yield {"timeout": timeout_s} if self._files.async_impl else {}
 
 
-class _MemoryUpload:
-    """Parts are kept until they are one object."""
-
-    def __init__(self, backend: FilesystemBackend, path: str) -> None:
-        self._backend = backend
-        self._path = path
-        self._parts: list[bytes] = []
-
-    def put_part(self, number: int, data: bytes) -> None:
-        self._parts.append(data)
-
-    def finish(self, total_bytes: int) -> None:
-        self._backend.put(self._path, b"".join(self._parts))
-
-    def abort(self) -> None:
-        self._parts.clear()
-
-
-class FileUpload:
+def begin_stream(files: Any, path: str) -> Any:
     """fsspec's file for writing: in gcsfs a resumable upload, completed by `close`."""
+    return files.open(path, "wb", block_size=_BLOCK_BYTES)
 
-    def __init__(self, files: Any, path: str) -> None:
-        self._file = files.open(path, "wb", block_size=_BLOCK_BYTES)
 
-    def put_part(self, number: int, data: bytes) -> None:
-        self._file.write(data)
-
-    def finish(self, total_bytes: int) -> None:
-        self._file.close()
-
-    def abort(self) -> None:
-        self._file.discard()
-        # Without this the garbage collector would close the file, which completes the upload.
-        self._file.closed = True
+def abort_stream(file: Any) -> None:
+    """Leaves nothing of it."""
+    file.discard()
+    # Without this the garbage collector would close the file, which completes the upload.
+    file.closed = True
 
 
 def _info(path: str, found: Mapping[str, object]) -> ObjectInfo:

@@ -7,13 +7,13 @@ application-default login`, the metadata service; without any it is anonymous. S
 import io
 import json
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, cast
 from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
-from elastictrain.storage.filesystem import FileUpload
+from elastictrain.storage.filesystem import abort_stream, begin_stream
 from elastictrain.storage.remote import most_bytes, range_header, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
@@ -65,8 +65,17 @@ class GcsBackend:
         metadata = self._describe(path).get("metadata")
         return isinstance(metadata, dict) and metadata.get(_MARK) == mark
 
-    def begin(self, path: str) -> FileUpload:
-        return FileUpload(self._files, path)
+    def begin(self, path: str) -> Any:
+        return begin_stream(self._files, path)
+
+    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> None:
+        upload.write(data)
+
+    def finish(self, path: str, upload: Any, parts: Sequence[None]) -> None:
+        upload.close()
+
+    def abort(self, path: str, upload: Any) -> None:
+        abort_stream(upload)
 
     def info(self, path: str) -> ObjectInfo:
         return _info(path, self._describe(path))

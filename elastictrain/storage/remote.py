@@ -7,12 +7,11 @@ service each time; nothing is cached.
 import logging
 import os
 import secrets
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from elastictrain.errors import ObjectExistsError, TransientStorageError
 from elastictrain.storage.failures import Fault, Retrying, fault_of
@@ -27,19 +26,6 @@ PART_BYTES = 16 << 20
 """S3 takes 10,000 parts at most: objects end at 160 GiB. Some services want all parts but the last to be of one size."""
 
 logger = logging.getLogger(__name__)
-
-
-class Upload(Protocol):
-    """An object that is sent in parts and not visible before `finish`."""
-
-    def put_part(self, number: int, data: bytes) -> None:
-        """Send part `number` (from 1), all but the last of the same size. May be repeated."""
-
-    def finish(self, total_bytes: int) -> None:
-        """Make the object visible. Repeated after a failure only where the backend is `parallel`."""
-
-    def abort(self) -> None:
-        """Forget the parts."""
 
 
 class Backend(Protocol):
@@ -57,8 +43,17 @@ class Backend(Protocol):
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
         """Whether an object that is there already comes from a `put` with this mark, whose answer was lost."""
 
-    def begin(self, path: str) -> Upload:
-        """Begin an upload in parts."""
+    def begin(self, path: str) -> Any:
+        """An upload in parts, of which nothing is visible before `finish`."""
+
+    def put_part(self, path: str, upload: Any, number: int, data: bytes) -> Any:
+        """Send part `number` (from 1), all but the last of the same size; returns what `finish` asks for. May be repeated."""
+
+    def finish(self, path: str, upload: Any, parts: Sequence[Any]) -> None:
+        """Make the object visible. Repeated after a failure only where the backend is `parallel`."""
+
+    def abort(self, path: str, upload: Any) -> None:
+        """Forget the parts."""
 
     def info(self, path: str) -> ObjectInfo:
         """Size and time; the key is the path."""
@@ -206,11 +201,11 @@ class PartWriter:
         # close counts as closed, so that closing it again would pass for success.
         self._retrying_parts = retrying if backend.parallel > 1 else retrying.once()
         self._gathered = bytearray()
-        self._upload: Upload | None = None
+        self._upload: Any = None
         self._pool = ThreadPoolExecutor(backend.parallel, thread_name_prefix="upload")
-        self._sending: deque[Future[None]] = deque()
-        self._number = 0
+        self._sending: list[Future[Any]] = []
         self._total_bytes = 0
+        self._finishing = 0
 
     def write(self, data: Bytes) -> None:
         """Append; blocks while all connections are busy. Raises what sending an earlier part raised."""
@@ -230,32 +225,38 @@ class PartWriter:
             data = bytes(self._gathered)
             self._retrying.call(lambda: self._backend.put(self._path, data), action="write", url=self._url)
             return
-        upload = self._upload
         if self._gathered:
             self._send(bytes(self._gathered))
-        while self._sending:
-            self._sending.popleft().result()
-        self._retrying_parts.call(lambda: upload.finish(self._total_bytes), action="write", url=self._url)
+        parts = [sending.result() for sending in self._sending]
+        self._retrying_parts.call(lambda: self._complete(parts), action="write", url=self._url)
         self._pool.shutdown()
+
+    def _complete(self, parts: Sequence[Any]) -> None:
+        self._finishing += 1
+        try:
+            self._backend.finish(self._path, self._upload, parts)
+        except Exception as error:
+            # An upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
+            lost = self._finishing > 1 and fault_of(error) is Fault.NOT_FOUND
+            if not lost or self._backend.info(self._path).size_bytes != self._total_bytes:
+                raise
 
     def abort(self) -> None:
         """Leave nothing behind; never raises, because it runs when something else already has gone wrong."""
         self._pool.shutdown(cancel_futures=True)
         if self._upload is not None:
             try:
-                self._upload.abort()
+                self._backend.abort(self._path, self._upload)
             except Exception as error:  # noqa: BLE001  see above; a rule of the bucket can remove what is left
                 logger.warning("parts of an unfinished upload to %s may be left: %s", self._path, error)
 
     def _send(self, part: bytes) -> None:
-        upload = self._upload
-        if upload is None:
+        if self._upload is None:
             begin = partial(self._backend.begin, self._path)
-            upload = self._upload = self._retrying.call(begin, action="write", url=self._url)
-        self._number += 1
-        while len(self._sending) >= self._backend.parallel:
-            self._sending.popleft().result()
-        put = partial(upload.put_part, self._number, part)
+            self._upload = self._retrying.call(begin, action="write", url=self._url)
+        if len(self._sending) >= self._backend.parallel:
+            self._sending[-self._backend.parallel].result()
+        put = partial(self._backend.put_part, self._path, self._upload, len(self._sending) + 1, part)
         self._sending.append(self._pool.submit(self._retrying_parts.call, put, action="write", url=self._url))
 
 

@@ -5,7 +5,7 @@ AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN, AWS_PROFILE, AWS_DEFAULT_REGION, AWS_E
 """
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, range_header, request_timeout_s, split_path
@@ -57,8 +57,17 @@ class S3Backend:
     def is_ours(self, path: str, data: bytes, *, mark: str) -> bool:
         return bool(self.call("head_object", **_address(path))["Metadata"].get(_MARK) == mark)
 
-    def begin(self, path: str) -> "S3Upload":
-        return S3Upload(self, path)
+    def begin(self, path: str) -> dict[str, Any]:
+        return {**_address(path), "UploadId": self.call("create_multipart_upload", **_address(path))["UploadId"]}
+
+    def put_part(self, path: str, upload: dict[str, Any], number: int, data: bytes) -> dict[str, Any]:
+        return {"PartNumber": number, "ETag": self.call("upload_part", data, PartNumber=number, **upload)["ETag"]}
+
+    def finish(self, path: str, upload: dict[str, Any], parts: Sequence[dict[str, Any]]) -> None:
+        self.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **upload)
+
+    def abort(self, path: str, upload: dict[str, Any]) -> None:
+        self.call("abort_multipart_upload", **upload)
 
     def info(self, path: str) -> ObjectInfo:
         found = self.call("head_object", **_address(path))
@@ -89,34 +98,6 @@ class S3Backend:
 
     def _bound_s(self, num_bytes: int) -> float:
         return request_timeout_s(num_bytes, answer_timeout_s=self._answer_timeout_s)
-
-
-class S3Upload:
-    """A multipart upload. See `Upload`."""
-
-    def __init__(self, backend: S3Backend, path: str) -> None:
-        self._backend = backend
-        self._path = path
-        self._upload = _address(path)
-        self._upload["UploadId"] = backend.call("create_multipart_upload", **_address(path))["UploadId"]
-        self._tags: dict[int, object] = {}
-        self._finishing = 0
-
-    def put_part(self, number: int, data: bytes) -> None:
-        self._tags[number] = self._backend.call("upload_part", data, PartNumber=number, **self._upload)["ETag"]
-
-    def finish(self, total_bytes: int) -> None:
-        self._finishing += 1
-        parts = [{"PartNumber": number, "ETag": tag} for number, tag in sorted(self._tags.items())]
-        try:
-            self._backend.call("complete_multipart_upload", MultipartUpload={"Parts": parts}, **self._upload)
-        except FileNotFoundError:
-            # The upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
-            if self._finishing == 1 or self._backend.info(self._path).size_bytes != total_bytes:
-                raise
-
-    def abort(self) -> None:
-        self._backend.call("abort_multipart_upload", **self._upload)
 
 
 def _address(path: str) -> dict[str, Any]:
