@@ -21,14 +21,13 @@ from elastictrain.data.index import (
     TokenIndex,
     TokenizerDescription,
     TokenType,
-    decode_index,
     encode_index,
     read_index,
     stored_type,
 )
 from elastictrain.data.tokenizer import TOKENIZER_FILE, Tokenizer
 from elastictrain.errors import DataError, ObjectExistsError, ObjectNotFoundError, ObjectTooLargeError
-from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, exists, read_bounded
 from elastictrain.storage.store import Store
 
 PROGRESS_FILE = "prepare.json"
@@ -148,8 +147,8 @@ def prepare(
     """
     description = tokenizer.description
     start = _claim(store, plan=plan)
-    if start is None:
-        return Prepared(read_index(store), already_complete=True)
+    if isinstance(start, TokenIndex):
+        return Prepared(start, already_complete=True)
     if start.shards:
         _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
     if tokenizer_file is not None:
@@ -166,54 +165,37 @@ def prepare(
     return Prepared(index, already_complete=False)
 
 
-def _claim(store: Store, *, plan: str) -> PlanProgress | None:
-    """From where to go on, with the folder marked as ours; None if all is done."""
-    while True:
-        progress, index = (_read_if_there(store, key) for key in (PROGRESS_FILE, INDEX_FILE))
-        start = choose_start(
-            plan=plan,
-            progress=None if progress is None else decode_progress(progress, url=f"{store.url}/{PROGRESS_FILE}"),
-            index=None if index is None else decode_index(index, url=f"{store.url}/{INDEX_FILE}"),
-            url=store.url,
-        )
-        if start is None or progress is not None:
-            return start
-        # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
-        with suppress(ObjectExistsError):
-            store.create(PROGRESS_FILE, encode_record(start))
-            return start
-
-
-def _read_if_there(store: Store, key: str) -> bytes | None:
-    try:
-        return read_bounded(store, key, most_bytes=DOCUMENT_BYTES)
-    except ObjectNotFoundError:
-        return None
-    except ObjectTooLargeError as error:
-        raise DataError(f"{error}; delete that folder to prepare the data again") from None
-
-
-def choose_start(*, plan: str, progress: PlanProgress | None, index: TokenIndex | None, url: str) -> PlanProgress | None:
-    """From where to go on; None if all is done.
+def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
+    """From where to go on, with the folder marked as ours; or the index, if all is done.
 
     Raises: DataError if the folder holds, or is being filled with, something else.
     """
-    if progress is None and index is None:
-        return PlanProgress(plan, (), Position(0, 0, 0))
-    if progress is None or progress.plan != plan:
-        raise DataError(
-            f"{url} holds token files made from other inputs or with other options; choose another --out, or delete that "
-            "folder to make them again"
-        )
-    return None if index is not None else progress
+    while True:
+        begun, finished = _read_progress(store), exists(store, INDEX_FILE)
+        if begun is None and not finished:
+            start = PlanProgress(plan, (), Position(0, 0, 0))
+            # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
+            with suppress(ObjectExistsError):
+                store.create(PROGRESS_FILE, encode_record(start))
+                return start
+        elif begun is None or begun.plan != plan:
+            raise DataError(
+                f"{store.url} holds token files made from other inputs or with other options; choose another --out, or delete "
+                "that folder to make them again"
+            )
+        else:
+            return read_index(store) if finished else begun
 
 
-def decode_progress(data: bytes, *, url: str) -> PlanProgress:
-    """Reads `prepare.json`; `url` is for messages. Raises: DataError."""
+def _read_progress(store: Store) -> PlanProgress | None:
     try:
-        return parse_record(data, PlanProgress, limits=DOCUMENT)
-    except ValueError as error:
-        raise DataError(f"{url} is damaged ({error}); delete that folder to prepare the data again") from None
+        return parse_record(read_bounded(store, PROGRESS_FILE, most_bytes=DOCUMENT_BYTES), PlanProgress, limits=DOCUMENT)
+    except ObjectNotFoundError:
+        return None
+    except (ObjectTooLargeError, ValueError) as error:
+        raise DataError(
+            f"{store.url}/{PROGRESS_FILE} is damaged ({error}); delete that folder to prepare the data again"
+        ) from None
 
 
 def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:

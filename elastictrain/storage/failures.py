@@ -144,12 +144,13 @@ def _answer_of(error: BaseException) -> tuple[str | None, int | None]:
     return None, None
 
 
-def classify(facts: FailureFacts) -> Fault:
+def fault_of(error: BaseException) -> Fault:
     """What the failure means.
 
     The service's own code says most. A status counts less than the class: aiohttp gives a torn answer the status 400. An errno
     is often the invention of a client.
     """
+    facts = facts_of(error)
     if facts.code in _FAULT_OF_CODE:
         return _FAULT_OF_CODE[facts.code]
     for fault, names in _CLASSES.items():
@@ -159,14 +160,7 @@ def classify(facts: FailureFacts) -> Fault:
         if facts.status in _FAULT_OF_STATUS:
             return _FAULT_OF_STATUS[facts.status]
         return Fault.TRANSIENT if facts.status >= 500 else Fault.PERMANENT
-    if facts.errno is not None:
-        return _FAULT_OF_ERRNO.get(facts.errno, Fault.PERMANENT)
-    return Fault.PERMANENT
-
-
-def fault_of(error: BaseException) -> Fault:
-    """`classify(facts_of(error))`."""
-    return classify(facts_of(error))
+    return _FAULT_OF_ERRNO.get(facts.errno, Fault.PERMANENT) if facts.errno is not None else Fault.PERMANENT
 
 
 _REPORT: dict[Fault, tuple[type[StorageError], str]] = {

@@ -1,4 +1,3 @@
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastictrain.bounded_json import encode_record
-from elastictrain.data.index import TokenIndex, decode_index
-from elastictrain.data.prepare import PlanProgress, Position, choose_start, cut, decode_progress, discover, prepare
+from elastictrain.data.index import decode_index
+from elastictrain.data.prepare import PlanProgress, Position, cut, discover, prepare
 from elastictrain.data.tokenizer import ByteTokenizer
 from elastictrain.errors import DataError
 from tests.unit.examples import examples
@@ -145,14 +144,15 @@ def test_a_piece_is_never_empty(data: bytes) -> None:
     assert 1 <= cut(data, final=False) <= len(data) or len(data) == 1
 
 
-def test_progress_survives_encoding() -> None:
-    progress = PlanProgress("plan", (), Position(3, 400, 5))
-    assert decode_progress(encode_record(progress), url="x") == progress
-    with pytest.raises(DataError, match="damaged"):
-        decode_progress(b'{"plan": 1}', url="x")
+@pytest.mark.parametrize("data", [b'{"plan": 1}', b"{", b""])
+def test_damaged_progress_is_refused(memory_store: Any, folder: Path, data: bytes) -> None:
+    memory_store.write("prepare.json", data)
+    with pytest.raises(DataError, match=r"prepare\.json is damaged"):
+        run(memory_store, folder)
 
 
-def test_an_index_without_progress_is_somebody_elses(prepare_bytes: Callable[..., TokenIndex], memory_store: Any) -> None:
-    index = prepare_bytes(memory_store, b"text")
+def test_an_index_without_progress_is_somebody_elses(memory_store: Any, folder: Path) -> None:
+    run(memory_store, folder)
+    memory_store.delete("prepare.json")
     with pytest.raises(DataError, match="other inputs"):
-        choose_start(plan="plan", progress=None, index=index, url="x")
+        run(memory_store, folder)

@@ -4,7 +4,7 @@ from enum import Enum
 import pytest
 
 from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, PermanentStorageError, StorageFullError
-from elastictrain.storage.failures import FailureFacts, Fault, classify, facts_of, fault_of, reason_of, storage_error
+from elastictrain.storage.failures import FailureFacts, Fault, facts_of, fault_of, reason_of, storage_error
 
 
 class ClientError(Exception):
@@ -109,10 +109,6 @@ def test_fault(error: Exception, fault: Fault) -> None:
 def test_facts_come_from_the_whole_chain() -> None:
     facts = facts_of(caused(OSError(22, "x"), ClientError("SlowDown", 503)))
     assert facts == FailureFacts(("OSError", "ClientError"), "SlowDown", 503, 22)
-
-
-def test_nothing_known_is_permanent() -> None:
-    assert classify(FailureFacts()) is Fault.PERMANENT
 
 
 @pytest.mark.parametrize(
