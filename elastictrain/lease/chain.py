@@ -289,10 +289,8 @@ class Starts:
 
     def last(self, before: int, *, count: int) -> list[StartRecord]:
         """Those among the `count` numbers before `before` whose ranks had met, the newest last."""
-        numbers = {_start_key(number): number for number in range(max(1, before - count), before)}
-        found = read_all(self._store, numbers)
-        starts = (_parse_start(numbers[key], data) for key, data in found.items())
-        return sorted((start for start in starts if start is not None), key=lambda start: start.number)
+        starts = self._read(range(max(1, before - count), before))
+        return [starts[number] for number in sorted(starts)]
 
     def known(self, incarnations: Iterable[str]) -> list[str]:
         """Those that belong to this run: they have left a trace in its folder, by whatever release."""
@@ -301,12 +299,19 @@ class Starts:
         found = side_by_side([partial(exists, self._store, key) for key in traces])
         there = {name for name, is_there in zip(traces.values(), found, strict=True) if is_there}
         numbers = {name: int(match[1]) for name in names if (match := _NUMBER.fullmatch(name))}
-        records = read_all(self._store, {_start_key(number) for number in numbers.values()})
-        for name, number in numbers.items():
-            start = _parse_start(number, records.get(_start_key(number), b""))
-            if start is not None and start.incarnation == name:
-                there.add(name)
+        starts = self._read(numbers.values())
+        there |= {name for name, number in numbers.items() if number in starts and starts[number].incarnation == name}
         return sorted(there)
+
+    def _read(self, numbers: Iterable[int]) -> dict[int, StartRecord]:
+        keys = {_start_key(number): number for number in numbers}
+        starts = {}
+        for key, data in read_all(self._store, keys).items():
+            with suppress(ValueError):
+                start = parse_record(data, StartRecord)
+                if start.number == keys[key]:
+                    starts[start.number] = start
+        return starts
 
     def trim(self, newest: int) -> None:
         """Remove what no start needs any more."""
@@ -338,11 +343,3 @@ def _traces(incarnation: str) -> list[str]:
     if match := _NUMBER.fullmatch(incarnation):
         keys.append(f"{LINEAGE}/{int(match[1]):09d}-{incarnation}.json")
     return keys
-
-
-def _parse_start(number: int, data: bytes) -> StartRecord | None:
-    try:
-        start = parse_record(data, StartRecord)
-    except ValueError:
-        return None
-    return start if start.number == number else None
