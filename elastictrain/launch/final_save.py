@@ -63,7 +63,7 @@ class FinalSave:
     """What a launcher knows at its end."""
 
     committed_step: int | None
-    """The newest step in storage that a start would go on from; 0 if there is none, None if storage does not answer."""
+    """As `committed_step()` tells it."""
 
     unsaved_step: int = 0
     """A newer one that only host memory has; 0 if there is none."""

@@ -4,16 +4,15 @@ Datagrams are signed with the run's token.
 """
 
 import ipaddress
-import json
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
+from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
 from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord
 from elastictrain.net.channel import SIGNATURE_BYTES, is_signed, signature
 
@@ -62,7 +61,7 @@ class HeartbeatDatagram:
 def seal(datagram: HeartbeatDatagram, *, token: bytes) -> bytes:
     """One datagram."""
     fields = [datagram.host, datagram.to, datagram.counter, datagram.generation, datagram.ended]
-    body = json.dumps(fields if datagram.record is None else [*fields, asdict(datagram.record)]).encode()
+    body = encode_record(fields if datagram.record is None else [*fields, datagram.record])
     return signature(body, token) + body
 
 
@@ -71,7 +70,7 @@ def shortened(record: HostRecord) -> HostRecord | None:
     for most in _REASONS:
         end = record.end and replace(record.end, reason=record.end.reason[:most])
         short = replace(record, hears=(), writers=(), reason=record.reason[:most], end=end)
-        if len(json.dumps(asdict(short))) <= _LARGEST_WITH_RECORD_BYTES - _HEADER_BYTES:
+        if len(encode_record(short)) <= _LARGEST_WITH_RECORD_BYTES - _HEADER_BYTES:
             return short
     return None
 

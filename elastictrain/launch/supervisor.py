@@ -238,7 +238,6 @@ class Supervisor:
             self._over(attempt, self._judge(attempt, code))
 
     def _judge(self, attempt: Attempt, code: int) -> End:
-        """How it ended here."""
         host = self.registry.record.host
         # What a start would go on from is progress, wherever it is kept. Storage is not asked: all hosts wait for this one.
         known = (read_noted_step(str(self.folder)), self.remembered_step(), read_begun(str(attempt.folder)) or 0)
@@ -273,7 +272,6 @@ class Supervisor:
         self.heartbeat.send_end(self.registry.record)
 
     def _leave_out(self, reason: str, *, ended: int) -> None:
-        """Take no part for a while."""
         before = self.registry.record
         if before.state is not HostState.UNFIT:
             self._retry_s = self.clock() + self.config.launch.retry_unfit_s

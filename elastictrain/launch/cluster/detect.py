@@ -87,7 +87,6 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
 
 
 def _read_plain(environment: Mapping[str, str]) -> ClusterPlace:
-    """A host that nobody schedules."""
     reader = EnvironmentReader(environment)
     place = read_torchrun_environment(reader)
     if not reader.conclusions:
@@ -111,7 +110,6 @@ def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names:
 
 
 def _is_vast(environment: Mapping[str, str]) -> bool:
-    """Whether this is an instance of Vast."""
     return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
 
 
@@ -165,7 +163,6 @@ def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: 
 
 
 def _is_reachable(text: str) -> bool:
-    """Whether others may reach this IPv4 address."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

@@ -58,8 +58,6 @@ class ClusterState:
 
     newest: Generation | None = None
     newest_since_s: float = 0.0
-    """When it was first seen here."""
-
     follows_another: bool = False
     """Whether the generation before the newest one was not the last of a launch."""
 
@@ -73,8 +71,6 @@ class ClusterState:
     """When the first of them was seen here."""
 
     observed: Mapping[str, HostObservation] = field(default_factory=dict)
-    """The other hosts' records, by host."""
-
     read_s: float = -inf
     """When `observed` was read last, in a turn in which this host's own record could be written as well. Nobody has become
     silent while storage could not be reached: silence is counted up to here."""
@@ -107,7 +103,6 @@ class ClusterState:
     """How long an orderly end may take on a host: a save, and the shutdown."""
 
     wants_to_leave: bool = False
-    """Whether this host was asked to leave."""
 
 
 def outdated(observed: Mapping[str, HostObservation], *, now_s: float) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Self, TypeVar
 
-from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
+from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
 from elastictrain.lease.chain import LAUNCHER
 
 
@@ -222,11 +222,6 @@ class Generation:
 
 
 T = TypeVar("T", HostRecord, End, Generation)
-
-
-def encode(record: HostRecord | End | Generation) -> bytes:
-    """One object of JSON."""
-    return encode_record(record)
 
 
 def decode(kind: type[T], data: bytes | str) -> T | None:

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.errors import EXIT_STOPPED, ObjectExistsError, ObjectNotFoundError, PermanentStorageError
-from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode, encode
+from elastictrain.launch.membership.records import Generation, GenerationOutcome, HostRecord, HostState, decode
 from elastictrain.lease.chain import HOSTS, create_record, generation_key, newest_record, parse_claim, point_at
 from elastictrain.storage.bounded_read import read_all, read_record, side_by_side
 from elastictrain.storage.opening import create_secret, read_secret
@@ -55,7 +56,7 @@ class MembershipStore:
 
     def write_record(self, record: HostRecord) -> None:
         """Replace a host's record."""
-        self._volatile.write(_host_key(record.host), encode(record))
+        self._volatile.write(_host_key(record.host), encode_record(record))
 
     def records(self) -> list[HostRecord]:
         """All records that can be read."""
@@ -110,7 +111,7 @@ class MembershipStore:
 
     def create(self, generation: Generation) -> bool:
         """Whether this became the generation of its number; False if another was there before."""
-        data = encode(generation)
+        data = encode_record(generation)
         if not create_record(self._volatile, generation.number, data):
             return False
         self._advance(generation)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.launch.membership.records import (
     End,
     EndKind,
@@ -15,7 +16,6 @@ from elastictrain.launch.membership.records import (
     HostRecord,
     HostState,
     decode,
-    encode,
 )
 
 ENTRY = HostRecord("a-1", "a", "10.0.0.1", 4000, 5000, 8, -1, HostState.READY, "", 3, 2)
@@ -56,18 +56,18 @@ values = st.recursive(
 @settings(max_examples=40)
 @given(records)
 def test_what_is_written_is_read(record: HostRecord | End | Generation) -> None:
-    assert decode(type(record), encode(record)) == record
+    assert decode(type(record), encode_record(record)) == record
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_a_record_is_one_object_that_other_programs_can_read(record: HostRecord | End | Generation) -> None:
-    assert isinstance(json.loads(encode(record)), dict)
-    assert b"\n" not in encode(record)
+    assert isinstance(json.loads(encode_record(record)), dict)
+    assert b"\n" not in encode_record(record)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: type(record).__name__)
 def test_no_beginning_of_a_record_is_one(record: HostRecord | End | Generation) -> None:
-    data = encode(record)
+    data = encode_record(record)
     assert [decode(type(record), data[:length]) for length in range(len(data))] == [None] * len(data)
 
 
@@ -84,10 +84,10 @@ def test_a_field_of_another_kind_is_read_as_nothing_or_as_what_it_says(
     record: HostRecord | End | Generation, data: st.DataObject
 ) -> None:
     """Never raises; what it returns can be written again, and is then the same."""
-    fields = json.loads(encode(record))
+    fields = json.loads(encode_record(record))
     fields[data.draw(st.sampled_from(sorted(fields)))] = data.draw(values)
     found = decode(type(record), json.dumps(fields).encode())
-    assert found is None or decode(type(record), encode(found)) == found
+    assert found is None or decode(type(record), encode_record(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -117,19 +117,19 @@ def test_a_field_of_another_kind_is_read_as_nothing_or_as_what_it_says(
     ids=str,
 )
 def test_what_no_release_writes_is_refused(record: HostRecord | End | Generation, changes: dict[str, object]) -> None:
-    fields = json.loads(encode(record))
+    fields = json.loads(encode_record(record))
     assert decode(type(record), json.dumps({**fields, **changes}).encode()) is None
 
 
 @pytest.mark.parametrize("name", ["host", "beat", "ended"])
 def test_a_record_of_another_release_that_lacks_a_field_is_none(name: str) -> None:
-    fields = json.loads(encode(ENTRY))
+    fields = json.loads(encode_record(ENTRY))
     del fields[name]
     assert decode(HostRecord, json.dumps(fields).encode()) is None
 
 
 def test_a_pause_may_be_written_without_a_point() -> None:
-    fields = json.loads(encode(GENERATION))
+    fields = json.loads(encode_record(GENERATION))
     found = decode(Generation, json.dumps({**fields, "pause_s": 3}).encode())
     assert found == replace(GENERATION, pause_s=3.0)
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.errors import ObjectNotFoundError, PermanentStorageError, StorageError, TransientStorageError
-from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState, encode
+from elastictrain.launch.membership.records import EndKind, Generation, GenerationOutcome, HostState
 from elastictrain.launch.membership.store import MembershipStore
 from elastictrain.lease.chain import Chain, LeaseClaim
 from elastictrain.storage.failures import Retrying, RetryOptions
@@ -100,11 +101,11 @@ def test_lines_that_are_none_are_left_out() -> None:
     store = FakeStore()
     membership = MembershipStore(store)
     membership.write_record(record("a"))
-    store.objects["launch/hosts/b.json"] = encode(record("b"))[:-5]
+    store.objects["launch/hosts/b.json"] = encode_record(record("b"))[:-5]
     store.objects["launch/hosts/c.json"] = b"\xff"
-    store.objects["launch/hosts/a copy.json"] = encode(record("a"))
+    store.objects["launch/hosts/a copy.json"] = encode_record(record("a"))
     store.objects["launch/hosts/notes.txt"] = b"hello"
-    store.objects["launch/hosts-of-old/d.json"] = encode(record("d"))
+    store.objects["launch/hosts-of-old/d.json"] = encode_record(record("d"))
     assert membership.records() == [record("a")]
 
 
@@ -165,7 +166,7 @@ def test_a_list_may_lag_behind(listed: int) -> None:
 def test_a_list_that_knows_more_than_a_read_is_no_end() -> None:
     store = FakeStore()
     MembershipStore(store).create(generation(1, "a"))
-    store.objects[key(2)] = encode(generation(2, "a"))
+    store.objects[key(2)] = encode_record(generation(2, "a"))
 
     def hide(operation: str, name: str) -> None:
         if operation == "read" and name == key(2):
@@ -207,7 +208,7 @@ def test_a_number_is_found_without_a_second_list() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [b"", b"{", encode(generation(2, "ab"))[:-9], encode(generation(1, "ab")), encode(record("a"))],
+    [b"", b"{", encode_record(generation(2, "ab"))[:-9], encode_record(generation(1, "ab")), encode_record(record("a"))],
     ids=["empty", "torn", "cut", "of another number", "another record"],
 )
 def test_a_damaged_generation_is_one_without_hosts(data: bytes, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +236,7 @@ def test_foreign_names_are_no_generations() -> None:
     membership = MembershipStore(store)
     membership.create(generation(1, "a"))
     for name in ("7.json", "000000007.json.bak", "old/000000008.json", "000000009.txt", "0000000010.json"):
-        store.objects[f"launch/generations/{name}"] = encode(generation(7, "z"))
+        store.objects[f"launch/generations/{name}"] = encode_record(generation(7, "z"))
     assert MembershipStore(store).newest() == generation(1, "a")
 
 
@@ -326,11 +327,11 @@ def test_a_generation_that_no_launcher_made_is_over_for_launchers() -> None:
 
 def test_records_of_releases_without_owners_are_read() -> None:
     store = FakeStore()
-    old = json.loads(encode(generation(1, "a")))
+    old = json.loads(encode_record(generation(1, "a")))
     del old["owner"]
     store.objects[key(1)] = json.dumps(old).encode()
     assert MembershipStore(store).newest() == replace(generation(1, "a"), owner="")
-    line = json.loads(encode(record("a")))
+    line = json.loads(encode_record(record("a")))
     del line["writers"], line["end"]
     store.objects["launch/hosts/a.json"] = json.dumps(line).encode()
     assert MembershipStore(store).records() == [record("a")]
