@@ -15,6 +15,7 @@ from pathlib import Path
 from elastictrain.storage.store import Store
 
 START_TIMEOUT_S = 60.0
+ATTEMPTS = 3
 ACCESS_KEY = "testing-access-key"
 SECRET_KEY = "testing-secret-key"
 BUCKET = "bucket"
@@ -71,6 +72,23 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     data.mkdir(parents=True)
     identity = {"name": "tests", "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    # Another process may take a port between the moment it is found free and the server's use of it.
+    for attempt in range(ATTEMPTS):
+        server, process = _start(program, folder, data)
+        try:
+            if _is_up(server, process):
+                yield server
+                return
+            if process.poll() is None or attempt == ATTEMPTS - 1:
+                lines = server.log.read_text(errors="replace").splitlines()
+                raise RuntimeError(f"the S3 server did not come up in {START_TIMEOUT_S:g} s:\n" + "\n".join(lines[-20:]))
+        finally:
+            # Its orderly end takes ten seconds, and nothing of it is kept.
+            process.kill()
+            process.wait()
+
+
+def _start(program: str, folder: Path, data: Path) -> "tuple[S3Server, subprocess.Popen[bytes]]":
     names = ("master.port", "master.port.grpc", "volume.port", "volume.port.grpc")
     names += ("filer.port", "filer.port.grpc", "s3.port", "s3.port.grpc")
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -98,14 +116,7 @@ def running_s3_server(folder: Path) -> Iterator[S3Server]:
     log = folder / "server.log"
     with log.open("wb") as output:
         process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    server = S3Server(ports["s3.port"], log)
-    try:
-        _await_bucket(server, process)
-        yield server
-    finally:
-        # Its orderly end takes ten seconds, and nothing of it is kept.
-        process.kill()
-        process.wait()
+    return S3Server(ports["s3.port"], log), process
 
 
 def with_death_signal(program: str) -> list[str]:
@@ -114,8 +125,8 @@ def with_death_signal(program: str) -> list[str]:
     return [setpriv, "--pdeathsig", "KILL", program] if setpriv else [program]
 
 
-def _await_bucket(server: S3Server, process: "subprocess.Popen[bytes]") -> None:
-    """Waits until objects can be written. In a process of its own, so that ours keeps its environment."""
+def _is_up(server: S3Server, process: "subprocess.Popen[bytes]") -> bool:
+    """Waits until objects can be written; False if the server ended or took too long. In a process of its own, so that ours keeps its environment."""
     script = (
         "import fsspec, sys\n"
         "files = fsspec.filesystem('s3', use_listings_cache=False)\n"
@@ -130,10 +141,9 @@ def _await_bucket(server: S3Server, process: "subprocess.Popen[bytes]") -> None:
                 [sys.executable, "-c", script, BUCKET], env=server.environment, capture_output=True, timeout=60, check=False
             )
             if attempt.returncode == 0:
-                return
+                return True
         time.sleep(0.1)
-    lines = server.log.read_text(errors="replace").splitlines()
-    raise RuntimeError(f"the S3 server did not come up in {START_TIMEOUT_S:g} s:\n" + "\n".join(lines[-20:]))
+    return False
 
 
 def _answers(port: int) -> bool:
