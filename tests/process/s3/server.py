@@ -126,7 +126,7 @@ def with_death_signal(program: str) -> list[str]:
 
 
 def _is_up(server: S3Server, process: "subprocess.Popen[bytes]") -> bool:
-    """Waits until objects can be written; False if the server ended or took too long. In a process of its own, so that ours keeps its environment."""
+    """Whether objects could be written in time. A process of its own looks, so that ours keeps its environment."""
     script = (
         "import fsspec, sys\n"
         "files = fsspec.filesystem('s3', use_listings_cache=False)\n"
