@@ -47,14 +47,9 @@ def run_name(run_url: str) -> str:
     return xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
 
 
-def user_folder(memory_dir: str) -> str:
-    """The folder of this user in host memory; one folder per run lies in it."""
-    return f"{memory_dir.rstrip('/')}/elastictrain-{os.getuid()}"
-
-
 def run_folder(memory_dir: str, run_url: str) -> str:
-    """The folder of the run in host memory."""
-    return f"{user_folder(memory_dir)}/{run_name(run_url)}"
+    """The folder of the run in host memory; those of all runs of this user lie beside it."""
+    return f"{memory_dir.rstrip('/')}/elastictrain-{os.getuid()}/{run_name(run_url)}"
 
 
 def make_private(folder: str) -> None:

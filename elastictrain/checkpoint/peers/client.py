@@ -1,8 +1,7 @@
 """The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
 
 import queue
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.folder import Held
@@ -134,22 +133,17 @@ class PeerPool:
 
     def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
         """As `PeerConnection.get_into`; waits for a connection that is free."""
-        with self._connection() as connection:
+        # The one that was used last is the one that is connected most likely.
+        connection = self._idle.get()
+        try:
             connection.get_into(buffer, key, start=start)
+        finally:
+            self._idle.put(connection)
 
     def close(self) -> None:
         """Hang up, when nobody reads any more."""
         for connection in self._all:
             connection.close()
-
-    @contextmanager
-    def _connection(self) -> Iterator[PeerConnection]:
-        # The one that was used last is the one that is connected most likely.
-        connection = self._idle.get()
-        try:
-            yield connection
-        finally:
-            self._idle.put(connection)
 
 
 class OtherHosts:

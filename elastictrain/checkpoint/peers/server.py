@@ -101,10 +101,12 @@ class ReplicaSlots:
             raise RefusedError(f"this host does not keep replicas of rank {put.facts.rank}")
         with self._alone_with(put.facts.rank):
             paths = [f"{self._folder}/{SlotName('replica', put.facts.rank, index)}" for index in range(REPLICA_SLOTS)]
-            held = [_facts_in(path, put.facts) for path in paths]
-            for path, facts in zip(paths, held, strict=True):
+            found = [facts_in(path) for path in paths]
+            for path, facts in zip(paths, found, strict=True):
                 if facts is not None and facts == put.facts and load_digests(path, facts) == put.digests:
                     return False
+            of_rank = (put.facts.run, put.facts.rank)
+            held = [facts if facts is not None and (facts.run, facts.rank) == of_rank else None for facts in found]
             self._fill(paths[choose_replica_slot(held)], put, go=go, receive=receive)
             return True
 
@@ -167,12 +169,6 @@ def _receive_into(slot: Slot, put: Put, receive: Callable[[memoryview], int]) ->
         files = put.layout.files(incarnation=put.facts.incarnation, rank=put.facts.rank)
         wrong = [file.name for file, is_same in zip(files, same, strict=True) if not is_same]
         raise InvalidCheckpointError(f"the bytes of {', '.join(wrong) or 'its chunks'} do not have their digests")
-
-
-def _facts_in(path: str, coming: SnapshotFacts) -> SnapshotFacts | None:
-    """The whole snapshot in a slot, if it is one of the same rank and run."""
-    facts = facts_in(path)
-    return facts if facts is not None and (facts.run, facts.rank) == (coming.run, coming.rank) else None
 
 
 class PeerServer:

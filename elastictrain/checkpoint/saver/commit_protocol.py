@@ -287,7 +287,7 @@ class CommitProtocol:
             logger.warning("what hosts said to each other could not be deleted yet: %s", error)
 
     def _is_past(self) -> bool:
-        """The first host saves one step after the other: it will not begin one that is older than what it has begun."""
+        """The leader saves one step after the other: it will not begin one that is older than what it has begun."""
         begun = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
         return any(step > self._step for step in begun)
 

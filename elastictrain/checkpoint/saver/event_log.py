@@ -15,11 +15,6 @@ from elastictrain.storage.store import Store
 logger = logging.getLogger(__name__)
 
 
-def journal_key(incarnation: str, *, first_rank: int) -> str:
-    """Beside the logs of the ranks."""
-    return f"events/{incarnation}-k{first_rank:05d}.jsonl"
-
-
 class SaverEventLogs:
     """Opens a log when it is first needed; safe to use from several threads."""
 
@@ -44,13 +39,10 @@ class SaverEventLogs:
                 return
             journal = self._open.get(incarnation)
             if journal is None:
+                # Beside the logs of the ranks.
+                key = f"events/{incarnation}-k{first_rank:05d}.jsonl"
                 try:
-                    log = open_append_log(
-                        self._store,
-                        journal_key(incarnation, first_rank=first_rank),
-                        flush_s=self._config.flush_s,
-                        close_s=self._config.grace_s / 2,
-                    )
+                    log = open_append_log(self._store, key, flush_s=self._config.flush_s, close_s=self._config.grace_s / 2)
                 except StorageError as error:
                     logger.warning("not recorded (%s): %s", error, event)
                     return

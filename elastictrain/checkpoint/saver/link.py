@@ -10,8 +10,16 @@ from contextlib import suppress
 import msgspec
 
 from elastictrain.checkpoint.saver import messages
-from elastictrain.checkpoint.saver.messages import MalformedError, MessageLines, Saved, SaveFailure, ToSaver, ToWorker, encode
-from elastictrain.checkpoint.saver.pending_saves import PendingSaves
+from elastictrain.checkpoint.saver.messages import (
+    MalformedError,
+    MessageLines,
+    Saved,
+    SaveFailure,
+    SnapshotTaken,
+    ToSaver,
+    ToWorker,
+    encode,
+)
 from elastictrain.checkpoint.saver.process import SaverConfig, SaverStarter, clear_if_abandoned, knock, log_tail
 from elastictrain.errors import CheckpointError, ElasticTrainError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
@@ -21,6 +29,97 @@ logger = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _ANSWER_S = 30.0
 """How long a saver may take to start, or the one before it to end."""
+
+
+class PendingSaves:
+    """What one worker's snapshots still wait for, and what became of them. Pure; not for several threads at once."""
+
+    def __init__(self) -> None:
+        # Steps that the saver has not looked at yet, by slot.
+        self._unseen: dict[int, int] = {}
+        # Steps whose slots it still needs.
+        self._unreleased: set[int] = set()
+        # Steps that are to be durable, and since when.
+        self._unsaved: dict[int, float] = {}
+        # The step that was announced last, by slot.
+        self._in_slot: dict[int, int] = {}
+        # Steps that a saver had written, and its successor finds in their slots unless something newer is on its way there;
+        # with the reason that they have failed in that case.
+        self._left_over: dict[int, str] = {}
+        self.saved_checkpoints: list[Saved] = []
+        self.failures: list[SaveFailure] = []
+
+    def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> SnapshotTaken:
+        """A snapshot is whole: what the saver is told of it."""
+        self._unseen[slot] = step
+        overwritten, self._in_slot[slot] = self._in_slot.get(slot), step
+        if overwritten in self._left_over:
+            self.failed(SaveFailure(overwritten, self._left_over[overwritten]))
+        if durable:
+            self._unreleased.add(step)
+            self._unsaved[step] = now_s
+        return self._announcement(slot, step)
+
+    def announcements(self) -> list[SnapshotTaken]:
+        """What a saver has to be told that was not there before."""
+        return [self._announcement(slot, step) for slot, step in self._unseen.items()]
+
+    def needs(self, slot: int, step: int) -> bool:
+        """Whether the saver still has to look at a snapshot, or to write it."""
+        return self._unseen.get(slot) == step or step in self._unreleased
+
+    def seen(self, slot: int, step: int) -> None:
+        """The saver has looked at a snapshot; one that came after it stays announced."""
+        if self._unseen.get(slot) == step:
+            del self._unseen[slot]
+
+    def released(self, step: int, *, done: bool) -> None:
+        """The saver needs the slots of a step no more. `done`: nothing else will be heard of it."""
+        self._unreleased.discard(step)
+        if done:
+            self._unsaved.pop(step, None)
+
+    def saved(self, saved: Saved) -> None:
+        """A step is durable. Older ones are settled by that, if what became of them was said while nobody listened."""
+        if saved.step in self._unsaved:
+            self.saved_checkpoints.append(saved)
+        for step in [step for step in {*self._unsaved, *self._unreleased} if step <= saved.step]:
+            self._finished(step)
+
+    def failed(self, failure: SaveFailure) -> None:
+        """It will not be."""
+        if failure.step in self._unsaved:
+            self._finished(failure.step)
+            self.failures.append(failure)
+
+    def overdue(self, *, now_s: float, limit_s: float) -> int | None:
+        """A step that should have been durable long since."""
+        return next((step for step, since in self._unsaved.items() if now_s - since > limit_s), None)
+
+    def give_up(self, reason: str) -> None:
+        """Nobody will look at what is waiting."""
+        self._unseen.clear()
+        self.failures += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
+        self._unreleased.clear()
+        self._unsaved.clear()
+        self._left_over.clear()
+
+    def succeed(self, reason: str) -> None:
+        """Another saver has come: what was written and not committed it knows of only if it is still in its slot."""
+        for step in sorted(self._unsaved.keys() - self._unreleased):
+            if step in self._in_slot.values():
+                self._unreleased.add(step)
+                self._left_over[step] = reason
+            else:
+                self.failed(SaveFailure(step, reason))
+
+    def _finished(self, step: int) -> None:
+        self._unreleased.discard(step)
+        self._unsaved.pop(step, None)
+        self._left_over.pop(step, None)
+
+    def _announcement(self, slot: int, step: int) -> SnapshotTaken:
+        return SnapshotTaken(slot, step, durable=step in self._unreleased)
 
 
 class SaverLink:
@@ -55,8 +154,9 @@ class SaverLink:
         self._sending: int | None = None
         self._sending_failed = False
         self._closing = False
-        self._broken = ""
         self._welcomed = False
+        self.broken = ""
+        """Why there is no saver any more, and none is tried; empty as long as there is hope."""
         self.pid = 0
         self.port = 0
         """Where other hosts reach the saver; 0 until it has answered."""
@@ -72,32 +172,26 @@ class SaverLink:
     def wait(self, timeout_s: float = _ANSWER_S) -> None:
         """Until the saver has answered. Raises: CheckpointError with the reason if it does not."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self.pid or self._broken, timeout_s):
-                raise CheckpointError(
-                    f"the saver in {self._folder} does not answer within {timeout_s:g} s{log_tail(self._folder)}"
-                )
-            if self._broken:
-                raise CheckpointError(self._broken)
-
-    @property
-    def broken(self) -> str:
-        """Why there is no saver any more, and none is tried; empty as long as there is hope."""
-        return self._broken
+            if not self._changed.wait_for(lambda: self.pid or self.broken, timeout_s):
+                reason = f"does not answer within {timeout_s:g} s{log_tail(self._folder)}"
+                raise CheckpointError(f"the saver in {self._folder} {reason}")
+            if self.broken:
+                raise CheckpointError(self.broken)
 
     def send_roster(self, roster: messages.SaverRoster, timeout_s: float = _ANSWER_S) -> None:
         """Tell the saver who the others are. Raises: CheckpointError if it does not take note."""
         with self._changed:
             self._roster, self._roster_known = roster, False
             self._send(roster)
-            if not self._changed.wait_for(lambda: self._roster_known or self._broken, timeout_s):
+            if not self._changed.wait_for(lambda: self._roster_known or self.broken, timeout_s):
                 raise CheckpointError(f"the saver in {self._folder} does not answer within {timeout_s:g} s")
 
     def announce(self, slot: int, step: int, *, durable: bool) -> None:
         """A snapshot is whole."""
         with self._changed:
             self._send(self._pending_saves.announce(slot, step, durable=durable, now_s=self._clock()))
-            if self._broken:
-                self._pending_saves.give_up(self._broken)
+            if self.broken:
+                self._pending_saves.give_up(self.broken)
 
     def tell(self, message: ToSaver) -> None:
         """Send, if there is a saver; its successor is not told."""
@@ -140,17 +234,19 @@ class SaverLink:
     def take_saved(self) -> list[Saved]:
         """What was committed since the last call."""
         with self._changed:
-            return self._pending_saves.take_saved()
+            saved, self._pending_saves.saved_checkpoints = self._pending_saves.saved_checkpoints, []
+            return saved
 
     def take_failures(self) -> list[SaveFailure]:
         """What failed since the last call."""
         with self._changed:
             limit_s = self._config.save_timeout_s
             overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
-            if overdue is not None and not self._broken:
+            if overdue is not None and not self.broken:
                 # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
-            return self._pending_saves.take_failures()
+            failures, self._pending_saves.failures = self._pending_saves.failures, []
+            return failures
 
     def take_slow(self) -> list[messages.SlowSave]:
         """Saves that take long, since the last call."""
@@ -170,9 +266,9 @@ class SaverLink:
             if self._starts:
                 self._send(messages.RunFinished())
         self.close()
-        if self._starts and self.pid:
-            self._process.wait_for_end(self.pid, timeout_s=timeout_s)
         if self._starts:
+            if self.pid:
+                self._process.wait_for_end(self.pid, timeout_s=timeout_s)
             # Where it was killed just now, or is broken, nobody else is left who would do it.
             clear_if_abandoned(self._folder)
 
@@ -181,32 +277,32 @@ class SaverLink:
         with self._changed:
             self._closing = True
             self._send(messages.Goodbye())
-            if self._socket is not None:
-                with suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+            self._hang_up()
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(timeout=2.0)
 
     def _send(self, message: ToSaver) -> None:
-        connection = self._socket
-        if connection is None:
+        if self._socket is None:
             return
         data = encode(message)
         try:
-            sent = connection.send(data, socket.MSG_DONTWAIT)
+            sent = self._socket.send(data, socket.MSG_DONTWAIT)
         except OSError:
             sent = 0
         if sent < len(data):
             # It does not read: training must not wait for it. What it misses it is told again when it answers again.
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        if self._socket is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        while not self._closing and not self._broken:
+        while not self._closing and not self.broken:
             try:
-                connection = self._connect()
-                self._talk(connection)
+                self._talk(self._connect())
             except (OSError, MalformedError, ElasticTrainError) as error:
                 with self._changed:
                     if not self._closing:
@@ -226,7 +322,6 @@ class SaverLink:
         raise CheckpointError("closed")
 
     def _talk(self, connection: socket.socket) -> None:
-        """Until the connection ends."""
         lines: MessageLines[ToWorker] = MessageLines(ToWorker)  # type: ignore[arg-type]
         with self._changed:
             self._socket = connection
@@ -243,7 +338,7 @@ class SaverLink:
                 self._socket = None
                 if self._sending is not None:
                     self._sending, self._sending_failed = None, True
-                pid, closing, welcomed = self.pid, self._closing or bool(self._broken), self._welcomed
+                pid, closing, welcomed = self.pid, self._closing or bool(self.broken), self._welcomed
             connection.close()
         if closing:
             return
@@ -297,11 +392,8 @@ class SaverLink:
             self._send(announcement)
 
     def _break(self, reason: str) -> None:
-        """No saver is tried any more."""
-        self._broken = reason
+        self.broken = reason
         logger.warning("%s", reason)
         self._pending_saves.give_up(reason)
-        if self._socket is not None:
-            with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
         self._changed.notify_all()

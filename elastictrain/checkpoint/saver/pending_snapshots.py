@@ -146,8 +146,12 @@ class IncarnationSaves:
     saved_step: int = -1
     """The newest step that is in storage."""
 
-    _handed_over: set[int] = field(default_factory=set)
-    _done_here: set[int] = field(default_factory=set)
+    handed_over: set[int] = field(default_factory=set)
+    """Steps that are being saved, or were."""
+
+    done_here: set[int] = field(default_factory=set)
+    """Steps of which this host has done its part, and gets no more news."""
+
     _outcomes: dict[int, ToWorker] = field(default_factory=dict)
 
     def release_all(self) -> None:
@@ -158,7 +162,7 @@ class IncarnationSaves:
 
     def is_wanted(self, facts: SnapshotFacts) -> bool:
         """Whether a snapshot is to become durable, and neither waits, nor is being saved, nor is older than what is."""
-        known = facts.rank in self.waiting.get(facts.step, {}) or facts.step in self._handed_over
+        known = facts.rank in self.waiting.get(facts.step, {}) or facts.step in self.handed_over
         return facts.durable and not known and facts.step > self.saved_step
 
     def arrived(self, leased: LeasedSnapshot) -> tuple[LeasedSnapshot, ...]:
@@ -185,21 +189,13 @@ class IncarnationSaves:
     def announced(self, step: int) -> None:
         """A step is to be saved, maybe once more: the attempt that this host has done its part of may have failed elsewhere."""
         self._outcomes.pop(step, None)
-        if step in self._done_here:
-            self._done_here.discard(step)
-            self._handed_over.discard(step)
-
-    def handed_over(self, step: int) -> None:
-        """It is being saved."""
-        self._handed_over.add(step)
-
-    def done_here(self, step: int) -> None:
-        """This host has done its part of it, and gets no more news."""
-        self._done_here.add(step)
+        if step in self.done_here:
+            self.done_here.discard(step)
+            self.handed_over.discard(step)
 
     def failed(self, step: int) -> None:
         """It may come again: the last save of a run cannot wait for a later step."""
-        self._handed_over.discard(step)
+        self.handed_over.discard(step)
 
     def sent(self, step: int, outcome: ToWorker) -> None:
         """What became of the step was sent to the workers that are connected."""

@@ -345,7 +345,7 @@ class SaverService:
     def _begin(self, snapshots: tuple[LeasedSnapshot, ...]) -> None:
         job = SaveJob(snapshots, Deadline(self._config.save_timeout_s, clock=self._clock))
         if (saves := self._present(job)) is not None:
-            saves.handed_over(job.step)
+            saves.handed_over.add(job.step)
         if self._lost or saves is None:
             job.deadline.shorten()
         self._jobs.add(job)
@@ -365,5 +365,5 @@ class SaverService:
             self._workers.send_all(released)
         else:
             # Only the leader learns what became of the step: for the ranks of other hosts it ends here.
-            saves.done_here(job.step)
+            saves.done_here.add(job.step)
             self._send_outcome(released, saves)

@@ -120,7 +120,7 @@ def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, saver
         saver.say({"op": "seen", "slot": 1, "step": 29})
         saver.say({"op": "released", "step": 30})
         saver.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
-        until(lambda: link._pending_saves._saved)
+        until(lambda: link._pending_saves.saved_checkpoints)
         assert link.needs(1, 30), "another one was seen"
         saver.say({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
@@ -160,7 +160,7 @@ def test_a_step_that_was_written_and_not_committed_has_failed_when_its_keeper_is
         assert link.take_failures() == [], "the same saver"
         link.pid = 1
         saver.hang_up()
-        until(lambda: link._pending_saves._failures)
+        until(lambda: link._pending_saves.failures)
         assert [(one.step, one.error) for one in link.take_failures()] == [(30, "its saver ended before it was committed")]
         assert link.needs(1, 31)
 
@@ -171,7 +171,7 @@ def test_a_failure_is_told_once(folder: Path, saver: FakeSaver) -> None:
         link.announce(0, 30, durable=True)
         until(lambda: "snapshot" in saver.ops())
         saver.say({"op": "failed", "step": 30, "error": "full"})
-        until(lambda: link._pending_saves._failures)
+        until(lambda: link._pending_saves.failures)
         assert [(one.step, one.error) for one in link.take_failures()] == [(30, "full")]
         assert link.take_failures() == []
 
@@ -283,7 +283,7 @@ def test_what_was_saved_or_failed_is_not_overdue(folder: Path, saver: FakeSaver)
         until(lambda: saver.ops().count("snapshot") == 2)
         saver.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
         saver.say({"op": "failed", "step": 31, "error": "full"})
-        until(lambda: link._pending_saves._failures)
+        until(lambda: link._pending_saves.failures)
         now[0] += 1000
         assert [one.error for one in link.take_failures()] == ["full"]
         assert not link.broken

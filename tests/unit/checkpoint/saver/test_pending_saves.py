@@ -1,5 +1,10 @@
+from elastictrain.checkpoint.saver.link import PendingSaves
 from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SnapshotTaken
-from elastictrain.checkpoint.saver.pending_saves import PendingSaves
+
+
+def failures_of(books: PendingSaves) -> list[SaveFailure]:
+    failures, books.failures = books.failures, []
+    return failures
 
 
 def test_a_successor_is_told_what_nobody_has_looked_at_and_whether_it_is_still_to_be_written() -> None:
@@ -37,8 +42,8 @@ def test_what_is_given_up_has_failed_for_that_reason() -> None:
     books.announce(1, 10, durable=True, now_s=0.0)
     books.announce(2, 30, durable=False, now_s=0.0)
     books.give_up("no saver")
-    assert books.take_failures() == [SaveFailure(10, "no saver"), SaveFailure(20, "no saver")]
-    assert books.take_failures() == []
+    assert failures_of(books) == [SaveFailure(10, "no saver"), SaveFailure(20, "no saver")]
+    assert failures_of(books) == []
     assert not any(books.needs(slot, step) for slot, step in ((0, 20), (1, 10), (2, 30)))
     assert books.overdue(now_s=99.0, limit_s=1.0) is None
 
@@ -49,7 +54,7 @@ def test_what_is_given_up_between_its_writing_and_its_commit_has_failed_too() ->
     books.announce(0, 10, durable=True, now_s=0.0)
     books.released(10, done=False)
     books.give_up("no saver")
-    assert books.take_failures() == [SaveFailure(10, "no saver")]
+    assert failures_of(books) == [SaveFailure(10, "no saver")]
 
 
 def test_a_successor_finds_what_is_in_the_slots_and_nothing_else() -> None:
@@ -61,7 +66,7 @@ def test_a_successor_finds_what_is_in_the_slots_and_nothing_else() -> None:
         books.released(step, done=False)
     books.announce(0, 30, durable=False, now_s=0.0)
     books.succeed("killed")
-    assert books.take_failures() == [SaveFailure(10, "killed")]
+    assert failures_of(books) == [SaveFailure(10, "killed")]
     assert books.needs(1, 20), "its slot is not written to before the successor has looked at it"
     assert books.overdue(now_s=99.0, limit_s=1.0) == 20
 
@@ -72,9 +77,9 @@ def test_what_was_being_overwritten_when_a_successor_came_has_failed() -> None:
     books.seen(1, 20)
     books.released(20, done=False)
     books.succeed("killed")
-    assert books.take_failures() == []
+    assert failures_of(books) == []
     books.announce(1, 30, durable=False, now_s=0.0)
-    assert books.take_failures() == [SaveFailure(20, "killed")]
+    assert failures_of(books) == [SaveFailure(20, "killed")]
     assert books.overdue(now_s=99.0, limit_s=1.0) is None
 
 
@@ -84,11 +89,11 @@ def test_what_became_of_a_step_is_told_once_however_often_it_is_heard() -> None:
         books.announce(0, 10, durable=True, now_s=0.0)
         for _ in range(3):
             books.failed(SaveFailure(10, "full"))
-        assert books.take_failures() == [SaveFailure(10, "full")]
+        assert failures_of(books) == [SaveFailure(10, "full")]
     books.announce(0, 10, durable=True, now_s=0.0)
     for _ in range(3):
         books.saved(Saved(10, "c", 5))
-    assert books.take_saved() == [Saved(10, "c", 5)]
+    assert books.saved_checkpoints == [Saved(10, "c", 5)]
 
 
 def test_a_save_settles_what_came_before_it() -> None:
@@ -100,4 +105,4 @@ def test_a_save_settles_what_came_before_it() -> None:
     books.saved(Saved(20, "c", 5))
     assert [books.needs(slot, step) for slot, step in enumerate((10, 20, 30))] == [False, False, True]
     assert books.overdue(now_s=99.0, limit_s=1.0) == 30
-    assert books.take_failures() == []
+    assert failures_of(books) == []

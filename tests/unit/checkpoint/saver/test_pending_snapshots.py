@@ -103,7 +103,7 @@ def test_a_snapshot_is_wanted_once_and_only_if_it_is_durable_and_newer_than_what
     assert not saves.is_wanted(one.facts)
     assert not saves.is_wanted(leased(3, 4).facts)
     assert not saves.is_wanted(facts_of(6, rank=3, world_size=4))
-    saves.handed_over(7)
+    saves.handed_over.add(7)
     assert not saves.is_wanted(leased(3, 7).facts)
 
 
@@ -147,7 +147,7 @@ def test_a_step_is_saved_once_and_again_where_it_failed() -> None:
     saves = IncarnationSaves(RANKS)
     saves.announced(5)
     assert not is_handed_over(saves, 5)
-    saves.handed_over(5)
+    saves.handed_over.add(5)
     saves.announced(5)
     assert is_handed_over(saves, 5), "it is announced once more by a worker that was not connected"
     saves.failed(5)
@@ -156,12 +156,12 @@ def test_a_step_is_saved_once_and_again_where_it_failed() -> None:
 
 def test_a_host_that_has_done_its_part_takes_part_in_the_next_attempt() -> None:
     saves = IncarnationSaves(RANKS)
-    saves.handed_over(5)
-    saves.done_here(5)
+    saves.handed_over.add(5)
+    saves.done_here.add(5)
     assert is_handed_over(saves, 5)
     saves.announced(5)
     assert not is_handed_over(saves, 5)
-    saves.handed_over(5)
+    saves.handed_over.add(5)
     saves.announced(5)
     assert is_handed_over(saves, 5)
 
