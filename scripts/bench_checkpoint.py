@@ -310,7 +310,7 @@ def bring_all_up(options: argparse.Namespace, overrides: list[str], identity: Id
 
 
 def end(folder: Path, code: int) -> NoReturn:
-    """Leave, and leave nothing; a keeper that is still there ends by itself when this process is gone, and its run's folder."""
+    """Leave, and leave nothing; a saver that is still there ends by itself when this process is gone, and its run's folder."""
     for child in multiprocessing.active_children():
         child.kill()
     # Made when tensors are shared with a process, and removed only by an interpreter that ends in the usual way.

@@ -4,11 +4,11 @@
     python scripts/bench_planning.py --ranks 8 128 --sharding fsdp
 
 One process plays all ranks of a Llama 8b with AdamW, 8 to a host: what they say of their boxes goes through the functions of
-a keeper. A few ranks plan on DTensors of a process group that only pretends; the outcome for the others is computed, in a way
+a saver. A few ranks plan on DTensors of a process group that only pretends; the outcome for the others is computed, in a way
 that is checked against those few. Times are CPU seconds of one thread, so that a busy machine does not count.
 
 plan     what a rank does once: which boxes it writes, and where they lie in its files
-say      what the keepers of all hosts do at each save to tell the leader; `said` is how much that is
+say      what the savers of all hosts do at each save to tell the leader; `said` is how much that is
 commit   what the leader does at each save: decode what was said, build the manifest, encode it
 restore  what each rank does before it reads: parse the manifest, and match it with its own boxes
 
@@ -185,7 +185,7 @@ def plan_seconds(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World
 
 
 def said_by(layouts: Mapping[int, RankLayout]) -> tuple[bytes, float]:
-    """What a host's keeper says, and the time that it took to say it. The digests are of nothing, but all different."""
+    """What a host's saver says, and the time that it took to say it. The digests are of nothing, but all different."""
     parts = []
     for rank, layout in layouts.items():
         num_chunks = sum(len(split_item(item, chunk_bytes=layout.chunk_bytes)) for item in layout.items)
@@ -199,7 +199,7 @@ def said_by(layouts: Mapping[int, RankLayout]) -> tuple[bytes, float]:
 def say_all(state: Mapping[str, tuple[tuple[int, ...], bool]], world: World) -> tuple[list[bytes], float]:
     """What all hosts say, and the seconds of all of them together."""
     told, seconds = [], 0.0
-    # A keeper has its own host's objects to look through, and not those of all hosts.
+    # A saver has its own host's objects to look through, and not those of all hosts.
     gc.disable()
     try:
         for first in range(0, world.size, RANKS_PER_HOST):

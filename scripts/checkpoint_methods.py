@@ -99,9 +99,9 @@ class Method(Protocol):
 
 
 class Ours:
-    """A snapshot in host memory, which the keeper writes out."""
+    """A snapshot in host memory, which the saver writes out."""
 
-    name = "ours: snapshot, keeper"
+    name = "ours: snapshot, saver"
     remark = ""
 
     def __init__(self, bench: Bench) -> None:
@@ -113,7 +113,7 @@ class Ours:
     def begin(self, step: int) -> None:
         saving = self._bench.loop.saving
         if not isinstance(saving, SnapshotSaving) or saving.requires_finished_step:
-            raise FailedError("there is no keeper, or no host memory for snapshots")
+            raise FailedError("there is no saver, or no host memory for snapshots")
         self._known, self._seen = self._manifests(), []
         if self._bench.identity.speaks:
             threading.Thread(target=self._watch, daemon=True).start()

@@ -170,7 +170,7 @@ def restore(folder: Path, run_dir: Path) -> None:
 
 
 def raw_write(folder: Path, size_bytes: int) -> float:
-    """Seconds to write and sync that many bytes, in as many streams as the keeper uses."""
+    """Seconds to write and sync that many bytes, in as many streams as the saver uses."""
     streams = STREAMS * WORLD
     block = os.urandom(1 << 20) * 8
 

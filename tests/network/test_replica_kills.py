@@ -1,13 +1,13 @@
-"""SIGKILL of keepers, and of everything on a host, while replicas are being sent and received."""
+"""SIGKILL of savers, and of everything on a host, while replicas are being sent and received."""
 
 import sys
 from pathlib import Path
 
 import pytest
 from hosts import Network, start_run
-from torchruns import TINY, events, keepers, losses, train_warm, wait_until
+from torchruns import TINY, events, losses, savers, train_warm, wait_until
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "process/keeper"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "process/saver"))
 
 from faultyruns import Fault, fired, with_faults
 
@@ -25,8 +25,8 @@ ARGUMENTS = (
 
 _PEERS = "elastictrain.checkpoint.peers"
 FAULTS = (
-    Fault(f"{_PEERS}.client:PeerConnection._send", "keeper", nth=2),
-    Fault(f"{_PEERS}.server:_receive_into", "keeper", nth=2),
+    Fault(f"{_PEERS}.client:PeerConnection._send", "saver", nth=2),
+    Fault(f"{_PEERS}.server:_receive_into", "saver", nth=2),
     Fault(f"{_PEERS}.client:PeerConnection.put", "both", "after", nth=2),
     Fault(f"{_PEERS}.server:_receive_into", "both", nth=2),
     Fault(f"{_PEERS}.server:_receive_into", "both", "after", nth=2),
@@ -64,5 +64,5 @@ def test_sigkill_while_replicas_are_on_their_way(network: Network, tmp_path: Pat
         assert resume["step"] >= max(common, default=0), (resume, sorted(before))
     assert [row["reason"] for row in events(run_dir, "checkpoint_saved")] == ["end"]
     for host in hosts:
-        wait_until(lambda host=host: not keepers(host.memory), timeout_s=60, what="end of the keeper")
+        wait_until(lambda host=host: not savers(host.memory), timeout_s=60, what="end of the saver")
         assert not list(host.memory.iterdir())

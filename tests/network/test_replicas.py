@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Network
-from torchruns import TINY, events, keepers, losses, train_warm, wait_until
+from torchruns import TINY, events, losses, savers, train_warm, wait_until
 
 STEPS = 30
 ARGUMENTS = (
@@ -64,5 +64,5 @@ def test_a_new_host_goes_on_from_the_replica_of_a_lost_one(
     assert [row["reason"] for row in events(run_dir, "checkpoint_saved")] == ["end"]
     assert losses(run_dir) == undisturbed
     for host in (a, c):
-        wait_until(lambda host=host: not keepers(host.memory), timeout_s=60, what="end of the keeper")
+        wait_until(lambda host=host: not savers(host.memory), timeout_s=60, what="end of the saver")
         assert not list(host.memory.iterdir())

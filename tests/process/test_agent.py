@@ -326,24 +326,24 @@ def test_who_came_after_the_last_look_is_found_through_who_had_started_it(hosts:
     assert not any(lives(one) for one in host.family)
 
 
-def test_keeper_and_watcher_outlive_a_killed_torchrun(hosts: list[Host], tmp_path: Path) -> None:
+def test_saver_and_watcher_outlive_a_killed_torchrun(hosts: list[Host], tmp_path: Path) -> None:
     hosts.append(host := Host(["-c", SLEEPS, "elastictrain.checkpoint.saver"], ["-c", SLEEPS, "elastictrain.liveness"]))
-    keeper, watcher = host.see(2)
+    saver, watcher = host.see(2)
     host.kill_agent()
     assert host.end() == -signal.SIGKILL
-    assert lives(keeper)
+    assert lives(saver)
     assert lives(watcher)
 
 
-def test_who_was_about_to_become_a_keeper_when_it_was_seen_lives_on(hosts: list[Host]) -> None:
+def test_who_was_about_to_become_a_saver_when_it_was_seen_lives_on(hosts: list[Host]) -> None:
     becomes = "import os, sys, time; time.sleep(2); "
     becomes += f"os.execv(sys.executable, [sys.executable, '-c', {SLEEPS!r}, 'elastictrain.checkpoint.saver'])"
     hosts.append(host := Host(["-c", becomes]))
-    (keeper,) = host.see(1)
-    wait_until(lambda: "elastictrain.checkpoint.saver" in keeper.cmdline(), timeout_s=20, what="the keeper")
+    (saver,) = host.see(1)
+    wait_until(lambda: "elastictrain.checkpoint.saver" in saver.cmdline(), timeout_s=20, what="the saver")
     host.kill_agent()
     assert host.end() == -signal.SIGKILL
-    assert lives(keeper)
+    assert lives(saver)
 
 
 def test_what_a_failed_torchrun_has_given_up_on_is_not_left_running(hosts: list[Host]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent / "keeper"))
+sys.path.insert(0, str(Path(__file__).parent / "saver"))
 
 from faultyruns import COMMIT, Fault, check_nothing_left, fired, with_faults
 from test_stop import ARGUMENTS, SOON_S, last_stop, wait_for_end
@@ -111,9 +111,9 @@ def test_storage_that_is_too_slow_leaves_the_step_in_memory(tmp_path: Path) -> N
     assert (stop["exit_code"], stop["saved"], stop["saved_step"]) == (75, "memory", stop["step"])
     assert f"after step {stop['step']}, which is only in the memory of this host: storage was not reached in time" in output
     assert not list(run_dir.glob("checkpoints/*/manifest.json"))
-    # The keeper goes on as long as the host lives.
+    # The saver goes on as long as the host lives.
     (tmp_path / "start-0" / "faults" / "go").touch()
-    wait_until(lambda: saved_steps(run_dir)[-1:] == [stop["step"]], what="the checkpoint of the keeper")
+    wait_until(lambda: saved_steps(run_dir)[-1:] == [stop["step"]], what="the checkpoint of the saver")
     check_nothing_left(tmp_path)
 
 

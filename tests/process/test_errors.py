@@ -98,7 +98,7 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
         (folder / "filler").write_bytes(bytes(64 << 10))
         yield folder
     finally:
-        # What a run leaves behind for a moment, its keeper or its watcher, may have a file open there.
+        # What a run leaves behind for a moment, its saver or its watcher, may have a file open there.
         wait_until(lambda: subprocess.run(["umount", str(folder)], check=False).returncode == 0, timeout_s=30, what="umount")
 
 

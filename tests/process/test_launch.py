@@ -18,11 +18,11 @@ from torchruns import (
     Run,
     environment,
     events,
-    keepers,
     kill,
     last_step,
     losses,
     memory_arguments,
+    savers,
     started,
     train,
     wait_until,
@@ -85,7 +85,7 @@ def test_a_killed_worker_costs_a_generation_and_nothing_else(tmp_path: Path, und
         # Forks of a torchrun that has imported all: a restart waits for no import.
         assert [worker.name() for worker in run.workers()] == ["rank 0", "rank 1"]
         kill(run.workers()[1])
-        # The keeper and the launcher are those of the first generation until the end.
+        # The saver and the launcher are those of the first generation until the end.
         assert run.wait(90) == 0, run.output()
         output = run.output()
     assert losses(run_dir) == undisturbed
@@ -197,9 +197,9 @@ def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Pa
     options = [*unsaved, "fault.notice_s=12", "fault.shutdown_grace_s=6"]
     with launched([*PACED, *options, f"checkpoint.memory_dir={memory}"], folder=tmp_path) as run:
         wait_until(lambda: last_step(run_dir) >= 3, what="step 3")
-        (keeper,) = keepers(tmp_path)
-        # Storage that does not answer: nobody but the keeper asks it for anything now.
-        keeper.suspend()
+        (saver,) = savers(tmp_path)
+        # Storage that does not answer: nobody but the saver asks it for anything now.
+        saver.suspend()
         try:
             run.process.terminate()
             wait_until(lambda: not children_of(run.process.pid), what="the end of the workers")
@@ -209,10 +209,10 @@ def test_it_stays_until_storage_has_what_its_workers_left_in_memory(tmp_path: Pa
             time.sleep(0.5)
             assert run.process.poll() is None, run.output()
         finally:
-            keeper.resume()
+            saver.resume()
         assert run.wait(30) == 75, run.output()
     assert f"step {stop['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
-    wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
+    wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 
 IN_A_CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -229,10 +229,10 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
     unsaved = ["checkpoint.every_steps=0", "checkpoint.snapshot_every_steps=4", "train.steps=100000", "fault.notice_s=40"]
     with launched([*PACED, *unsaved, f"checkpoint.memory_dir={memory}"], folder=tmp_path, inside=inside) as run:
         wait_until(lambda: bool(events(run_dir, "snapshot")), what="a snapshot")
-        (keeper,) = keepers(tmp_path)
+        (saver,) = savers(tmp_path)
         if slow:
             # As a disk that takes its time.
-            keeper.suspend()
+            saver.suspend()
         workers, launcher = run.workers(), launcher_of(run.process.pid)
         for disturb in (psutil.Process.suspend, psutil.Process.kill):
             for worker in workers:
@@ -244,13 +244,13 @@ def test_a_stop_after_all_workers_were_killed_waits_for_the_saver(slow: bool, in
             # Inside the namespace it has another number.
             wait_until(lambda: "kill -CONT" in run.output(), timeout_s=30, what="word of the saver")
             assert run.process.poll() is None
-            keeper.resume()
+            saver.resume()
         assert run.wait(60) == 75, run.output()
     (saved,) = events(run_dir, "checkpoint_saved")
     assert saved["reason"] == "flush"
     assert saved["step"] >= max(row["step"] for row in events(run_dir, "snapshot"))
     assert f"step {saved['step']} is saved in {run_dir}" in run.output().splitlines()[-1]
-    wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
+    wait_until(lambda: not savers(tmp_path), what="the end of the saver")
 
 
 def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:

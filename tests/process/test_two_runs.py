@@ -83,7 +83,7 @@ def test_a_second_torchrun_ends_and_the_first_is_not_disturbed(tmp_path: Path, u
     assert [int(document["incarnation"][:6]) for _, document in sorted(manifests(run_dir).items())][-1] == 2  # type: ignore[index]
 
 
-@pytest.mark.parametrize("saving", [(), SYNCHRONOUS], ids=["keeper", "synchronous"])
+@pytest.mark.parametrize("saving", [(), SYNCHRONOUS], ids=["saver", "synchronous"])
 def test_a_frozen_run_is_replaced_and_saves_nothing_when_it_thaws(saving: tuple[str, ...], tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     # A host memory of its own for each: they stand for two hosts.

@@ -66,8 +66,8 @@ def memory_arguments(arguments: Sequence[str], folder: Path) -> list[str]:
     return [f"checkpoint.memory_dir={memory}"]
 
 
-def keepers(below: Path) -> list[psutil.Process]:
-    """Keepers whose host memory lies below a folder."""
+def savers(below: Path) -> list[psutil.Process]:
+    """Savers whose host memory lies below a folder."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.s3
 
 STEPS, BATCH = 40, 8
 ARGUMENTS = (
-    # The workers themselves save here; what keepers do with a store is tested beside this.
+    # The workers themselves save here; what savers do with a store is tested beside this.
     "checkpoint.buffers=0",
     *TINY,
     f"train.steps={STEPS}",

@@ -223,7 +223,7 @@ def test_ranks_wait_until_rank_0_has_told_and_deleted(monkeypatch: pytest.Monkey
     assert list(bench.store.list(ROOT))
 
 
-def test_files_that_a_keeper_of_the_same_incarnation_may_still_write_are_left_alone() -> None:
+def test_files_that_a_saver_of_the_same_incarnation_may_still_write_are_left_alone() -> None:
     """It hangs, and training saves the same step by itself."""
     bench = Bench()
     left = FOLDER.format(1) + "inc1-r00000-000.safetensors"

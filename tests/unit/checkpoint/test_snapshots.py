@@ -162,7 +162,7 @@ def test_a_slot_that_was_called_free_stays_locked_through_the_next_step(tmp_path
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_the_keeper_needs_what_was_called_free_can_be_written(seed: int, tmp_path: Path) -> None:
+def test_whatever_the_saver_needs_what_was_called_free_can_be_written(seed: int, tmp_path: Path) -> None:
     chance = random.Random(seed)
     with taking(tmp_path, slots=chance.choice([2, 3])) as taken:
         said: list[bool] = []
@@ -213,7 +213,7 @@ def test_what_is_being_sent_is_let_go_at_once_and_not_seized_again(tmp_path: Pat
         assert busy(taken) == [False, True, False]
 
 
-def test_a_slot_that_the_keeper_reads_is_busy(tmp_path: Path) -> None:
+def test_a_slot_that_the_saver_reads_is_busy(tmp_path: Path) -> None:
     with taking(tmp_path) as taken:
         busy(taken)
         taken.take(0, 5)
@@ -247,7 +247,7 @@ def test_a_copy_that_fails_leaves_nothing_and_blocks_nothing(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_the_keeper_hears_of_a_durable_copy_that_fails_unless_all_ranks_do(
+def test_the_saver_hears_of_a_durable_copy_that_fails_unless_all_ranks_do(
     awaited: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It holds the slots of the other ranks until this one has its part, or none: then it finds nothing whole."""

@@ -252,7 +252,7 @@ def test_a_host_without_room_for_words_takes_no_part(host: SupervisedHost, tmp_p
     assert f"{host.folder_of(1)} cannot be made" in host.registry.record.reason
 
 
-class TestWaitingForTheKeeper:
+class TestWaitingForTheSaver:
     def left_at(self, host: SupervisedHost, *reasons: Reason, notice_s: float | None = 30.0) -> float:
         """How long the launcher stays when its workers have left."""
         host.run_workers(generation(1, "ab"))
@@ -688,7 +688,7 @@ def test_one_that_is_asked_to_leave_after_the_last_step_is_done(host: Supervised
     assert ends_of(host.registry.posts) == [(EndKind.LEAVING, "a", 75), (EndKind.DONE, "a", 0)]
 
 
-def test_nobody_counts_on_a_host_that_only_waits_for_its_keeper(host: SupervisedHost) -> None:
+def test_nobody_counts_on_a_host_that_only_waits_for_its_saver(host: SupervisedHost) -> None:
     host.run_workers(generation(1, "ab"))
     host.ask(notice_s=30.0)
     assert host.go(0.5) is None

@@ -363,7 +363,7 @@ def test_a_last_step_that_only_memory_has_is_saved_before_memory_is_given_back(a
 
 
 def test_a_last_step_that_does_not_reach_storage_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper of a run that is done gives memory back."""
+    """The saver of a run that is done gives memory back."""
     monkeypatch.setattr(SynchronousSaving, "save_now", lambda self, step, reason: Reached(step, "memory"))
     world = World(config(steps=5), stop_at=5)
     with pytest.raises(StopRequestedError, match="SIGUSR1"):

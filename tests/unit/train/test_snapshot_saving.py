@@ -97,7 +97,7 @@ class FakeSnapshots:
 
 @dataclass
 class FakeLink:
-    """A keeper that answers what a test puts here."""
+    """A saver that answers what a test puts here."""
 
     saved: list[Saved] = field(default_factory=list)
     failures: list[SaveFailure] = field(default_factory=list)
@@ -306,7 +306,7 @@ def test_a_save_that_is_pending_for_too_long_is_made_while_training_waits() -> N
 
 @pytest.mark.parametrize("failed", [False, True])
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_goes_down_with_the_keeper_is_pending(saved: bool, failed: bool) -> None:
+def test_a_save_that_goes_down_with_the_saver_is_pending(saved: bool, failed: bool) -> None:
     one = stage(snapshot_every_steps=0)
     one.step(4, reason=INTERVAL)
     one.step(5)
@@ -333,16 +333,16 @@ def test_a_save_that_began_after_trouble_was_noted_is_pending() -> None:
     assert (one.snapshots.began, one.checkpointer.saved) == ([(0, 4, "interval")], [5])
 
 
-def test_a_keeper_that_is_gone_for_good_does_not_end_saving() -> None:
+def test_a_saver_that_is_gone_for_good_does_not_end_saving() -> None:
     one = stage()
     one.step(2)
-    one.unusable[0] = "the keeper of this host does not run"
+    one.unusable[0] = "the saver of this host does not run"
     one.step(3)
     one.step(4, reason=INTERVAL)
     one.saving.save_now(5, INTERVAL)
     assert one.snapshots.began == [(0, 2, "")]
     assert one.checkpointer.saved == [4, 5]
-    assert "the keeper of this host does not run" in one.said[0]
+    assert "the saver of this host does not run" in one.said[0]
 
 
 def test_saves_that_fail_are_told_and_too_many_in_a_row_end_the_run() -> None:
@@ -401,7 +401,7 @@ def test_what_a_person_is_told_is_what_the_ranks_count(seed: int) -> None:
     assert one.saving._failed_saves == len(after)
 
 
-def test_what_the_keeper_wants_to_be_told_is_told() -> None:
+def test_what_the_saver_wants_to_be_told_is_told() -> None:
     one = stage()
     one.link.slow = [SlowSave(2, 20, "503")]
     one.step(3)

@@ -208,7 +208,7 @@ def test_a_host_does_not_take_back_what_it_has_said(tmp_path: Path, run: Path, m
     assert time.monotonic() - began < 8, "who has done its part leaves when it is committed"
 
 
-def test_a_keeper_that_nobody_came_to_saves_what_it_finds(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_saver_that_nobody_came_to_saves_what_it_finds(memory: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one before it was killed, and the worker that started this one, too, before it could speak."""
     monkeypatch.setattr(final_save, "ALONE_S", 0.3)
     put(memory, facts_of(5))

@@ -126,7 +126,7 @@ def test_the_end_of_a_run() -> None:
     assert decide(replace(LIFE, finished=True, workers=0, saving=True)) == "stay"
 
 
-def test_a_keeper_that_nobody_spoke_to_waits_a_while() -> None:
+def test_a_saver_that_nobody_spoke_to_waits_a_while() -> None:
     alone = replace(LIFE, workers=0, agents=0, ever=False)
     assert decide(replace(alone, age_s=ALONE_S - 1)) == "stay"
     assert decide(replace(alone, age_s=ALONE_S + 1)) == "flush"

@@ -144,7 +144,7 @@ def test_who_is_told_no_more_of_a_step_does_not_wait_for_it(folder: Path, saver:
         assert not link.broken
 
 
-def test_a_step_that_was_written_and_not_committed_has_failed_when_its_keeper_is_gone(folder: Path, saver: FakeSaver) -> None:
+def test_a_step_that_was_written_and_not_committed_has_failed_when_its_saver_is_gone(folder: Path, saver: FakeSaver) -> None:
     """Its slot may hold another one by now, so the successor does not find it."""
     with linked(folder) as (link, _):
         link.wait(5)
@@ -189,7 +189,7 @@ def test_a_successor_is_told_what_its_predecessor_knew(folder: Path, saver: Fake
         assert events == [KeeperStarted(pid=4242), KeeperLost(pid=4242), KeeperStarted(pid=4242)]
 
 
-def test_a_keeper_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
+def test_a_saver_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
     """It hangs up before it has said a word: nothing is recorded, and the next knock is not at once."""
     mute = FakeSaver(folder, answers=False)
     with linked(folder, starts=True) as (_, events):
@@ -202,14 +202,14 @@ def test_a_keeper_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
     mute.end()
 
 
-def test_what_is_to_be_sent_while_there_is_no_keeper_has_failed(folder: Path) -> None:
+def test_what_is_to_be_sent_while_there_is_no_saver_has_failed(folder: Path) -> None:
     """Nobody would ever say that it is over, and no other step would be sent."""
     link = SaverLink(str(folder), FACTS, HELLO, starts=True, record=lambda _: None)
     link.send(5)
     assert link.sending() == (False, True)
 
 
-def test_a_run_that_ends_without_its_keeper_leaves_nothing_in_memory(folder: Path) -> None:
+def test_a_run_that_ends_without_its_saver_leaves_nothing_in_memory(folder: Path) -> None:
     """It was killed a moment before."""
     saver = FakeSaver(folder)
     with linked(folder, starts=True) as (link, _):
@@ -245,7 +245,7 @@ def test_a_refusal_is_final(folder: Path) -> None:
 @pytest.mark.parametrize(
     "words", [b"nonsense\n", b'{"op": "welcome"}\n', b'{"op": "saved", "step": "x"}\n', b'{"op": "what"}\n']
 )
-def test_a_keeper_that_talks_nonsense_is_none(words: bytes, folder: Path) -> None:
+def test_a_saver_that_talks_nonsense_is_none(words: bytes, folder: Path) -> None:
     mute = FakeSaver(folder, answers=False)
     with linked(folder) as (link, _):
         until(lambda: "hello" in mute.ops())
@@ -255,7 +255,7 @@ def test_a_keeper_that_talks_nonsense_is_none(words: bytes, folder: Path) -> Non
     mute.end()
 
 
-def test_a_keeper_that_hangs_is_given_up_when_a_save_is_overdue(folder: Path, saver: FakeSaver) -> None:
+def test_a_saver_that_hangs_is_given_up_when_a_save_is_overdue(folder: Path, saver: FakeSaver) -> None:
     now = [100.0]
     with linked(folder, facts=replace(FACTS, save_timeout_s=60.0), clock=lambda: now[0]) as (link, events):
         link.wait(5)
@@ -289,7 +289,7 @@ def test_what_was_saved_or_failed_is_not_overdue(folder: Path, saver: FakeSaver)
         assert not link.broken
 
 
-def test_a_keeper_that_does_not_read_does_not_stop_training(folder: Path) -> None:
+def test_a_saver_that_does_not_read_does_not_stop_training(folder: Path) -> None:
     deaf = FakeSaver(folder)
     deaf.deaf = True
     with linked(folder) as (link, _):

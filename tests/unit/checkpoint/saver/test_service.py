@@ -399,7 +399,7 @@ def test_a_successor_does_not_write_again_what_a_later_save_has_made_needless(me
     assert checkpoints(run) == [20]
 
 
-def test_a_stranger_does_not_end_a_keeper(memory: Path, run: Path) -> None:
+def test_a_stranger_does_not_end_a_saver(memory: Path, run: Path) -> None:
     put(memory, facts_of(5))
     with keeping(memory, run):
         stranger = socket.socket(socket.AF_UNIX)

@@ -133,7 +133,7 @@ def test_memory_that_has_changed_since_it_was_digested_is_no_checkpoint(memory: 
     assert [info.key for info in store.list(ROOT)] == [], "nothing is left of it"
 
 
-def test_a_keeper_that_was_killed_after_the_commit_is_not_repeated(memory: Path, store: Store) -> None:
+def test_a_saver_that_was_killed_after_the_commit_is_not_repeated(memory: Path, store: Store) -> None:
     with saving(store) as (saver, _):
         saver.begin(job_of(memory, 5))
     store.delete(f"{ROOT}/committed.json")

@@ -1,4 +1,4 @@
-"""A keeper's life: it is stopped, killed, cannot start, hears nonsense, outlives its run, and never has company."""
+"""A saver's life: it is stopped, killed, cannot start, hears nonsense, outlives its run, and never has company."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 from faultyruns import ARGUMENTS, FACTS, STEPS, Fault, check_nothing_left, kill_everything, launched, with_faults
-from torchruns import alone, events, keepers, kill, last_step, losses, torchrun, wait_until
+from torchruns import alone, events, kill, last_step, losses, savers, torchrun, wait_until
 
 
 def arguments(run_dir: Path, *more: str) -> list[str]:
@@ -21,9 +21,9 @@ def one_rank(run_dir: Path, *more: str, **options: object):
     return launched(arguments(run_dir, *more), world_size=1, folder=run_dir.parent, **options)
 
 
-def the_keeper(tmp_path: Path) -> psutil.Process:
-    wait_until(lambda: len(keepers(tmp_path)) == 1, what="one keeper")
-    return keepers(tmp_path)[0]
+def the_saver(tmp_path: Path) -> psutil.Process:
+    wait_until(lambda: len(savers(tmp_path)) == 1, what="one saver")
+    return savers(tmp_path)[0]
 
 
 def at_step(run_dir: Path, step: int) -> None:
@@ -36,11 +36,11 @@ def test_killed_three_times_in_a_row(tmp_path: Path, undisturbed: dict[int, floa
         killed = set()
         for count in range(3):
             at_step(run_dir, 4 * count + 2)
-            keeper = the_keeper(tmp_path)
-            wait_until(lambda pid=keeper.pid: any(row["pid"] == pid for row in events(run_dir, "keeper_started")))
-            killed.add(keeper.pid)
-            kill(keeper)
-            wait_until(lambda gone=keeper: gone not in keepers(tmp_path), what="its end")
+            saver = the_saver(tmp_path)
+            wait_until(lambda pid=saver.pid: any(row["pid"] == pid for row in events(run_dir, "keeper_started")))
+            killed.add(saver.pid)
+            kill(saver)
+            wait_until(lambda gone=saver: gone not in savers(tmp_path), what="its end")
         assert run.wait() == 0, run.output()
     assert {row["pid"] for row in events(run_dir, "keeper_lost")} == killed
     assert "no more snapshots in host memory" in run.output()
@@ -65,11 +65,11 @@ def test_not_startable_at_all(tmp_path: Path, undisturbed: dict[int, float]) -> 
     assert not events(run_dir, "snapshot")
 
 
-def test_what_was_kept_is_read_without_a_keeper(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+def test_what_was_kept_is_read_without_a_saver(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "job/run"
     with one_rank(run_dir, "task.pause_s=0.05", "checkpoint.every_steps=100") as run:
         at_step(run_dir, 8)
-        kill_everything(run, the_keeper(tmp_path))
+        kill_everything(run, the_saver(tmp_path))
     code, output = alone(
         arguments(run_dir),
         folder=run_dir.parent,
@@ -84,32 +84,32 @@ def test_what_was_kept_is_read_without_a_keeper(tmp_path: Path, undisturbed: dic
     check_nothing_left(tmp_path)
 
 
-def test_a_stopped_keeper_does_not_stop_training(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+def test_a_stopped_saver_does_not_stop_training(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     run_dir = tmp_path / "job/run"
     with one_rank(run_dir, "task.pause_s=0.03") as run:
         at_step(run_dir, 8)
-        keeper = the_keeper(tmp_path)
-        keeper.suspend()
+        saver = the_saver(tmp_path)
+        saver.suspend()
         before = last_step(run_dir)
         at_step(run_dir, 30)
         assert before < 20
-        keeper.resume()
+        saver.resume()
         assert run.wait() == 0, run.output()
     assert losses(run_dir) == undisturbed
     assert not events(run_dir, "keeper_lost")
     check_nothing_left(tmp_path)
 
 
-def test_a_stopped_keeper_does_not_hold_up_the_end_in_silence(tmp_path: Path) -> None:
+def test_a_stopped_saver_does_not_hold_up_the_end_in_silence(tmp_path: Path) -> None:
     run_dir = tmp_path / "job/run"
     unsaved = ("checkpoint.every_steps=0", "checkpoint.snapshot_every_steps=0", "train.steps=4")
     with one_rank(run_dir, "task.pause_s=0.2", *unsaved) as run:
         at_step(run_dir, 1)
-        keeper = the_keeper(tmp_path)
-        keeper.suspend()
-        wait_until(lambda: f"kill -CONT {keeper.pid}" in run.output(), timeout_s=30, what="word of the keeper")
+        saver = the_saver(tmp_path)
+        saver.suspend()
+        wait_until(lambda: f"kill -CONT {saver.pid}" in run.output(), timeout_s=30, what="word of the saver")
         assert run.process.poll() is None
-        keeper.resume()
+        saver.resume()
         assert run.wait(60) == 0, run.output()
     assert [row["step"] for row in events(run_dir, "checkpoint_saved")] == [4]
     check_nothing_left(tmp_path)
@@ -132,11 +132,11 @@ def test_every_rank_ends_with_the_error_of_storage(tmp_path: Path) -> None:
     assert {rank: row["exit_code"] for rank, row in failures.items()} == {0: 74, 1: 74}
     assert all(last["error"] in row["error"] for row in failures.values()), failures
     (run_dir / "checkpoints").unlink()
-    wait_until(lambda: not keepers(tmp_path), timeout_s=60, what="the end of the keeper")
+    wait_until(lambda: not savers(tmp_path), timeout_s=60, what="the end of the saver")
 
 
 def speak(tmp_path: Path, data: bytes) -> bytes:
-    """To the keeper; returns what it answers before it hangs up or falls silent."""
+    """To the saver; returns what it answers before it hangs up or falls silent."""
     (path,) = (tmp_path / "host-memory").glob("*/*/keeper.sock")
     folder = os.open(path.parent, os.O_RDONLY)
     heard = b""
@@ -188,17 +188,17 @@ def test_nonsense_on_its_socket(tmp_path: Path, undisturbed: dict[int, float]) -
     run_dir = tmp_path / "job/run"
     chance = random.Random(1)
     with one_rank(run_dir, "task.pause_s=0.03") as run:
-        keeper = the_keeper(tmp_path)
+        saver = the_saver(tmp_path)
         at_step(run_dir, 8)
         for data in [*NONSENSE, *(chance.randbytes(chance.randrange(1, 5000)) for _ in range(30))]:
             speak(tmp_path, data)
-            assert keepers(tmp_path) == [keeper], data[:200]
+            assert savers(tmp_path) == [saver], data[:200]
         hello = {"op": "hello", "rank": 0, "ranks": [0], "world_size": 1, "host": "h", "address": "", "port": 0}
         hello["incarnation"] = events(run_dir, "start")[0]["incarnation"]
         for agent in (0, 1 << 31, 1 << 62, HUGE):
             # It hangs up without a word, and is not taken for dead: this process lives.
             speak(tmp_path, json.dumps(hello | {"agent": agent}).encode() + b"\n")
-            assert keepers(tmp_path) == [keeper], agent
+            assert savers(tmp_path) == [saver], agent
         assert run.wait() == 0, run.output()
     assert not events(run_dir, "keeper_lost")
     assert losses(run_dir) == undisturbed
@@ -222,11 +222,11 @@ def test_a_deleted_run_is_not_recreated(tmp_path: Path) -> None:
     run_dir = tmp_path / "job/run"
     with one_rank(run_dir, "task.pause_s=0.01") as run:
         at_step(run_dir, 4)
-        keeper = the_keeper(tmp_path)
-        keeper.suspend()
+        saver = the_saver(tmp_path)
+        saver.suspend()
         at_step(run_dir, 9)
         kill_everything(run)
         shutil.rmtree(run_dir)
-        keeper.resume()
+        saver.resume()
     check_nothing_left(tmp_path)
     assert not run_dir.exists(), sorted(run_dir.rglob("*"))

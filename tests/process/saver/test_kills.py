@@ -1,4 +1,4 @@
-"""SIGKILL of workers, of the keeper and of both at every phase of snapshot, persistence, commit and restore."""
+"""SIGKILL of workers, of the saver and of both at every phase of snapshot, persistence, commit and restore."""
 
 from pathlib import Path
 
@@ -44,8 +44,8 @@ WORKER_SIDE = (
 ONE_RANK = (
     Fault(BEGIN, "self", "after", nth=3),
     Fault(BODY, "both", "after", nth=2),
-    Fault(WRITE, "keeper", nth=5),
-    Fault(NOTE_DIGESTS, "keeper", "after"),
+    Fault(WRITE, "saver", nth=5),
+    Fault(NOTE_DIGESTS, "saver", "after"),
     Fault(COMMIT, "both", "after"),
     Fault(PRUNE, "both"),
 )

@@ -5,7 +5,7 @@ FAULTS is a JSON list. One fault at a time is armed: the first that has not happ
     at      module:function or module:Class.method
     when    before or after that call, or `middle` (of a copy into a slot)
     nth     how many times the place is reached, in one process, while the fault is armed
-    what    SIGKILL of oneself (self), of the keeper, or of both, that is of it and all workers; exit: SystemExit;
+    what    SIGKILL of oneself (self), of the saver, or of both, that is of it and all workers; exit: SystemExit;
             pause: a second and a half passes; hold: until there is a file `go` in FAULTS_FOLDER, a minute at most
     always  it stays armed, and the ones after it never are
 
@@ -36,7 +36,7 @@ _reached: Counter[int] = Counter()
 
 
 def memory_folder() -> str:
-    """Of this run: a worker has it among its arguments, and the keeper's only one lies in it."""
+    """Of this run: a worker has it among its arguments, and the saver's only one lies in it."""
     for argument in sys.argv:
         if argument.startswith("checkpoint.memory_dir="):
             return argument.partition("=")[2]
@@ -96,7 +96,7 @@ def act(fault: dict[str, Any]) -> None:
     victims = [os.getpid()] if what == "self" else []
     if what == "both":
         victims += processes("elastictrain.run", f"checkpoint.memory_dir={memory}")
-    if what in ("keeper", "both"):
+    if what in ("saver", "both"):
         victims += processes("elastictrain.checkpoint.saver", f"{memory}/")
     for pid in sorted(victims, key=lambda pid: pid == os.getpid()):
         try:

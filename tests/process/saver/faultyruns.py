@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torchruns import REPOSITORY, TINY, Run, events, keepers, kill, memory_arguments, started, torchrun, wait_until
+from torchruns import REPOSITORY, TINY, Run, events, kill, memory_arguments, savers, started, torchrun, wait_until
 
 HOOKS = Path(__file__).parent / "hooks"
 STEPS = 40
@@ -97,7 +97,7 @@ def launched(arguments: Sequence[str], *, world_size: int, folder: Path, **optio
 
 
 def kill_everything(run: Run, *others: psutil.Process) -> None:
-    """At once, so that nobody has time to say anything; of keepers only those that are named."""
+    """At once, so that nobody has time to say anything; of savers only those that are named."""
     family = [psutil.Process(run.process.pid), *psutil.Process(run.process.pid).children(recursive=True)]
     victims = [one for one in family if "elastictrain.checkpoint.saver" not in one.cmdline()] + list(others)
     for victim in victims:
@@ -121,7 +121,7 @@ def processes_below(folder: Path) -> list[psutil.Process]:
 
 def check_nothing_left(tmp_path: Path, *, timeout_s: float = 60) -> None:
     """No process of the run lives, and host memory is empty."""
-    wait_until(lambda: not keepers(tmp_path), timeout_s=timeout_s, what="the end of the keeper")
+    wait_until(lambda: not savers(tmp_path), timeout_s=timeout_s, what="the end of the saver")
     assert not processes_below(tmp_path)
     memory = tmp_path / "host-memory"
     left = sorted(str(path.relative_to(memory)) for path in memory.rglob("*"))

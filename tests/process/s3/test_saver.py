@@ -1,4 +1,4 @@
-"""Runs whose keeper writes to a store that fails: training goes on, says what is wrong, and is saved when the store is back."""
+"""Runs whose saver writes to a store that fails: training goes on, says what is wrong, and is saved when the store is back."""
 
 import itertools
 import os
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from torchruns import TINY, alone, environment, events, free_port, keepers, last_wins, losses, wait_until
+from torchruns import TINY, alone, environment, events, free_port, last_wins, losses, savers, wait_until
 
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -57,7 +57,7 @@ def run(url: str, *arguments: str, endpoint: str, folder: Path, timeout_s: float
         timeout_s=timeout_s,
         extra_environment=environment_for(endpoint) if endpoint else {},
     )
-    wait_until(lambda: not keepers(folder), timeout_s=60, what="end of the keeper")
+    wait_until(lambda: not savers(folder), timeout_s=60, what="end of the saver")
     return outcome
 
 
@@ -132,9 +132,9 @@ def test_a_bucket_that_refuses_for_good_ends_the_run(store: Store, s3_proxy: Fau
         extra_environment=environment_for(s3_proxy.endpoint),
     )
     # What the bucket refused is kept, and written when it is taken.
-    assert keepers(tmp_path)
+    assert savers(tmp_path)
     s3_proxy.follow(lambda _: None)
-    wait_until(lambda: not keepers(tmp_path), timeout_s=90, what="end of the keeper")
+    wait_until(lambda: not savers(tmp_path), timeout_s=90, what="end of the saver")
     assert any(info.key.endswith("/manifest.json") for info in store.list("checkpoints"))
     assert code == 74, output
     assert "2 checkpoints in a row could not be saved (`checkpoint.max_failed_saves` is 2)" in output
@@ -168,7 +168,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         assert "No space left on device; free space" in output
         assert events(run_dir, "checkpoint_saved")[-1]["step"] == 2 * STEPS
         assert sorted(losses(run_dir)) == list(range(1, 2 * STEPS + 1))
-        wait_until(lambda: not keepers(tmp_path), timeout_s=60, what="end of the keeper")
+        wait_until(lambda: not savers(tmp_path), timeout_s=60, what="end of the saver")
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from faultyruns import ARGUMENTS, STEPS, check_nothing_left, launched
-from torchruns import events, keepers, losses, wait_until
+from torchruns import events, losses, savers, wait_until
 
 AFTER_TRIES_S = 8.0
 """By then the saver has tried all that it holds, and once more."""
@@ -27,10 +27,10 @@ def test_what_storage_refused_is_kept_and_the_next_start_uses_it(tmp_path: Path,
     saved = max(row["step"] for row in events(run_dir, "checkpoint_saved"))
     assert held > saved
     time.sleep(AFTER_TRIES_S)
-    (keeper,) = keepers(tmp_path)
+    (saver,) = savers(tmp_path)
     with launched(arguments, world_size=1, folder=run_dir.parent) as run:
         wait_until(lambda: len(events(run_dir, "resume")) == 2, what="the restore")
-        assert keepers(tmp_path) == [keeper]
+        assert savers(tmp_path) == [saver]
         checkpoints.unlink()
         away.rename(checkpoints)
         assert run.wait() == 0, run.output()

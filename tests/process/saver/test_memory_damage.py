@@ -18,7 +18,7 @@ from faultyruns import (
     launched,
     with_faults,
 )
-from torchruns import alone, events, keepers, last_step, losses, torchrun, wait_until
+from torchruns import alone, events, last_step, losses, savers, torchrun, wait_until
 
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
@@ -29,11 +29,11 @@ def arguments(run_dir: Path, *more: str) -> list[str]:
 
 
 def run_until_killed(run_dir: Path, *more: str, world_size: int = 1, step: int = 20) -> None:
-    """All is killed, the keeper too: what is in memory stays there."""
+    """All is killed, the saver too: what is in memory stays there."""
     below = run_dir.parents[1]
     with launched(arguments(run_dir, "task.pause_s=0.01", *more), world_size=world_size, folder=run_dir.parent) as run:
         wait_until(lambda: last_step(run_dir) >= step, what=f"step {step}")
-        kill_everything(run, *keepers(below))
+        kill_everything(run, *savers(below))
 
 
 def slots(tmp_path: Path) -> dict[int, Path]:
@@ -120,7 +120,7 @@ def test_all_of_memory_is_damaged_and_storage_has_nothing(tmp_path: Path) -> Non
 
 
 def test_a_flipped_bit_is_not_flushed(tmp_path: Path) -> None:
-    """The keeper finds it when it writes, and saves the step before it."""
+    """The saver finds it when it writes, and saves the step before it."""
     run_dir = tmp_path / "job/run"
     with torchrun(
         arguments(run_dir, "task.pause_s=0.02", "checkpoint.every_steps=0"), world_size=1, folder=run_dir.parent
@@ -149,7 +149,7 @@ def test_from_two_ranks_to_one_and_back(tmp_path: Path, undisturbed: dict[int, f
             **hooks,
         ) as run:
             wait_until(lambda step=step: last_step(run_dir) >= step, what=f"step {step}")
-            kill_everything(run, *keepers(tmp_path))
+            kill_everything(run, *savers(tmp_path))
         assert len(events(run_dir, "resume")) == count + 1
     with torchrun(arguments(run_dir), world_size=2, folder=run_dir.parent, **hooks) as run:
         assert run.wait() == 0, run.output()
@@ -241,7 +241,7 @@ def test_too_little_memory(kilobytes: int, buffers: int, tmp_path: Path, undistu
         assert losses(run_dir) == undisturbed
         assert events(run_dir, "checkpoint_saved")[-1]["step"] == STEPS
         assert bool(events(run_dir, "snapshot")) == bool(buffers)
-        wait_until(lambda: not keepers(tmp_path), what="the end of the keeper")
+        wait_until(lambda: not savers(tmp_path), what="the end of the saver")
         assert not list(memory.iterdir())
     finally:
         os.system(f"umount {memory}")
