@@ -227,11 +227,8 @@ class HostPreflight:
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
         links = LinkReport(verdicts=()) if self._alone else self._check_links(self._facts({}))
-        peers = {}
-        if links.roster is not None:
-            labels = zip(links.roster.labels(), links.roster.hosts, strict=True)
-            peers = {label: host.address for label, host in labels if host.node_rank != self.layout.node_rank}
-        facts = self._facts(peers)
+        others = [one for one in (links.roster.hosts if links.roster else ()) if one.node_rank != self.layout.node_rank]
+        facts = self._facts({one.name: one.address for one in others})
         kinds = kinds_here(facts.devices, settings=facts.settings)
         gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
         agreed = self._agree_on_rdma(kinds, gone, began)
@@ -322,11 +319,10 @@ class HostPreflight:
         settings = self.own.settings
         session = LinkSession(
             host=host,
-            num_hosts=len(self.layout.hosts),
+            names=self.layout.hosts,
             exchange=self.exchange,
             full=self.own.level is Level.FULL,
             options=replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits),
-            names=dict(enumerate(self.layout.hosts)),
         )
         return session.run()
 

@@ -28,7 +28,7 @@ def main() -> None:
             mtu=int(Path(f"/sys/class/net/{interface}/mtu").read_text()),
             tcp_ports=tuple(facts["ports"]),
         ),
-        num_hosts=facts["num_hosts"],
+        names=tuple(f"h{rank + 1}" for rank in range(facts["num_hosts"])),
         exchange=WordFolder(folder, stop_at=facts["stop_at"]),
         full=facts["full"],
         options=LinkOptions(roster_s=facts["roster_s"]),

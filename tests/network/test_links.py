@@ -126,8 +126,8 @@ def test_a_port_that_is_blocked_one_way(hosts: list[Host], tmp_path: Path) -> No
 
 def test_an_absent_host(hosts: list[Host], tmp_path: Path) -> None:
     found = check_links(hosts, tmp_path / "words", absent=("h3",), roster_s=2.0)
-    assert_only(found, ("roster", "host", "node rank 2"))
-    assert found.verdict("roster", "node rank 2")["status"] == "fail"
+    assert_only(found, ("roster", "host", "h3"))
+    assert found.verdict("roster", "h3")["status"] == "fail"
     assert found.num_rounds == 1
 
 

@@ -186,12 +186,12 @@ def judge(
     flows: tuple[Sequence[Flow], Sequence[Flow]] | None,
     silences: Sequence[Silence],
     thresholds: PreflightThresholds,
-    names: Mapping[int, str],
+    names: Sequence[str],
 ) -> list[Verdict]:
     """Checks `roster`, `reachable`, `mtu`, `latency`, `clock` and `bandwidth`: a pass each, or what is wrong.
 
     Nothing that was asked of a host that fell silent is held against anybody else. `flows`: the first ones, and those of
-    suspects again; None where bandwidth was not to be measured. `names`: of hosts by node rank, as far as they are known.
+    suspects again; None where bandwidth was not to be measured. `names`: of all hosts.
     """
     silent = {silence.place for silence in silences}
     contacts = {link: contact for link, contact in contacts.items() if not silent & set(link)}

@@ -23,7 +23,7 @@ class LinkReporter:
 
     def label(self, place: int) -> str:
         """What the host at a place of the roster is called."""
-        return self.roster.labels()[place]
+        return self.roster.hosts[place].name
 
     def __call__(
         self,
@@ -57,21 +57,19 @@ class Silence:
     waited_s: float
 
 
-def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Mapping[int, str]) -> list[Verdict]:
-    """Check `roster`: who never came, and who fell silent. `names`: of hosts by node rank, unique, as far as they were
-    told beforehand; a host is called the same whether it came or not."""
-    present, num_present = _listed(roster.labels()), len(roster.hosts)
-    num_hosts = num_present + len(roster.absent)
+def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Sequence[str]) -> list[Verdict]:
+    """Check `roster`: who never came, and who fell silent. `names`: of all hosts by node rank."""
+    present, num_present = _listed([host.name for host in roster.hosts]), len(roster.hosts)
     verdicts = []
     for rank in roster.absent:
         remedy = (
-            f"start the launcher on {names.get(rank, f'the host of node rank {rank}')}, or look there why it did not start "
-            f"(present: {present}); or run without it, with a smaller minimum: `torchrun --nnodes={num_present}:{num_hosts}`"
+            f"start the launcher on {names[rank]}, or look there why it did not start (present: {present}); or run without it, "
+            f"with a smaller minimum: `torchrun --nnodes={num_present}:{len(names)}`"
         )
         measured = f"no word in {roster.waited_s:.3g} s"
-        verdicts.append(_ON_ROSTER(names.get(rank, f"node rank {rank}"), Status.FAIL, measured, f"{num_hosts} hosts", remedy))
+        verdicts.append(_ON_ROSTER(names[rank], Status.FAIL, measured, f"{len(names)} hosts", remedy))
     for silence in silences:
-        label, address = roster.labels()[silence.place], roster.hosts[silence.place].address
+        label, address = roster.hosts[silence.place].name, roster.hosts[silence.place].address
         remedy = (
             f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`); restart it there, or run "
             f"without this host"

@@ -1,6 +1,5 @@
 """What hosts tell each other about links, and the orders of the first host: records of JSON."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -102,13 +101,6 @@ class Roster:
     absent: tuple[int, ...]
     waited_s: float
     token: str = field(repr=False)
-
-    def labels(self) -> tuple[str, ...]:
-        """What each host is called: its name, with the node rank where names are not unique."""
-        counts = Counter(host.name for host in self.hosts)
-        return tuple(
-            host.name if counts[host.name] == 1 else f"{host.name} (node rank {host.node_rank})" for host in self.hosts
-        )
 
 
 def merged(contacts: Iterable[Contact]) -> dict[Link, Contact]:

@@ -9,7 +9,7 @@ import random
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -74,16 +74,15 @@ class LinkReport:
 class LinkSession:
     """`host`: this one, with the TCP ports that training will use, as far as they are known and free; 0 is any.
 
-    `exchange` must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: hosts by node rank,
-    if known. `wall`: the clock that the hosts compare.
+    `exchange` must be new for each bring-up: nothing is ever removed. `full` measures bandwidth. `names`: of all hosts
+    by node rank, each another one. `wall`: the clock that the hosts compare.
     """
 
     host: HostIntroduction
-    num_hosts: int
+    names: tuple[str, ...]
     exchange: Exchange
     full: bool = False
     options: LinkOptions = field(default_factory=LinkOptions)
-    names: Mapping[int, str] = field(default_factory=dict)
     wall: Callable[[], float] = time.time
 
     def run(self) -> LinkReport:
@@ -120,8 +119,8 @@ class LinkSession:
         late_s = 2 * self.options.roster_s + self.options.grace_s
         roster = self._gather_roster(own) if leads else self.get("roster", Roster, limit_s=late_s)
         if roster is None:
-            leader = self.names.get(0, "node rank 0")
-            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=time.monotonic() - began, leader=leader),))
+            waited_s = time.monotonic() - began
+            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=waited_s, leader=self.names[0]),))
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
             return LinkReport(verdicts=(unheard(own.name, why="it came too late"),), roster=roster)
@@ -136,7 +135,7 @@ class LinkSession:
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
-        began, num_hosts = time.monotonic(), self.num_hosts
+        began, num_hosts = time.monotonic(), len(self.names)
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
             try:
@@ -179,8 +178,7 @@ class _Participant:
             patience_s = limit_s + 2 * self._options.grace_s
             order = self._session.get(f"order/{number}", Order, limit_s=patience_s)
             if order is None:
-                own, leader = self._session.host.name, self._roster.labels()[0]
-                return (leaderless(own, waited_s=patience_s, leader=leader),)
+                return (leaderless(self._session.host.name, waited_s=patience_s, leader=self._session.names[0]),)
             if order.task is Task.END:
                 return order.verdicts
             self._check_places(order.links)

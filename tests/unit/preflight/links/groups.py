@@ -26,6 +26,10 @@ def host(rank: int, **changed: Any) -> HostIntroduction:
     return HostIntroduction(**{**facts, **changed})
 
 
+def names(num_hosts: int) -> tuple[str, ...]:
+    return tuple(f"h{rank + 1}" for rank in range(num_hosts))
+
+
 def run_group(
     num_hosts: int,
     *,
@@ -40,7 +44,7 @@ def run_group(
     reports: dict[int, LinkReport] = {}
 
     def run(rank: int) -> None:
-        one = LinkSession(host=host(rank), num_hosts=num_hosts, exchange=table, options=options, **changed)
+        one = LinkSession(host=host(rank), names=names(num_hosts), exchange=table, options=options, **changed)
         session(one)
         reports[rank] = one.run()
 

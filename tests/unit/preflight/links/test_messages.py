@@ -110,9 +110,3 @@ def test_the_better_of_two_contacts_counts() -> None:
 def test_the_larger_frame_counts_whenever_it_passed() -> None:
     sizes = [Contact(link=(0, 1), largest=largest, intended=9000) for largest in (9000, 1500)]
     assert merged(sizes)[0, 1].largest == merged(reversed(sizes))[0, 1].largest == 9000
-
-
-def test_names_that_are_not_unique_get_their_node_rank() -> None:
-    twins = roster(3)
-    object.__setattr__(twins, "hosts", (introduction(0), introduction(1, name="h1"), introduction(2)))
-    assert twins.labels() == ("h1 (node rank 0)", "h1 (node rank 1)", "h3")

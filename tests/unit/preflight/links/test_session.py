@@ -13,7 +13,7 @@ from elastictrain.errors import TransportError
 from elastictrain.preflight.links.messages import Order, Roster, Task
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
-from tests.unit.preflight.links.groups import QUICK, host, run_group
+from tests.unit.preflight.links.groups import QUICK, host, names, run_group
 from tests.unit.preflight.links.made import introduction
 from tests.unit.preflight.table import Table
 
@@ -57,7 +57,7 @@ def test_a_lone_host_has_no_links() -> None:
 
 
 def test_an_absent_host_is_named_and_the_others_go_on() -> None:
-    reports = run_group(3, started=(0, 2), options=replace(QUICK, roster_s=0.5), names={1: "h2"})
+    reports = run_group(3, started=(0, 2), options=replace(QUICK, roster_s=0.5))
     assert [failed(report) for report in reports] == [[("roster", "h2")]] * 2
     verdict = find(reports[0], "roster")
     assert f"{verdict.measured}".startswith("no word in 0.5")
@@ -69,7 +69,7 @@ def test_an_absent_host_is_named_and_the_others_go_on() -> None:
 def test_without_the_first_host_nobody_waits_for_ever() -> None:
     options = replace(QUICK, roster_s=0.1, grace_s=0.1)
     reports = run_group(3, started=(1, 2), options=options)
-    assert [failed(report) for report in reports] == [[("roster", "node rank 0")]] * 2
+    assert [failed(report) for report in reports] == [[("roster", "h1")]] * 2
 
 
 def test_a_clock_that_is_off_is_named() -> None:
@@ -86,7 +86,7 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
     table = Table()
     board = table.rows
     other = introduction(1, name="other", nonce="ab")
-    session = LinkSession(host=host(1), num_hosts=2, exchange=table, options=replace(QUICK, roster_s=0.2))
+    session = LinkSession(host=host(1), names=names(2), exchange=table, options=replace(QUICK, roster_s=0.2))
     board["links/roster"] = encode_record(Roster(hosts=(introduction(0), other), absent=(), waited_s=0.0, token="00"))
     report = session.run()
     assert failed(report) == [("roster", "h2, other")]
@@ -96,7 +96,7 @@ def test_two_hosts_that_claim_the_same_node_rank_are_told() -> None:
 def test_an_address_that_is_not_ours() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        report = LinkSession(host=host(0, tcp_ports=(port,)), num_hosts=1, exchange=Table()).run()
+        report = LinkSession(host=host(0, tcp_ports=(port,)), names=names(1), exchange=Table()).run()
     assert failed(report) == [("reachable", "h1")]
     assert "already in use" in str(report.verdicts[0].measured)
 
@@ -112,7 +112,7 @@ class Broken:
 
 
 def test_a_table_that_cannot_be_reached_is_a_verdict() -> None:
-    report = LinkSession(host=host(0), num_hosts=2, exchange=Broken()).run()
+    report = LinkSession(host=host(0), names=names(2), exchange=Broken()).run()
     assert failed(report) == [("roster", "h1")]
     assert report.verdicts[0].scope is Scope.HOST
     assert report.verdicts[0].measured == "the store is gone"
