@@ -1,4 +1,4 @@
-"""The shared store in which every rank writes where it is, read when a peer is gone: no backend tells who is missing."""
+"""The shared store in which every rank writes where it is, and who reads it: no backend tells which peer is missing."""
 
 import json
 import logging
@@ -13,15 +13,24 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
-from elastictrain.liveness.diagnosis import LONGEST_TEXT, Entered, RankStatus
+from elastictrain.liveness.diagnosis import LONGEST_TEXT, Entered, HangDiagnosis, RankStatus, diagnose
 from elastictrain.liveness.progress import Phase, ProgressMark
-from elastictrain.liveness.watchdog import bound_s
+from elastictrain.liveness.watchdog import LostPeer, bound_s
 
 logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT = timedelta(seconds=2)
 _READ_LIMIT_S = 3.0
 _FALLEN = "fallen"
+
+_SHARE = 0.5
+"""Of its bound: a rank that is silent for so long tells which collectives it entered, and begins to look at the others."""
+
+_BEATS = 3.0
+"""Heartbeats that may be missing of a rank that is not frozen."""
+
+_LATE_S = 0.5
+_DUMP_LIMIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +74,12 @@ class HeartbeatStore:
         self._reading: dist.Store = store.clone()  # type: ignore[attr-defined]
         for connection in (self._writing, self._reading):
             connection.set_timeout(_READ_TIMEOUT)
-        self._rank = rank
+        self.rank = rank
         self._hosts = hosts
-        self._mark = mark
-        self._options = options
+        self.mark = mark
+        self.options = options
         self._clock = clock
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._number = 0
         self.entered = Entered()
         """What is told from now on besides where this rank is."""
@@ -87,10 +96,8 @@ class HeartbeatStore:
 
     def own_status(self, mark: ProgressMark) -> RankStatus:
         """This rank as the others see it."""
-        silent_s = max(0.0, self._stopwatch() - mark.since_s)
-        return RankStatus(
-            self._rank, self._hosts[self._rank], mark, silent_s, bound_s(mark, self._options), entered=self.entered
-        )
+        silent_s = max(0.0, self.stopwatch() - mark.since_s)
+        return RankStatus(self.rank, self._hosts[self.rank], mark, silent_s, bound_s(mark, self.options), entered=self.entered)
 
     def statuses(self) -> list[RankStatus]:
         """Of the other ranks that were heard. `still_s` is by our own clock, and as far as we have looked.
@@ -101,7 +108,7 @@ class HeartbeatStore:
         for rank, beat in self._read_all().items():
             if beat is None:
                 continue
-            now_s = self._stopwatch()
+            now_s = self.stopwatch()
             number, since_s = self._seen.get(rank, (beat.number, now_s))
             self._seen[rank] = (beat.number, since_s if beat.number == number else now_s)
             still_s = now_s - self._seen[rank][1]
@@ -118,7 +125,7 @@ class HeartbeatStore:
 
     def announce_failure(self) -> None:
         """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
-        word = json.dumps({"rank": self._rank, "host": self._hosts[self._rank]})
+        word = json.dumps({"rank": self.rank, "host": self._hosts[self.rank]})
         # The first word stays: who falls after it falls because of it.
         within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", word))
 
@@ -127,14 +134,14 @@ class HeartbeatStore:
         if not self._reading.check([_FALLEN]):
             return None
         told = json.loads(self._reading.get(_FALLEN))
-        return f"rank {told['rank']} on {told['host']}" if told["rank"] != self._rank else None
+        return f"rank {told['rank']} on {told['host']}" if told["rank"] != self.rank else None
 
     def _read_all(self) -> dict[int, Heartbeat | None]:
         """The newest heartbeat of each other rank; None if it has written none, or one of another release."""
         beats: dict[int, Heartbeat | None] = {}
         for rank in range(len(self._hosts)):
             key = f"beat/{rank}"
-            if rank == self._rank:
+            if rank == self.rank:
                 continue
             beats[rank] = None
             if self._reading.check([key]):
@@ -160,15 +167,15 @@ class HeartbeatStore:
         while True:
             self._number += 1
             try:
-                self._writing.set(f"beat/{self._rank}", encode_record(self._beat()).decode())
+                self._writing.set(f"beat/{self.rank}", encode_record(self._beat()).decode())
             except RuntimeError as error:
                 # The store's host may be gone; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)
-            if self._closed.wait(self._options.heartbeat_s):
+            if self._closed.wait(self.options.heartbeat_s):
                 return
 
     def _beat(self) -> Heartbeat:
-        mark = self._mark()
+        mark = self.mark()
         status = self.own_status(mark)
         return Heartbeat(
             where=str(mark),
@@ -183,3 +190,71 @@ class HeartbeatStore:
             time=self._clock(),
             number=self._number,
         )
+
+
+class PeerMonitor:
+    """Looks at the other ranks when this one is silent for long: whether it waits in vain, and for whom.
+
+    A thread of its own: the store that it asks may be what does not answer.
+    """
+
+    def __init__(self, heartbeats: HeartbeatStore, *, entered: Callable[[], Entered]) -> None:
+        """`entered` asks the library of the collectives, which may hang."""
+        self._heartbeats = heartbeats
+        self._entered = entered
+        self._told: ProgressMark | None = None
+        self._found: tuple[ProgressMark, HangDiagnosis, float] | None = None
+        """Of the silence of this mark, and when it was found."""
+        self.failed_peer: LostPeer | None = None
+        """A rank that has said that it ends because of an error."""
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="peer-monitor", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """No more looking; one that is under way is not waited for."""
+        self._closed.set()
+        self._thread.join(timeout=1.0)
+
+    @property
+    def in_vain(self) -> bool:
+        """Whether this rank has nothing to wait for any more, when it has been silent beyond its bound."""
+        found = self._found
+        return found is not None and found[0] is self._heartbeats.mark() and found[1].is_in_vain(self._heartbeats.rank)
+
+    @property
+    def diagnosis(self) -> HangDiagnosis | None:
+        """Whose fault the silence at hand is; None as long as it is too short for the question, or nobody answers."""
+        found = self._found
+        return (
+            found[1].later(self._heartbeats.stopwatch() - found[2])
+            if found is not None and found[0] is self._heartbeats.mark()
+            else None
+        )
+
+    def turn(self) -> None:
+        """Look once. Raises: RuntimeError, ValueError if the store does not answer."""
+        if self.failed_peer is None and (name := self._heartbeats.failed_peer()) is not None:
+            self.failed_peer = LostPeer(name, self._heartbeats.stopwatch())
+        mark = self._heartbeats.mark()
+        if self._heartbeats.stopwatch() - mark.since_s < _SHARE * bound_s(mark, self._heartbeats.options):
+            self._told, self._heartbeats.entered = None, Entered()
+            return
+        if self._told is not mark:
+            self._heartbeats.entered = within(_DUMP_LIMIT_S, self._entered) or Entered()
+            self._told = mark
+        statuses = [self._heartbeats.own_status(mark), *self._heartbeats.statuses()]
+        frozen_s = _BEATS * self._heartbeats.options.heartbeat_s + _LATE_S
+        found = diagnose(sorted(statuses, key=lambda one: one.rank), frozen_s=frozen_s)
+        self._found = (mark, found, self._heartbeats.stopwatch())
+
+    def _run(self) -> None:
+        while not self._closed.wait(self._heartbeats.options.heartbeat_s):
+            try:
+                self.turn()
+            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+                # Then nothing is known of the others, and the limits that need no knowledge hold.
+                self._found = None
+                logger.debug("the other ranks cannot be seen: %s", error)

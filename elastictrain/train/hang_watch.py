@@ -10,8 +10,8 @@ from elastictrain.distributed.group import flight_recorder
 from elastictrain.events import Hang
 from elastictrain.identity import Identity
 from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_entered, paragraph
+from elastictrain.liveness.heartbeats import PeerMonitor
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
-from elastictrain.liveness.peer_monitor import PeerMonitor
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
 from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
@@ -43,13 +43,7 @@ class HangWatch:
         self._context = context
         if not self._identity.launched:
             return
-        self._peer_monitor = PeerMonitor(
-            context.heartbeats,
-            rank=self._identity.rank,
-            mark=lambda: self._tracker.mark,
-            entered=self._entered,
-            options=self._config.fault,
-        )
+        self._peer_monitor = PeerMonitor(context.heartbeats, entered=self._entered)
         self._peer_monitor.start()
         try:
             self._monitor_client = self._open_monitor(context)
