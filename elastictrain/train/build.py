@@ -34,7 +34,6 @@ from elastictrain.train.parameters import build_model, fill, fill_again
 from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import SynchronousSaving
 from elastictrain.train.snapshot_memory import SnapshotMemory, connect_savers, make_saving
-from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import Stepper
 from elastictrain.train.task import CountsFlops, HasBlocks
@@ -71,7 +70,7 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     return Loop(
         context=context,
         state=state,
-        stepper=_make_stepper(context, state, wrapped=wrapped, saving=saving),
+        stepper=Stepper(context, wrapped, state.optimizer, before_update=saving.before_update),
         loader=_make_loader(context, first_step=state.step),
         saving=saving,
         comparison=comparison,
@@ -192,18 +191,6 @@ def too_slow(num_parameters: int, *, device: torch.device) -> str:
     if device.type != "cpu" or num_parameters < _MUCH_FOR_A_CPU:
         return ""
     return f"no GPU is used: a model of {num_parameters / 1e6:,.0f} M parameters takes minutes to make, and minutes a step"
-
-
-def _make_stepper(context: TrainContext, state: TrainState, *, wrapped: Wrapped, saving: Saving) -> Stepper:
-    return Stepper(
-        context.task,
-        wrapped,
-        state.optimizer,
-        clip_norm=context.config.train.clip_norm,
-        seed=context.config.run.seed,
-        tracker=context.tracker,
-        before_update=saving.before_update,
-    )
 
 
 def _make_loader(context: TrainContext, *, first_step: int) -> Loader:

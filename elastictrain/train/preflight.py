@@ -1,6 +1,5 @@
 """The preflight of a run: what is asked of the hosts, what is recorded and shown of the findings, and who has to leave."""
 
-import json
 import logging
 import os
 import sys
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from elastictrain.bounded_json import as_record, parse_json, parse_record
+from elastictrain.bounded_json import as_record, encode_record, parse_json, parse_record
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.bounded import within
@@ -176,14 +175,14 @@ class RunPreflight:
             ended, world_size = ([], 1) if first_start else within(_READ_S, self._past.ended) or ([], 1)
             level, reason = choose_level(wanted, first_start=first_start, ended=ended, world_size=world_size)
             after_failure = level is Level.FULL and not first_start
-            self._exchange.put("level", json.dumps([level, reason, after_failure]).encode())
-            return Chosen(level, reason, after_failure)
+            chosen = Chosen(level, reason, after_failure)
+            self._exchange.put("level", encode_record(chosen))
+            return chosen
         limit_s = self._config.preflight.limit_s
         data = self._exchange.get("level", limit_s=limit_s)
         if data is None:
             raise PreflightError(f"rank 0 did not say within {limit_s:g} s how much is to be checked")
-        level_name, reason, after_failure = json.loads(data)
-        return Chosen(Level(level_name), reason, after_failure)
+        return parse_record(data, Chosen)
 
     def _past_findings(self, report: Report) -> list[PastFindings]:
         """Nothing is read where there is nothing to compare."""

@@ -12,11 +12,11 @@ from torch.optim import AdamW
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
-from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.progress import Phase
+from elastictrain.train.context import TrainContext
 from elastictrain.train.optimizer import set_learning_rate
 from elastictrain.train.parameters import derive_seed, local, seed_everything
 from elastictrain.train.replica_comparison import HostCopy
-from elastictrain.train.task import Task
 
 # The vector that ranks sum once per step. Flags ride along, so that agreeing on a stop costs no collective of its own.
 _LOSS_SUM, _WEIGHT, _GRAD_SQUARES, _FLAGS = range(4)
@@ -109,22 +109,19 @@ class Stepper:
 
     def __init__(
         self,
-        task: Task,
+        context: TrainContext,
         wrapped: Wrapped,
         optimizer: AdamW,
         *,
-        clip_norm: float,
-        seed: int,
-        tracker: ProgressTracker,
         before_update: Callable[[], None] = lambda: None,
     ) -> None:
         """`before_update` is called when all of a step's work but the update is under way."""
-        self._task = task
+        self._task = context.task
+        self._tracker = context.tracker
+        self._clip_norm = context.config.train.clip_norm
+        self._seed = context.config.run.seed
         self.wrapped = wrapped
         self._optimizer = optimizer
-        self._clip_norm = clip_norm
-        self._seed = seed
-        self._tracker = tracker
         self._before_update = before_update
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._parameters: list[Tensor] = parameters

@@ -32,7 +32,6 @@ OWN = {
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",
     "preflight/host/trip.py": "the process that started this one",
-    "train/preflight.py": "rank 0 of the same group",
 }
 
 

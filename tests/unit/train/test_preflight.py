@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch.distributed as dist
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits, PreflightThresholds
 from elastictrain.distributed.generation import AgreedGeneration, Introduction
 from elastictrain.distributed.store import StoreExchange
@@ -27,7 +28,7 @@ from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.preflight import PastStarts, RunPreflight, findings_in, last_word
+from elastictrain.train.preflight import Chosen, PastStarts, RunPreflight, findings_in, last_word
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import verdict
 from tests.unit.train.parts import context_of
@@ -131,7 +132,7 @@ def follower(exchange: StoreExchange, store: Store, *, limit_s: float) -> RunPre
 
 def test_the_other_ranks_take_the_level_that_the_first_one_chose(store: Store) -> None:
     exchange = StoreExchange(dist.HashStore())
-    exchange.put("level", json.dumps(["full", "because", True]).encode())
+    exchange.put("level", encode_record(Chosen(Level.FULL, "because", after_failure=True)))
     chosen = follower(exchange, store, limit_s=5.0).chosen
     assert (chosen.level, chosen.reason, chosen.after_failure) == (Level.FULL, "because", True)
 

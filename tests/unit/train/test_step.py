@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -17,7 +18,8 @@ from elastictrain.train.optimizer import make_optimizer
 from elastictrain.train.state import TrainState
 from elastictrain.train.step import StepFlags, Stepper, StepResult
 from elastictrain.train.task import LossOutput
-from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, micro_batches, wrapped_model
+from tests.unit.train.parts import GLOBAL_BATCH, Points, Squares, context_of, micro_batches, wrapped_model
+from tests.unit.train.test_loop import config
 
 OPTIONS = OptimGroup(lr=0.05, weight_decay=0.2, beta1=0.8, beta2=0.9)
 RATES = (0.05, 0.03, 0.01)
@@ -37,7 +39,10 @@ class Bench:
         self.optimizer = make_optimizer(self.wrapped.bare, OPTIONS)
         self.state = TrainState(self.wrapped.bare, self.optimizer)
         self.tracker = ProgressTracker()
-        self.stepper = Stepper(task, self.wrapped, self.optimizer, clip_norm=clip_norm, seed=seed, tracker=self.tracker)
+        plain = config(steps=1)
+        of_run = replace(plain, train=replace(plain.train, clip_norm=clip_norm), run=replace(plain.run, seed=seed))
+        context = context_of(config=of_run, task=task, tracker=self.tracker)
+        self.stepper = Stepper(context, self.wrapped, self.optimizer)
 
     def step(
         self,
