@@ -28,8 +28,8 @@ from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.opening import without_sync
 from elastictrain.storage.store import Store
 from elastictrain.storage.writers import Writer, start_of, this_writer
-from elastictrain.train.checks import OwnFacts, check_alone, check_memory
-from elastictrain.train.context import StopRequested, Timings, TrainContext, leave_if_asked
+from elastictrain.train.checks import check_alone, check_memory
+from elastictrain.train.context import StopRequested, Timings, TrainContext
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.preflight import RunPreflight
 
@@ -52,71 +52,37 @@ def meet_ranks(
 
     `parent` is the process that started this one. `on_lost` is called by a thread of rank 0 when another run has taken over.
     """
-    timings, poll = Timings(), partial(leave_if_asked, stop_request)
+    timings = Timings()
     with timings.phase("checks"):
-        own = check_alone(config, identity)
+        context = check_alone(config, identity, tracker=tracker, stop_request=stop_request, timings=timings)
     tracker.set_phase(Phase.RENDEZVOUS)
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
-        _wait_for_previous_workers(identity, poll=poll)
+        _wait_for_previous_workers(context)
     with timings.phase("memory"):
         # Only now: the workers of the generation before have given theirs back.
         if identity.local_rank == 0:
-            check_memory(own.task, config, identity, backend=own.backend)
+            check_memory(context)
     with timings.phase("rendezvous"):
         # The limit of this phase begins with the first question to the store: who is missing is told by the agreement itself.
         tracker.set_phase(Phase.RENDEZVOUS)
-        meeting = _Meeting(config, identity, own, tracker=tracker, poll=poll)
-        lease = None
-        if identity.rank == 0 and identity.launcher is None:
-            lease = meeting.take_lease(parent=parent, on_lost=on_lost)
-        generation = meeting.agree(lease)
-        shared = dist.PrefixStore(f"elastictrain/{generation.name}", meeting.store.unbounded)
-        heartbeats = meeting.store.ask(
-            lambda: HeartbeatStore(
-                shared,
-                rank=identity.rank,
-                hosts=generation.hosts,
-                mark=lambda: tracker.mark,
-                options=config.fault,
-            )
-        )
-        heartbeats.start()
-        journal, unwritable = _open_journal(own.store, generation, config, identity)
-    return TrainContext(
-        config=config,
-        identity=identity,
-        tracker=tracker,
-        stop_request=stop_request,
-        task=own.task,
-        samples=own.samples,
-        store=own.store,
-        backend=own.backend,
-        generation=generation,
-        shared=shared,
-        journal=journal,
-        unwritable=unwritable,
-        heartbeats=heartbeats,
-        job=meeting.job,
-        lease=lease,
-        timings=timings,
-    )
+        _meet(context, parent=parent, on_lost=on_lost)
+    return context
 
 
 def form_group(context: TrainContext) -> None:
     """Check the hosts, make the process group, and check it. Collective: yes. Raises: ElasticTrainError."""
     config, tracker, timings = context.config, context.tracker, context.timings
     check_alike(context.generation)
-    poll = partial(leave_if_asked, context.stop_request)
 
     def begin_part(_: str) -> None:
         # Marked anew with each part, so that a report tells how long the one that hangs has taken.
         tracker.set_phase(Phase.PREFLIGHT)
-        poll()
+        context.leave_if_asked()
 
     tracker.set_phase(Phase.PREFLIGHT)
     with timings.phase("preflight"):
-        exchange = StoreExchange(dist.PrefixStore("preflight", context.shared), poll=poll)
+        exchange = StoreExchange(dist.PrefixStore("preflight", context.shared), poll=context.leave_if_asked)
         preflight = RunPreflight(context, exchange)
         preflight.check_hosts()
     if context.unwritable is not None:
@@ -136,67 +102,69 @@ def form_group(context: TrainContext) -> None:
         preflight.check_group(on_part=begin_part)
 
 
-class _Meeting:
-    """The way to the other ranks, through the store that torchrun named."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        identity: Identity,
-        own: OwnFacts,
-        *,
-        tracker: ProgressTracker,
-        poll: Callable[[], None],
-    ) -> None:
-        """Raises: TransportError."""
-        self._config = config
-        self._identity = identity
-        self._own = own
-        self._tracker = tracker
-        self._poll = poll
-        self._limit_s = config.fault.rendezvous_timeout_s
-        self.store = BoundedStore(lambda: connect(identity, timeout_s=self._limit_s), limit_s=self._limit_s, poll=poll)
-        self.job = JobNotes(self.store.unbounded, identity)
-
-    def take_lease(self, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
-        """As rank 0 of a group that no launcher started. Raises: RunHeldError, StorageError, what `poll` raises."""
-        config, identity = self._config, self._identity
-
-        def wait_on() -> None:
-            say_waiting(self.store)
-            self._put_off(self._limit_s)
-            self._poll()
-
-        # Also where the run folder was deleted under a job that lives, the numbers go on.
-        used = max(map(number_of, self.job.read().incarnations), default=0)
-        waiting = Waiting(
-            on_held=config.run.on_held, url=config.run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on
+def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> None:
+    config, identity, limit_s = context.config, context.identity, context.config.fault.rendezvous_timeout_s
+    rendezvous = context.rendezvous = BoundedStore(
+        lambda: connect(identity, timeout_s=limit_s), limit_s=limit_s, poll=context.leave_if_asked
+    )
+    context.job = JobNotes(rendezvous.unbounded, identity)
+    if identity.rank == 0 and identity.launcher is None:
+        context.lease = _take_lease(context, parent=parent, on_lost=on_lost)
+    generation = context.generation = _agree(context)
+    shared = context.shared = dist.PrefixStore(f"elastictrain/{generation.name}", rendezvous.unbounded)
+    context.heartbeats = rendezvous.ask(
+        lambda: HeartbeatStore(
+            shared, rank=identity.rank, hosts=generation.hosts, mark=lambda: context.tracker.mark, options=config.fault
         )
-        return take(Chain(self._own.store), _owner(identity, self.store, parent), waiting, on_lost=on_lost, used=used)
+    )
+    context.heartbeats.start()
+    key = f"events/{generation.name}-r{identity.rank:05d}.jsonl"
+    try:
+        log: AppendLog = open_append_log(context.store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)
+    except StorageError as error:
+        log, context.unwritable = LostLog(), error
+    context.journal = Journal(log, incarnation=generation.name, rank=identity.rank)
 
-    def agree(self, lease: Lease | None) -> AgreedGeneration:
-        """With all other ranks. Collective: yes. Raises: StopRequestedError, TransportError."""
-        own, identity = self._own, self._identity
-        launcher = identity.launcher
-        digest = group_digest(self._config, data_digest=own.samples.digest)
-        generation = agree(
-            self.store,
-            identity,
-            Introduction(identity.host, identity.local_world_size, own.backend, digest),
-            number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
-            timeout_s=self.store.left_s,
-            poll=self._poll,
-            put_off=self._put_off,
-            tell=_tell,
-        )
-        if identity.rank == 0:
-            note_start(own.store, incarnation=generation.name, world_size=identity.world_size)
-        return generation
 
-    def _put_off(self, seconds: float) -> None:
-        # As long as another run trains here there is no progress to be made.
-        self._tracker.set_phase(Phase.RENDEZVOUS)
-        self.store.put_off(seconds)
+def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> Lease:
+    """As rank 0 of a group that no launcher started. Raises: RunHeldError, StorageError, StopRequestedError, TransportError."""
+    run, rendezvous = context.config.run, context.rendezvous
+
+    def wait_on() -> None:
+        say_waiting(rendezvous)
+        _put_off(context, context.config.fault.rendezvous_timeout_s)
+        context.leave_if_asked()
+
+    # Also where the run folder was deleted under a job that lives, the numbers go on.
+    used = max(map(number_of, context.job.read().incarnations), default=0)
+    waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
+    owner = _owner(context.identity, rendezvous, parent)
+    return take(Chain(context.store), owner, waiting, on_lost=on_lost, used=used)
+
+
+def _agree(context: TrainContext) -> AgreedGeneration:
+    """With all other ranks. Collective: yes. Raises: StopRequestedError, TransportError."""
+    identity, lease, launcher = context.identity, context.lease, context.identity.launcher
+    digest = group_digest(context.config, data_digest=context.samples.digest)
+    generation = agree(
+        context.rendezvous,
+        identity,
+        Introduction(identity.host, identity.local_world_size, context.backend, digest),
+        number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
+        timeout_s=context.rendezvous.left_s,
+        poll=context.leave_if_asked,
+        put_off=partial(_put_off, context),
+        tell=_tell,
+    )
+    if identity.rank == 0:
+        note_start(context.store, incarnation=generation.name, world_size=identity.world_size)
+    return generation
+
+
+def _put_off(context: TrainContext, seconds: float) -> None:
+    # As long as another run trains here there is no progress to be made.
+    context.tracker.set_phase(Phase.RENDEZVOUS)
+    context.rendezvous.put_off(seconds)
 
 
 def _owner(identity: Identity, shared: SharedStore, parent: int) -> Owner:
@@ -242,21 +210,9 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
     threading.Thread(target=note, name="note-start", daemon=True).start()
 
 
-def _open_journal(
-    store: Store, generation: AgreedGeneration, config: RunConfig, identity: Identity
-) -> tuple[Journal, StorageError | None]:
-    """The records of this rank, and why they cannot be stored, if so."""
-    key, unwritable = f"events/{generation.name}-r{identity.rank:05d}.jsonl", None
-    try:
-        log: AppendLog = open_append_log(store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)
-    except StorageError as error:
-        log, unwritable = LostLog(), error
-    return Journal(log, incarnation=generation.name, rank=identity.rank), unwritable
-
-
-def _wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None]) -> None:
-    left = wait_for_previous_workers(identity, poll=poll)
-    if left and identity.local_rank == 0:
+def _wait_for_previous_workers(context: TrainContext) -> None:
+    left = wait_for_previous_workers(context.identity, poll=context.leave_if_asked)
+    if left and context.identity.local_rank == 0:
         logger.warning(
             "process(es) %s of the generation before are not gone; they may hold devices that this one needs",
             ", ".join(map(str, left)),

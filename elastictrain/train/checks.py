@@ -15,9 +15,8 @@ from elastictrain.checkpoint.signing import SigningKey, load_key
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import changed_answers, to_yaml
 from elastictrain.config.task_signature import build_task
-from elastictrain.data.dataset import Dataset
 from elastictrain.data.opening import open_datasets
-from elastictrain.distributed.device import Backend, find_backend, plan_environment
+from elastictrain.distributed.device import find_backend, plan_environment
 from elastictrain.distributed.wrapping import mesh_shape
 from elastictrain.errors import (
     ConfigError,
@@ -29,10 +28,12 @@ from elastictrain.errors import (
     StorageError,
 )
 from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store
 from elastictrain.storage.private import temporary_folder
 from elastictrain.storage.store import Store
+from elastictrain.train.context import Samples, StopRequested, Timings, TrainContext
 from elastictrain.train.task import BringsDatasets, ChecksTokens, HasBlocks, HasNeutralOptions, InitializesParameters, Task
 
 logger = logging.getLogger(__name__)
@@ -44,27 +45,9 @@ _TIGHT = 0.8
 _MOMENTS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """What is trained on and what is evaluated."""
-
-    train: Dataset
-    held_out: Dataset | None
-    digest: str
-    """Names the content of token files; empty for a task's own datasets."""
-
-
-@dataclass(frozen=True, slots=True)
-class OwnFacts:
-    """What a rank knows before it has met another."""
-
-    backend: Backend
-    task: Task
-    samples: Samples
-    store: Store
-
-
-def check_alone(config: RunConfig, identity: Identity) -> OwnFacts:
+def check_alone(
+    config: RunConfig, identity: Identity, *, tracker: ProgressTracker, stop_request: StopRequested, timings: Timings
+) -> TrainContext:
     """What can be checked without another rank; sets the environment of torch, too. Raises: ElasticTrainError."""
     signing_key(config)
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
@@ -82,7 +65,8 @@ def check_alone(config: RunConfig, identity: Identity) -> OwnFacts:
         # Of several hosts the preflight tells which one cannot write; who left before would only be missed.
         untested = identity.only_host or config.preflight.level == "off" or config.preflight.checks.storage == "off"
         check_run_folder(store, config, task=task, try_writing=untested)
-    return OwnFacts(backend, task, open_samples(task, config), store)
+    samples = open_samples(task, config)
+    return TrainContext(config, identity, tracker, stop_request, timings, backend, task, samples, store)
 
 
 def signing_key(config: RunConfig) -> SigningKey | None:
@@ -274,11 +258,12 @@ def _gb(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:,.2f} GB"
 
 
-def check_memory(task: Task, config: RunConfig, identity: Identity, *, backend: Backend) -> None:
+def check_memory(context: TrainContext) -> None:
     """Raises: HostUnfitError if the state cannot fit here; ConfigError if it fits nowhere, or the model cannot be built."""
-    size = measure_state(task)
+    size = measure_state(context.task)
     if size is None:
         return
+    config, identity = context.config, context.identity
     parallel, local_world_size = config.parallel, identity.local_world_size
     shape = mesh_shape(
         parallel.kind, world_size=identity.world_size, local_world_size=local_world_size, shard_size=parallel.shard_size
@@ -291,7 +276,7 @@ def check_memory(task: Task, config: RunConfig, identity: Identity, *, backend: 
         snapshots=config.checkpoint.buffers,
     )
     device = None
-    if backend == "nccl":
+    if context.backend == "nccl":
         total_bytes = torch.cuda.get_device_properties(identity.local_rank).total_memory
         device = MemorySize(torch.cuda.get_device_name(identity.local_rank), total_bytes, total_bytes)
     found = psutil.virtual_memory()

@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.composed import RunConfig
+from elastictrain.data.dataset import Dataset
 from elastictrain.distributed.device import Backend
 from elastictrain.distributed.generation import AgreedGeneration
 from elastictrain.distributed.group import Group
+from elastictrain.distributed.store import BoundedStore
 from elastictrain.errors import StopRequestedError, StorageError
 from elastictrain.events import Journal
 from elastictrain.fault.stop import StopRequest
@@ -20,7 +22,6 @@ from elastictrain.lease.holder import Lease
 from elastictrain.liveness.heartbeats import HeartbeatStore
 from elastictrain.liveness.progress import ProgressTracker
 from elastictrain.storage.store import Store
-from elastictrain.train.checks import Samples
 from elastictrain.train.job_notes import JobNotes
 from elastictrain.train.task import Task
 
@@ -43,10 +44,14 @@ class Timings:
         self.seconds[name] = round(time.monotonic() - began, 4)
 
 
-def leave_if_asked(stop_request: StopRequested) -> None:
-    """Raises: StopRequestedError."""
-    if (request := stop_request()) is not None:
-        raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What is trained on and what is evaluated."""
+
+    train: Dataset
+    held_out: Dataset | None
+    digest: str
+    """Names the content of token files; empty for a task's own datasets."""
 
 
 def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> float | None:
@@ -60,34 +65,41 @@ def left_s(request: StopRequest | None, *, now_s: float, grace_s: float) -> floa
     return request.deadline_s - margin_s - now_s
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class TrainContext:
-    """Made when the ranks have met: from then on what happens can be recorded, and other ranks can be heard."""
+    """Begun by what a rank checks alone. With the meeting of the ranks comes what is recorded and heard, then the group."""
 
     config: RunConfig
     identity: Identity
     tracker: ProgressTracker
     stop_request: StopRequested
+    timings: Timings
+    backend: Backend
     task: Task
     samples: Samples
     store: Store
-    backend: Backend
-    generation: AgreedGeneration
-    shared: dist.Store
-    """The store that the ranks meet through, under this generation's prefix."""
+    rendezvous: BoundedStore = field(init=False)
+    """The store that the ranks meet through."""
 
-    journal: Journal
-    unwritable: StorageError | None
-    """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
-
-    heartbeats: HeartbeatStore
-    job: JobNotes
-    lease: Lease | None
+    job: JobNotes = field(init=False)
+    lease: Lease | None = field(default=None, init=False)
     """Of rank 0, unless a launcher has started it: those have a lease of their own."""
 
-    timings: Timings
+    generation: AgreedGeneration = field(init=False)
+    shared: dist.Store = field(init=False)
+    """The store that the ranks meet through, under this generation's prefix."""
+
+    heartbeats: HeartbeatStore = field(init=False)
+    journal: Journal = field(init=False)
+    unwritable: StorageError | None = field(default=None, init=False)
+    """Why this rank's records cannot be stored, if so. It ends the rank, but only when the others know which host it is on."""
+
     group: Group = field(init=False)
-    """There from the end of the bring-up."""
+
+    def leave_if_asked(self) -> None:
+        """Raises: StopRequestedError."""
+        if (request := self.stop_request()) is not None:
+            raise StopRequestedError(f"asked to stop ({request.reason}) before training began")
 
     def left_s(self) -> float | None:
         """How long this rank may still wait for a save; None: as long as it takes."""
