@@ -48,25 +48,25 @@ def detect(
         "Vast": _is_vast(environment),
     }
     found = [name for name, is_there in clusters.items() if is_there]
-    if hosts:
-        place = _read_list(environment, hosts=tuple(hosts), names=names)
-        return replace(place, warnings=tuple(f"`{_HOSTS_KEY}` is given, so that {name} is not asked" for name in found))
+    reader = EnvironmentReader(environment)
     not_read, why = _RANKS, "outside of Kubernetes they do not number hosts"
-    match found:
-        case ["Slurm", *_]:
-            place = read_slurm(environment)
-            not_read, why = (*_PODS, *_RANKS), "Slurm says where this host is"
-        case ["RunAI", *_]:
-            return read_runai(environment)
-        case ["Kubernetes", *_]:
-            return read_kubernetes(environment)
-        case _:
-            overlay = _choose_overlay(interfaces, default_interface, asked=environment.get("NCCL_SOCKET_IFNAME", ""))
-            place = _read_vast(environment, overlay) if found else _read_plain(environment)
+    if hosts:
+        place, not_read = _read_list(reader, hosts=tuple(hosts), names=names), ()
+        reader.warnings += [f"`{_HOSTS_KEY}` is given, so that {name} is not asked" for name in found]
+    elif "Slurm" in found:
+        place = read_slurm(reader)
+        not_read, why = (*_PODS, *_RANKS), "Slurm says where this host is"
+    elif "RunAI" in found:
+        place, not_read = read_runai(reader), ()
+    elif "Kubernetes" in found:
+        place, not_read = read_kubernetes(reader), ()
+    elif "Vast" in found:
+        place = _read_vast(reader, _choose_overlay(interfaces, default_interface, asked=reader.text("NCCL_SOCKET_IFNAME")))
+    else:
+        place = _read_plain(reader)
     if aside := [name for name in not_read if name in environment]:
-        warning = f"{', '.join(aside)} of the environment are left aside: {why}"
-        return replace(place, warnings=(*place.warnings, warning))
-    return place
+        reader.warnings.append(f"{', '.join(aside)} of the environment are left aside: {why}")
+    return reader.check(place)
 
 
 def _refuse_torchrun(environment: Mapping[str, str]) -> None:
@@ -86,17 +86,15 @@ def _refuse_torchrun(environment: Mapping[str, str]) -> None:
         raise ConfigError([Problem(name, message)])
 
 
-def _read_plain(environment: Mapping[str, str]) -> ClusterPlace:
-    reader = EnvironmentReader(environment)
+def _read_plain(reader: EnvironmentReader) -> ClusterPlace:
     place = read_torchrun_environment(reader)
     if not reader.conclusions:
         reader.conclusions.append(f"no cluster and no list of hosts (`{_HOSTS_KEY}`): others are taken in as they come")
-    return reader.check(place)
+    return place
 
 
-def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names: Sequence[str]) -> ClusterPlace:
-    """Hosts that a person listed. Raises: ConfigError if this host is not in the list, or the list names one twice."""
-    reader = EnvironmentReader(environment)
+def _read_list(reader: EnvironmentReader, *, hosts: tuple[str, ...], names: Sequence[str]) -> ClusterPlace:
+    """Hosts that a person listed. It is a problem if this host is not in the list, or the list names one twice."""
     if len(set(hosts)) < len(hosts) or "" in hosts:
         reader.refuse(_HOSTS_KEY, f"must name each host once, but is {list(hosts)!r}")
     own = [number for number, host in enumerate(hosts) if host in names]
@@ -106,16 +104,15 @@ def _read_list(environment: Mapping[str, str], *, hosts: tuple[str, ...], names:
     if own:
         reader.conclusions.append(f"this is host {own[0]} ({hosts[own[0]]}), counted from 0")
     peers = tuple(host for number, host in enumerate(hosts) if number not in own)
-    return reader.check(ClusterPlace("plain", order=own[0] if own else -1, num_hosts=len(hosts), peers=peers))
+    return ClusterPlace("plain", order=own[0] if own else -1, num_hosts=len(hosts), peers=peers)
 
 
 def _is_vast(environment: Mapping[str, str]) -> bool:
     return "VAST_CONTAINERLABEL" in environment or any(name.startswith("VAST_TCP_PORT_") for name in environment)
 
 
-def _read_vast(environment: Mapping[str, str], overlay: tuple[str, str] | None) -> ClusterPlace:
+def _read_vast(reader: EnvironmentReader, overlay: tuple[str, str] | None) -> ClusterPlace:
     """The place of an instance; `overlay` is its interface to other instances, and its address there."""
-    reader = EnvironmentReader(environment)
     label = reader.show("VAST_CONTAINERLABEL", "CONTAINER_ID")
     reader.conclusions.append(f"Vast ({label or 'VAST_TCP_PORT_*'})")
     torchrun_env = read_torchrun_environment(reader)
@@ -132,7 +129,7 @@ def _read_vast(environment: Mapping[str, str], overlay: tuple[str, str] | None) 
             f"{count(torchrun_env.num_hosts, 'host')} are to meet, but this instance is on no overlay network; create all of "
             'them with `--env "-n OVERLAY"` (vastai create overlay)'
         )
-    place = replace(
+    return replace(
         torchrun_env,
         kind="vast",
         # Without an overlay nobody else can come; but who is numbered is not alone.
@@ -141,7 +138,6 @@ def _read_vast(environment: Mapping[str, str], overlay: tuple[str, str] | None) 
         address=overlay[1] if overlay else "",
         job=reader.text("CONTAINER_ID", "VAST_CONTAINERLABEL"),
     )
-    return reader.check(place)
 
 
 def _choose_overlay(interfaces: Mapping[str, Sequence[str]], default_interface: str, *, asked: str) -> tuple[str, str] | None:

@@ -85,16 +85,14 @@ def is_runai(environment: Mapping[str, str]) -> bool:
     return _RUNAI_GPUS in environment or (is_kubernetes(environment) and by_runai)
 
 
-def read_kubernetes(environment: Mapping[str, str]) -> ClusterPlace:
-    """The place of a pod. Raises: ConfigError with every variable that is wrong."""
-    reader = EnvironmentReader(environment)
+def read_kubernetes(reader: EnvironmentReader) -> ClusterPlace:
+    """The place of a pod; leaves conclusions, warnings and problems in `reader`."""
     reader.conclusions.append(f"Kubernetes ({EVIDENCE})")
-    return reader.check(_pod_place(reader, gpus=0))
+    return _pod_place(reader, gpus=0)
 
 
-def read_runai(environment: Mapping[str, str]) -> ClusterPlace:
-    """The place of a pod of RunAI. Raises: ConfigError with every variable that is wrong."""
-    reader = EnvironmentReader(environment)
+def read_runai(reader: EnvironmentReader) -> ClusterPlace:
+    """The same of a pod of RunAI."""
     reader.conclusions.append(f"RunAI ({EVIDENCE})")
     given = _gpus_of_pod(reader)
     gpus = max(1, int(given)) if given else 0
@@ -108,7 +106,7 @@ def read_runai(environment: Mapping[str, str]) -> ClusterPlace:
     elif gpus and not processes:
         processes = reader.workers_for(gpus, source=source)
     job = reader.text("RUNAI_JOB_NAME", "JOB_NAME")
-    return reader.check(replace(place, kind="runai", processes=processes, job=job))
+    return replace(place, kind="runai", processes=processes, job=job)
 
 
 def _gpus_of_pod(reader: EnvironmentReader) -> float:

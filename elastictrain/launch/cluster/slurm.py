@@ -45,19 +45,17 @@ def is_slurm(environment: Mapping[str, str]) -> bool:
     return any(name in environment for name in _JOB)
 
 
-def read_slurm(environment: Mapping[str, str]) -> ClusterPlace:
-    """The place of a task. Raises: ConfigError with every variable that is wrong."""
-    reader = EnvironmentReader(environment)
+def read_slurm(reader: EnvironmentReader) -> ClusterPlace:
+    """The place of a task; leaves conclusions, warnings and problems in `reader`."""
     reader.conclusions.append(f"Slurm ({reader.show(*_JOB)})")
     place = _read_step(reader) if _is_step(reader) else _without_step(reader)
     deadline = _read_deadline(reader)
-    restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    if restarts != "0":
-        reader.conclusions.append(f"the job was requeued before (SLURM_RESTART_COUNT={restarts})")
+    if reader.text("SLURM_RESTART_COUNT") not in ("", "0"):
+        reader.conclusions.append(f"the job was requeued before ({reader.show('SLURM_RESTART_COUNT')})")
     if reader.first("SLURM_ARRAY_TASK_ID"):
         shown = reader.show("SLURM_ARRAY_TASK_ID")
         reader.warnings.append(f"each job of an array ({shown}) must have a `run.dir` of its own")
-    return reader.check(replace(place, deadline=deadline, job=reader.text(*_JOB)))
+    return replace(place, deadline=deadline, job=reader.text(*_JOB))
 
 
 def _is_step(reader: EnvironmentReader) -> bool:
