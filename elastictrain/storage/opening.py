@@ -2,10 +2,12 @@
 
 import os
 import secrets
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TypeVar, cast
 from urllib.parse import unquote
 
-from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError
+from elastictrain.errors import ConfigError, ObjectExistsError, PermanentStorageError, StorageError, TransientStorageError
 from elastictrain.storage.azure import AzureBackend
 from elastictrain.storage.failures import Retrying, RetryOptions
 from elastictrain.storage.filesystem import FilesystemBackend
@@ -13,11 +15,12 @@ from elastictrain.storage.gcs import GcsBackend
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.remote import Backend, RemoteStore
 from elastictrain.storage.s3 import S3Backend
-from elastictrain.storage.store import Store
+from elastictrain.storage.store import ObjectInfo, Store
 
 _EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
 
 T = TypeVar("T")
+Step = Callable[[str], AbstractContextManager[None]]
 
 
 def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: bool = False) -> Store:
@@ -101,31 +104,55 @@ def read_secret(store: Store, key: str, *, most_bytes: int) -> bytes:
     return store.read_secret(key, most_bytes=most_bytes) if isinstance(store, LocalStore) else store.read(key)
 
 
-def check_writable(store: Store) -> None:
-    """Creates, reads, lists and deletes a small object, so that a run finds out at its start and not at its first checkpoint.
+def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullcontext()) -> list[ObjectInfo]:
+    """An object's round trip, so that a run finds out at its start, and not at its first checkpoint, what does not work.
+
+    It is created, cannot be created again, is replaced, read back, listed and deleted; nothing remains, also after a failure.
+    Returns what was in its folder then. `step` is entered with the name of each step.
 
     Raises: StorageError, whose message says what to do.
     """
-    folder, data = f"probe-{secrets.token_hex(8)}", b"This object may be deleted.\n"
-    key = f"{folder}/object"
-    store = without_sync(store)
-    store.create(key, data)
+    store, key = without_sync(store), key or f"probe-{secrets.token_hex(8)}/object"
+    data, created = b"This object may be deleted.\n", False
     try:
-        found = store.read(key)
-        listed = [info.key for info in store.list(folder)]
-        if found != data or listed != [key]:
-            raise PermanentStorageError(
-                f"{store.url}: an object just written must be listed and read back as it is, but was "
-                f"{'read back' if listed else 'not listed'} ({len(found)} of {len(data)} bytes); use another store"
-            )
-        try:
-            store.create(key, b"Another content.\n")
-        except ObjectExistsError:
-            return
-        raise PermanentStorageError(
-            f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores the condition "
-            "(If-None-Match, or ifGenerationMatch=0), so a checkpoint could be replaced unnoticed; use another service or a "
-            "newer version of it"
-        )
-    finally:
-        store.delete(key)
+        with step("create"):
+            store.create(key, b"This object is replaced.\n")
+        created = True
+        with step("create again"):
+            _refuse_to_create(store, key)
+        with step("replace"):
+            store.write(key, data)
+        with step("read"):
+            found = store.read(key)
+            if found != data:
+                raise PermanentStorageError(
+                    f"{store.url}/{key} must be read back as it was written, but {len(found)} other bytes came; "
+                    "use another store"
+                )
+        with step("list"):
+            listed = list(store.list(key.rpartition("/")[0]))
+            if key not in {info.key for info in listed}:
+                raise PermanentStorageError(
+                    f"{store.url}: an object just written must be listed, but was not listed; use another store"
+                )
+        with step("delete"):
+            store.delete(key)
+    except BaseException as error:
+        # A store that did not answer to the first request would let the next one wait as long.
+        if created or not isinstance(error, TransientStorageError):
+            with suppress(StorageError):
+                store.delete(key)
+        raise
+    return listed
+
+
+def _refuse_to_create(store: Store, key: str) -> None:
+    try:
+        store.create(key, b"This must not be written.\n")
+    except ObjectExistsError:
+        return
+    raise PermanentStorageError(
+        f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores the condition "
+        "(If-None-Match, or ifGenerationMatch=0), so a checkpoint could be replaced unnoticed; use another service or a newer "
+        "version of it"
+    )
