@@ -147,6 +147,8 @@ def _blamed(
 ) -> Iterator[Verdict]:
     """`fatal_below`: from where on a bad link is a failure, as a bad host is. Nobody fails by one measurement."""
     typical = shown(found.typical or 0.0)
+    # There was no room for a second measurement, or no processor.
+    doubts = {True: "", False: " (not confirmed: repeat when processors are idle)"}
     for one in found.hosts:
         device, label = report.roster.hosts[one.subject].interface, report.label(one.subject)
         limits = f"limits of bandwidth (`tc -s qdisc show dev {device}`)"
@@ -155,7 +157,7 @@ def _blamed(
         remedy = f"{hint}on {label} look at {looks[0]}, then at {looks[1]}; if it stays, replace the host"
         way = "" if one.way is Way.BOTH else f" {one.way}"
         status = Status.FAIL if one.confirmed else Status.WARN
-        yield report(one.subject, status, shown(one.figure), typical, remedy, unit=f"{unit}{way}{words}{_doubt(one.confirmed)}")
+        yield report(one.subject, status, shown(one.figure), typical, remedy, unit=f"{unit}{way}{words}{doubts[one.confirmed]}")
     for bad in found.links:
         source, target = map(report.label, bad.subject)
         remedy = (
@@ -163,12 +165,7 @@ def _blamed(
             f"other); or run without one of them"
         )
         status = Status.FAIL if bad.confirmed and bad.figure < fatal_below else Status.WARN
-        yield report(bad.subject, status, shown(bad.figure), typical, remedy, unit=f"{unit}{words}{_doubt(bad.confirmed)}")
-
-
-def _doubt(confirmed: bool) -> str:
-    """There was no room for a second measurement, or no processor."""
-    return "" if confirmed else " (not confirmed: repeat when processors are idle)"
+        yield report(bad.subject, status, shown(bad.figure), typical, remedy, unit=f"{unit}{words}{doubts[bad.confirmed]}")
 
 
 def _milliseconds(negative_s: float) -> float:

@@ -144,41 +144,32 @@ _DEFAULT_MTU = 1500
 """Of Ethernet, where neither interface is known."""
 
 
+@dataclass(slots=True)
 class PeerProbe:
     """Asks `target` on behalf of `source`; `link` are their places. For one thread at a time; make contact first."""
 
-    def __init__(
-        self,
-        source: HostIntroduction,
-        target: HostIntroduction,
-        *,
-        link: Link,
-        token: bytes,
-        options: LinkOptions,
-        wall: Callable[[], float] = time.time,
-    ) -> None:
-        self._source = source
-        self._target = target
-        self._link = link
-        self._key = ResponderKey(token, bytes.fromhex(target.nonce))
-        self._options = options
-        self._wall = wall
-        # The first that is not known to be blocked: what is blocked is told of, and streams take another one.
-        self._port = target.tcp_ports[0]
+    source: HostIntroduction
+    target: HostIntroduction
+    link: Link
+    token: bytes
+    options: LinkOptions
+    wall: Callable[[], float] = time.time
+    _port: int = 0
+    """For streams: the first one that contact has found open."""
 
     def contact(self) -> Contact:
         """Reach, latency, clock and MTU of the way there. Never raises for what the network does."""
-        ports = self._target.tcp_ports
+        ports = self.target.tcp_ports
         # All at the same time: each that is blocked in silence takes the whole limit.
         with ThreadPoolExecutor(len(ports), thread_name_prefix="link-port") as threads:
             found = dict(zip(ports, threads.map(self._try_port, ports), strict=True))
         timed = {port: result for port, result in found.items() if not isinstance(result, str)}
-        self._port = next(iter(timed), self._port)
+        self._port = next(iter(timed), ports[0])
         latency_s, offset_s = min(timed.values(), default=(None, None))
-        known = [mtu for mtu in (self._source.mtu, self._target.mtu) if mtu is not None]
+        known = [mtu for mtu in (self.source.mtu, self.target.mtu) if mtu is not None]
         intended = min([*known, LARGEST]) if known else _DEFAULT_MTU
         return Contact(
-            link=self._link,
+            link=self.link,
             blocked=tuple(sorted((port, result) for port, result in found.items() if isinstance(result, str))),
             largest=self._largest(intended) if timed else None,
             intended=intended,
@@ -205,38 +196,41 @@ class PeerProbe:
 
     def _time(self, channel: Channel) -> tuple[float, float]:
         """Median round trip in seconds, and their clock minus ours by the fastest one."""
-        channel.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self._options.answer_s)
+        channel.send(REQUEST.pack(ECHO, 0.0, 0), limit_s=self.options.answer_s)
         found = []
-        deadline = time.monotonic() + self._options.answer_s
+        deadline = time.monotonic() + self.options.answer_s
         for _ in range(_NUM_PINGS):
-            began, asked = time.perf_counter(), self._wall()
-            channel.send(PING.pack(asked), limit_s=self._options.answer_s)
-            received, answered = PONG.unpack(channel.receive(PONG.size, limit_s=self._options.answer_s))
-            took_s, heard = time.perf_counter() - began, self._wall()
+            began, asked = time.perf_counter(), self.wall()
+            channel.send(PING.pack(asked), limit_s=self.options.answer_s)
+            received, answered = PONG.unpack(channel.receive(PONG.size, limit_s=self.options.answer_s))
+            took_s, heard = time.perf_counter() - began, self.wall()
             found.append((took_s, exchange_offset(asked, received, answered, heard)))
             if time.monotonic() > deadline:
                 break
         return statistics.median(took_s for took_s, _ in found), min(found)[1]
 
     def _largest(self, intended: int) -> int:
-        place, source = (self._target.address, self._target.udp_port), self._source.address
+        place, source = (self.target.address, self.target.udp_port), self.source.address
         try:
-            return find_largest_packet(place, source=source, key=self._key, intended=intended, wait_s=self._options.mtu_wait_s)
+            return find_largest_packet(place, source=source, key=self._key(), intended=intended, wait_s=self.options.mtu_wait_s)
         except OSError:
             return 0
 
     def _flow(self, ask: Callable[..., StreamResult], *, both: bool) -> Flow:
         result = StreamResult(0, 0.0, 0.0)
         with suppress(ChannelError), self._connected(self._port) as channel:
-            result = ask(channel, seconds=self._options.limits.stream_s, answer_s=self._options.answer_s)
-        link = self._link if ask is ask_to_take else self._link[::-1]
+            result = ask(channel, seconds=self.options.limits.stream_s, answer_s=self.options.answer_s)
+        link = self.link if ask is ask_to_take else self.link[::-1]
         return Flow(link=link, gbps=8e-9 * result.best_bytes_per_s, both=both, waited=round(result.waited, 3))
+
+    def _key(self) -> ResponderKey:
+        return ResponderKey(self.token, bytes.fromhex(self.target.nonce))
 
     @contextmanager
     def _connected(self, port: int) -> Iterator[Channel]:
-        channel = connect(self._target.address, port, source=self._source.address, limit_s=self._options.connect_s)
+        channel = connect(self.target.address, port, source=self.source.address, limit_s=self.options.connect_s)
         with channel:
-            HANDSHAKE.introduce(channel, self._key.secret, limit_s=self._options.answer_s)
+            HANDSHAKE.introduce(channel, self._key().secret, limit_s=self.options.answer_s)
             yield channel
 
 

@@ -21,7 +21,7 @@ from elastictrain.preflight.transport.infiniband import (
 )
 from elastictrain.preflight.transport.interfaces import NetworkInterface, Route, is_loopback
 from elastictrain.preflight.transport.plan import GLOO_INTERFACE, NCCL_INTERFACE, Facts, choose_interface
-from elastictrain.preflight.transport.settings import NcclPattern, counts, gloo_names
+from elastictrain.preflight.transport.settings import NcclPattern
 from elastictrain.preflight.verdict import Reporter, Scope, Status, Verdict
 
 RENDEZVOUS = "the rendezvous"
@@ -109,7 +109,8 @@ def _pins(facts: Facts) -> Iterator[Verdict]:
     chosen = choose_interface(facts).interface
     for variable, sign in ((NCCL_INTERFACE, "="), (GLOO_INTERFACE, "")):
         setting = facts.settings.get(variable)
-        if setting is None or not counts(setting.value) or not facts.interfaces:
+        # A value of one letter they take for nothing.
+        if setting is None or len(setting.value) < 2 or not facts.interfaces:
             continue
         undo = setting.undo(variable)
         remedy = f"{undo}  # or set {variable}={sign}{chosen.name}" if chosen else undo
@@ -143,8 +144,9 @@ def _nccl_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[st
 
 
 def _gloo_pin(facts: Facts, value: str) -> tuple[list[NetworkInterface], list[str]]:
-    """What gloo takes for the setting; nothing as soon as anything is wrong with a name."""
-    named = {name: facts.interface(name) for name in gloo_names(value)}
+    """What gloo takes for the setting: whole names in a comma list. What is between two commas counts, a last empty part does
+    not. Nothing is taken as soon as anything is wrong with a name."""
+    named = {name: facts.interface(name) for name in value.removesuffix(",").split(",")}
     missing = [repr(name) for name, one in named.items() if one is None]
     silent = [name for name, one in named.items() if one is not None and not one.addresses]
     if missing or silent:

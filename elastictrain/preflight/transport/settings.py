@@ -108,16 +108,6 @@ class NcclPattern:
         return named and (port is None or entry[1] is None or port == entry[1])
 
 
-def gloo_names(text: str) -> list[str]:
-    """GLOO_SOCKET_IFNAME: whole names in a comma list; what is between two commas counts, a last empty part does not."""
-    return text.removesuffix(",").split(",")
-
-
-def counts(text: str) -> bool:
-    """Whether NCCL and gloo look at this value of their *_SOCKET_IFNAME at all: one letter they take for nothing."""
-    return len(text) > 1
-
-
 def _entry(text: str) -> tuple[str, int | None]:
     name, _, rest = text.partition(":")
     port = rest.partition(":")[0]

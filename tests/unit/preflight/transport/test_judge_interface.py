@@ -68,9 +68,13 @@ def test_pins_that_contradict(host: MadeHost, name: str, pin: str, status: Statu
     assert verdict.remedy == f"unset {name}  # or set {name}={'=eth0' if name == NCCL else 'eth0'}"
 
 
-@pytest.mark.parametrize("pin", ["eth0", "eth0,eth1"])
+@pytest.mark.parametrize("pin", ["eth0", "eth0,eth1", "eth0,"])
 def test_pins_of_gloo_that_are_right(host: MadeHost, pin: str) -> None:
     assert only(host, GLOO_SOCKET_IFNAME=pin).status is Status.PASS
+
+
+def test_one_letter_is_no_pin(host: MadeHost) -> None:
+    assert only(host, GLOO_SOCKET_IFNAME="x", NCCL_SOCKET_IFNAME="x").status is Status.PASS
 
 
 def test_pins_of_an_interface_that_is_down_or_has_no_address(host: MadeHost) -> None:

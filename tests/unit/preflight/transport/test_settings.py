@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.preflight.transport.settings import NcclPattern, counts, gloo_names
+from elastictrain.preflight.transport.settings import NcclPattern
 
 NAMES = ["lo", "eth0", "eth1", "eth10", "docker0"]
 
@@ -36,10 +36,3 @@ def test_what_is_missing() -> None:
     assert NcclPattern.parse("=eth0,eth7").without_match(NAMES) == ["eth7"]
     assert NcclPattern.parse("eth,ib").without_match(NAMES) == ["ib"]
     assert NcclPattern.parse("^ib").without_match(NAMES) == []
-
-
-def test_gloo() -> None:
-    assert gloo_names("eth0") == ["eth0"]
-    assert gloo_names("eth0,eth1,") == ["eth0", "eth1"]
-    assert gloo_names("eth0,,eth1") == ["eth0", "", "eth1"]
-    assert [counts(text) for text in ("", "e", "lo")] == [False, False, True]
