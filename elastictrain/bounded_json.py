@@ -7,6 +7,7 @@ under one key. Each is refused here before any caller computes with it.
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -70,7 +71,12 @@ def parse_json(data: bytes | bytearray | memoryview | str, *, limits: JsonLimits
         raise MalformedJsonError(f"must be JSON, but is cut short or garbled: {error}") from error
     _check_depth(value, limits)
     if "\\u" in text:
-        _check_texts(value)
+        # Half of a surrogate pair is no text: whoever prints or stores it later would fail.
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            message = "must have texts of whole characters, but one holds half of a surrogate pair"
+            raise MalformedJsonError(message) from error
     return value
 
 
@@ -133,26 +139,6 @@ def _check_depth(value: object, limits: JsonLimits) -> None:
         raise MalformedJsonError(_too_deep(limits))
 
 
-def _check_texts(value: object) -> None:
-    """Half of a surrogate pair is no text: whoever prints or stores it later would fail."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            _check_text(one)
-        elif isinstance(one, dict | list):
-            waiting.extend(_children(one))
-            if isinstance(one, dict):
-                waiting.extend(one)
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise MalformedJsonError("must have texts of whole characters, but one holds half of a surrogate pair") from error
-
-
 def _children(one: object) -> list[object]:
     return list(one.values()) if isinstance(one, dict) else one if isinstance(one, list) else []
 
@@ -160,8 +146,7 @@ def _children(one: object) -> list[object]:
 def _object(pairs: list[tuple[str, object]]) -> Mapping[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise MalformedJsonError(f"must have each key once, but has {twice[:80]!r} more than once")
     return value
 

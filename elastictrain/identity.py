@@ -92,15 +92,8 @@ def read_identity(environment: Mapping[str, str]) -> Identity:
         raise ConfigError(problems)
     if values["RANK"] >= values["WORLD_SIZE"]:
         raise ConfigError([Problem("RANK", f"must be < WORLD_SIZE={values['WORLD_SIZE']}, but is {values['RANK']}")])
-    return Identity(
-        rank=values["RANK"],
-        world_size=values["WORLD_SIZE"],
-        local_rank=values["LOCAL_RANK"],
-        local_world_size=values["LOCAL_WORLD_SIZE"],
-        host=host,
-        launched=True,
-        launcher=_read_launcher(environment),
-    )
+    ranks = {name.lower(): value for name, value in values.items()}
+    return Identity(**ranks, host=host, launched=True, launcher=_read_launcher(environment))
 
 
 def pods_without_workers(environment: Mapping[str, str]) -> int:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from elastictrain.errors import EXIT_TRANSPORT
@@ -131,18 +131,15 @@ class LiveWorker:
                 raise ProcessLookupError(self._reader.pid)
             return None
         before = self._seen or Seen(marks, 0.0, 0.0)
-        changed = marks.sequence != before.marks.sequence
-        goes_on = marks.pulse != before.marks.pulse
-        seen = Seen(
-            marks,
-            unchanged_s=0.0 if changed else before.unchanged_s + awake_s,
-            still_s=0.0 if goes_on else before.still_s + awake_s,
-            gone_s=None if before.gone_s is None else before.gone_s + awake_s,
-        )
         stat = read_stat(PROC / str(marks.pid))
-        if seen.gone_s is None and (self._poll.poll(0) or stat is None or stat.exiting):
-            seen = replace(seen, gone_s=0.0)
-        self._seen = replace(seen, stopped=stat is not None and stat.state in "Tt")
+        gone_s = 0.0 if self._poll.poll(0) or stat is None or stat.exiting else None
+        self._seen = Seen(
+            marks,
+            unchanged_s=before.unchanged_s + awake_s if marks.sequence == before.marks.sequence else 0.0,
+            still_s=before.still_s + awake_s if marks.pulse == before.marks.pulse else 0.0,
+            stopped=stat is not None and stat.state in "Tt",
+            gone_s=gone_s if before.gone_s is None else before.gone_s + awake_s,
+        )
         return self._seen
 
     def kill(self) -> None:
