@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.unit.launch.membership.simulated.partitions import play
-from tests.unit.launch.membership.simulated.world import BrokenPromiseError
+from tests.process.simulated.partitions import play
+from tests.process.simulated.world import BrokenPromiseError
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from elastictrain.launch.membership.records import (
     LeaveOut,
     Wait,
 )
-from tests.unit.launch.membership.simulated.storage import Storage, StorageDownError
+from tests.process.simulated.storage import Storage, StorageDownError
 
 Decide = Callable[[ClusterState, LaunchGroup], Decision]
 STOP_LIMIT_S = 20.0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 
 from elastictrain.config.composed import LaunchGroup
-from tests.unit.launch.membership.simulated.storage import Weather
-from tests.unit.launch.membership.simulated.world import STORM, World
+from tests.process.simulated.storage import Weather
+from tests.process.simulated.world import STORM, World
 
 NAMES = "abcd"
 CHAOS_S = 40

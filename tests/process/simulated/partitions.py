@@ -5,8 +5,8 @@ from random import Random
 
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.records import EndKind
-from tests.unit.launch.membership.simulated.storage import Weather
-from tests.unit.launch.membership.simulated.world import STORM, BrokenPromiseError, World
+from tests.process.simulated.storage import Weather
+from tests.process.simulated.world import STORM, BrokenPromiseError, World
 
 NAMES = "abcd"
 GOES_ON_WITHIN_S = 15

@@ -12,8 +12,8 @@ from elastictrain.errors import EXIT_BUG, EXIT_OK, EXIT_STOPPED
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.observation import ClusterState
 from elastictrain.launch.membership.records import Decision, GenerationOutcome, Wait
-from tests.unit.launch.membership.simulated.faults import CHAOS_S, DEEDS, NAMES, Fault, options, plans, recover, suffer
-from tests.unit.launch.membership.simulated.world import STORM, BrokenPromiseError, World
+from tests.process.simulated.faults import CHAOS_S, DEEDS, NAMES, Fault, options, plans, recover, suffer
+from tests.process.simulated.world import STORM, BrokenPromiseError, World
 
 seeds = st.integers(0, 2**32)
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tests.unit.launch.membership.simulated.partitions import play
+from tests.process.simulated.partitions import play
 
 
 @pytest.mark.parametrize("seed", range(25))

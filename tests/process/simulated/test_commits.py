@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.launch.membership.simulated.commits import Commit, Made, Resume, Stale, is_stale
+from tests.process.simulated.commits import Commit, Made, Resume, Stale, is_stale
 
 
 def overlap(seed: int, stale: Stale) -> tuple[list[Made], list[Resume]]:

@@ -8,9 +8,9 @@ from random import Random
 from elastictrain.config.composed import LaunchGroup
 from elastictrain.launch.membership.decide import decide
 from elastictrain.launch.membership.records import Generation
-from tests.unit.launch.membership.simulated.commits import Commit, Made, Resume, Stale, is_stale
-from tests.unit.launch.membership.simulated.launcher import Clock, Decide, Launcher
-from tests.unit.launch.membership.simulated.storage import Storage, Weather
+from tests.process.simulated.commits import Commit, Made, Resume, Stale, is_stale
+from tests.process.simulated.launcher import Clock, Decide, Launcher
+from tests.process.simulated.storage import Storage, Weather
 
 STORM = Weather(late=0.3, longest_lag_s=4.0, failing=0.1, lost=0.05, torn=0.1)
 _MOST_SUPERSEDED_TICKS = 3
