@@ -125,9 +125,9 @@ class SnapshotSaving:
     def on_flags(self, step: int, flags: StepFlags) -> None:
         if self._fallen_back:
             return
-        self._book.hear(step, busy=flags.busy, torn=flags.torn)
+        self._book.update(step, busy=flags.busy, torn=flags.torn)
         if self._rounds is not None:
-            self._rounds.hear(step, sending=flags.sending, failed=flags.unsent)
+            self._rounds.update(step, sending=flags.sending, failed=flags.unsent)
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._max_failed_saves:
             error = from_first(self._last_error.encode, group=self._group).decode()
@@ -162,7 +162,7 @@ class SnapshotSaving:
                 return
             # One of this generation is whole on all ranks and stays until the next one is: older ones are of no use.
             self._dropped_old = True
-            self._link.tell(OldSlots(sum(1 << slot for slot in self._slots)))
+            self._link.send_message(OldSlots(sum(1 << slot for slot in self._slots)))
 
     def step_finished(self, step: int) -> None:
         now_s = self._clock()
@@ -339,7 +339,7 @@ class SnapshotSaving:
             told = self._tell_all(SaveStatus(self._left_s(), error=error, busy=busy, torn=torn))
             if any(one.error for one in told):
                 return None
-            self._book.hear(
+            self._book.update(
                 _NOW,
                 busy=[any(of_slot) for of_slot in zip(*(one.busy for one in told), strict=True)],
                 torn=[any(of_slot) for of_slot in zip(*(one.torn for one in told), strict=True)],

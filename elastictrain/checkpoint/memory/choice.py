@@ -39,13 +39,13 @@ class SlotBook:
     def __init__(self, steps: Sequence[int | None]) -> None:
         """`steps[i]`: the step of the snapshot that slot i holds on every rank, None if there is none."""
         self._steps = list(steps)
-        self._heard_step = -1
+        self._known_step = -1
         self._busy = [True] * len(steps)
         self._torn = [False] * len(steps)
 
-    def hear(self, step: int, *, busy: Sequence[bool], torn: Sequence[bool]) -> None:
-        """What ranks said when they began step `step`: on some of them a slot is busy, or holds nothing whole."""
-        self._heard_step = step
+    def update(self, step: int, *, busy: Sequence[bool], torn: Sequence[bool]) -> None:
+        """The flags of all ranks when they began step `step`: on some of them a slot is busy, or holds nothing whole."""
+        self._known_step = step
         self._busy, self._torn = list(busy), list(torn)
 
     def choose(self, *, protected: Collection[int | None] = ()) -> int | None:
@@ -65,8 +65,8 @@ class SlotBook:
         step = self._steps[index]
         if step is None:
             return SlotView(None, whole=False, busy=self._busy[index])
-        # What was said before the snapshot began says nothing about it.
-        known = self._heard_step > step
+        # Flags from before the snapshot began tell nothing about it.
+        known = self._known_step > step
         if known and self._torn[index] and not self._busy[index]:
             # It came to nothing on some rank, so it is of no use on any.
             return SlotView(None, whole=False, busy=False)
@@ -91,8 +91,8 @@ class Rounds:
         """Steps whose snapshots must stay."""
         return (self.safe, self.under_way)
 
-    def hear(self, step: int, *, sending: bool, failed: bool) -> None:
-        """What ranks said when they began step `step`: some host still sends, or has failed to."""
+    def update(self, step: int, *, sending: bool, failed: bool) -> None:
+        """The flags of all ranks when they began step `step`: some host still sends, or has failed to."""
         if self.under_way is None or step <= self.asked_at or sending:
             return
         if not failed:

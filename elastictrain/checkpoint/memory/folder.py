@@ -75,7 +75,7 @@ def make_private(folder: str) -> None:
 
 
 def is_private(folder: str) -> bool:
-    """Whether what is in a run's folder can only be this user's; also if the folder is not there. One that is not is told."""
+    """Whether what is in a run's folder can only be this user's; also if the folder is not there. One that is not is logged."""
     for path in (os.path.dirname(folder), folder):  # noqa: PTH120
         try:
             found = os.lstat(path)

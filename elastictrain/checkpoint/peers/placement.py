@@ -57,16 +57,16 @@ def replica_target_of(peer: Peer, roster: Sequence[Peer]) -> Peer | None:
 
     Raises: ValueError if `peer` is not in the roster.
     """
-    return _buddies(roster, of=peer)[peer]
+    return _targets(roster, of=peer)[peer]
 
 
 def replica_sources_of(peer: Peer, roster: Sequence[Peer]) -> tuple[Peer, ...]:
     """The peers whose replicas `peer` keeps, by number. Raises: ValueError if it is not in the roster."""
-    buddies = _buddies(roster, of=peer)
-    return tuple(sorted((ward for ward, buddy in buddies.items() if buddy == peer), key=lambda ward: ward.number))
+    targets = _targets(roster, of=peer)
+    return tuple(sorted((source for source, target in targets.items() if target == peer), key=lambda one: one.number))
 
 
-def _buddies(roster: Sequence[Peer], *, of: Peer) -> dict[Peer, Peer | None]:
+def _targets(roster: Sequence[Peer], *, of: Peer) -> dict[Peer, Peer | None]:
     if of not in roster:
         raise ValueError(f"{of.place} is not in the roster")
     by_host: dict[str, list[Peer]] = defaultdict(list)

@@ -79,7 +79,7 @@ class Replicator:
         self._condition = threading.Condition()
         self._waiting: tuple[Held, ...] = ()
         self._failures = 0
-        self._told: tuple[int, int, str] | None = None
+        self._reported: tuple[int, int, str] | None = None
         self._undigested = (-1, 0.0)
         """The step whose digests are waited for, and since when."""
         self._not_before = self._quiet_until = 0.0
@@ -187,7 +187,7 @@ class Replicator:
 
     def _give_up(self, held: tuple[Held, ...], reason: str) -> None:
         """It is not tried again, so the workers that wait for it must be told, also if the last reason was the same."""
-        self._told = None
+        self._reported = None
         self._fail(held[0].facts, reason)
 
     def _send_step(self, held: tuple[Held, ...]) -> None:
@@ -205,7 +205,7 @@ class Replicator:
                 except OSError as error:
                     self._fail(one.facts, f"{slot.path} cannot be read: {error}")
                     raise
-        self._failures, self._told = 0, None
+        self._failures, self._reported = 0, None
 
     def _hold(self, held: Held, stack: ExitStack) -> Slot:
         try:
@@ -253,7 +253,7 @@ class Replicator:
             raise TransientStorageError(message)
 
     def _fail(self, facts: SnapshotFacts, reason: str) -> None:
-        told = (facts.rank, facts.step, reason)
-        if told != self._told and not self._closing.is_set():
-            self._told = told
-            self._failed(*told)
+        reported = (facts.rank, facts.step, reason)
+        if reported != self._reported and not self._closing.is_set():
+            self._reported = reported
+            self._failed(*reported)

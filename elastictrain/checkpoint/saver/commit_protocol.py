@@ -7,7 +7,7 @@ the leader      commits when every rank is covered, and removes these objects; a
 a saver that cannot write its files writes `failed-RANK-ATTEMPT` if it can, so that the leader need not wait for it
 
 A leader that is killed and started again goes on with the attempt that it finds begun: others may have written, and do not
-write twice. What is said late of an attempt that has failed bears its name, and is not heard in the next one.
+write twice. What comes late of an attempt that has failed bears its name, and does not count in the next one.
 """
 
 import logging
@@ -124,7 +124,7 @@ class Deadline:
         self._shortened_s: float | None = None
 
     def shorten(self) -> None:
-        """The group that took the snapshots is gone; what is said first counts."""
+        """The group that took the snapshots is gone; the first call counts."""
         with self._lock:
             if self._shortened_s is None:
                 self._shortened_s = self._clock()
@@ -154,7 +154,7 @@ class CommitProtocol:
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """With a key, what a host says of its files is signed, and nothing else is believed."""
+        """With a key, what a host writes about its files is signed, and nothing else counts."""
         self._signing = signing
         self._store = store
         self._incarnation = incarnation
@@ -184,7 +184,7 @@ class CommitProtocol:
     ) -> str:
         """The folder that the leader chose, in an attempt that is not `over` for this host. `meanwhile` is called at each look.
 
-        Raises: CheckpointError if it says nothing; StorageError.
+        Raises: CheckpointError if it chooses none; StorageError.
         """
 
         def look() -> str | None:
@@ -219,7 +219,7 @@ class CommitProtocol:
         self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
 
     def report_failure(self, reason: str) -> None:
-        """This host cannot write its files; said if the store lets it."""
+        """This host cannot write its files; reported if the store lets it."""
         try:
             self._store.write(self._answer_key("failed"), encode_record(_FailureReason(reason)))
         except StorageError as error:
@@ -231,7 +231,7 @@ class CommitProtocol:
         return self._attempt
 
     def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
-        """This host has no part in a step that was begun; never raises. What was said in an attempt that is `over` stands."""
+        """This host has no part in a step that was begun; never raises. In an attempt that is `over` its answer stands."""
         try:
             begun = None if self._attempt else self._begun(over)
         except (StorageError, InvalidCheckpointError) as error:
@@ -276,7 +276,7 @@ class CommitProtocol:
         return parts[len(own) :]
 
     def clear(self) -> None:
-        """As the leader: remove what was said about this save, and what older saves left; never raises."""
+        """As the leader: remove what was written about this save, and what older saves left; never raises."""
         try:
             for info in list(self._store.list(PENDING)):
                 folder = info.key.removeprefix(f"{PENDING}/").partition("/")[0]
@@ -284,7 +284,7 @@ class CommitProtocol:
                 if folder <= f"{self._incarnation}-{self._step:09d}":
                     self._store.delete(info.key)
         except StorageError as error:
-            logger.warning("what hosts said to each other could not be deleted yet: %s", error)
+            logger.warning("what hosts wrote to each other could not be deleted yet: %s", error)
 
     def _is_past(self) -> bool:
         """The leader saves one step after the other: it will not begin one that is older than what it has begun."""

@@ -1,4 +1,4 @@
-"""The saver's own events: its log, one per incarnation, outlives the workers that could record it; slow saves are told once."""
+"""The saver's own events: one log per incarnation, which outlives the workers; slow saves are reported once."""
 
 import logging
 import threading
@@ -59,7 +59,7 @@ class SaverEventLogs:
 
 
 SLOW_S = 20.0
-"""A save that takes longer is told of; large ones on slow disks may."""
+"""A save that takes longer is reported; large ones on slow disks may."""
 
 
 class SlowSaves:
@@ -71,7 +71,7 @@ class SlowSaves:
         logging.getLogger("elastictrain.storage").addHandler(self._trouble)
 
     def look(self, under_way: tuple[SaveJob, float] | None) -> CheckpointSlow | None:
-        """What is to be told of the job that is carried out since so many seconds, once for each; None: nothing."""
+        """The event of a job that has been carried out for so many seconds, once for each; None: nothing to report."""
         if under_way is None:
             self._told_step = -1
             return None

@@ -50,7 +50,7 @@ class SaverClients:
     """Whether something is being written."""
 
     finished: bool
-    """Whether the run said that it is complete."""
+    """Whether a worker has reported that the run is complete."""
 
     flushed: bool
     """Whether what was only in memory has been written, or cannot be now."""
@@ -164,7 +164,7 @@ def choose_final_save(
             noted.add(step)
             deadline_s = clock() + _AGAIN * config.grace_s
             if step not in done and step > wanted[-1][0].facts.step:
-                # Torn here by what ended everything. The first host writes its own files before it hears this.
+                # Torn here by what ended everything. The first host writes its own files before it reads this.
                 protocol = CommitProtocol(store, host_ranks.incarnation, step, first_rank=min(host_ranks.ranks))
                 protocol.refuse("it has no whole snapshot of this step")
         sleep(_PAUSE_S)
@@ -247,7 +247,7 @@ class FinalSaveLoop:
     def look(self, host_ranks: HostRanks | None, held: Sequence[Held]) -> None:
         """Begin to look for what is to be saved of what this host holds."""
         if host_ranks is None:
-            # A saver was killed with its workers, and this one has heard of none: what lies there tells whose it is.
+            # A saver was killed with its workers, and none has come to this one: what lies there tells whose it is.
             host_ranks = last_host_ranks(held, run=self._config.run)
         if host_ranks is None:
             self.over = True

@@ -50,7 +50,7 @@ class PendingSaves:
         self.failures: list[SaveFailure] = []
 
     def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> SnapshotTaken:
-        """A snapshot is whole: what the saver is told of it."""
+        """A snapshot is whole: the message to the saver."""
         self._unseen[slot] = step
         overwritten, self._in_slot[slot] = self._in_slot.get(slot), step
         if overwritten in self._left_over:
@@ -61,7 +61,7 @@ class PendingSaves:
         return self._announcement(slot, step)
 
     def announcements(self) -> list[SnapshotTaken]:
-        """What a saver has to be told that was not there before."""
+        """The messages to a saver that was not there before."""
         return [self._announcement(slot, step) for slot, step in self._unseen.items()]
 
     def needs(self, slot: int, step: int) -> bool:
@@ -74,13 +74,13 @@ class PendingSaves:
             del self._unseen[slot]
 
     def released(self, step: int, *, done: bool) -> None:
-        """The saver needs the slots of a step no more. `done`: nothing else will be heard of it."""
+        """The saver needs the slots of a step no more. `done`: it sends nothing else about it."""
         self._unreleased.discard(step)
         if done:
             self._unsaved.pop(step, None)
 
     def saved(self, saved: Saved) -> None:
-        """A step is durable. Older ones are settled by that, if what became of them was said while nobody listened."""
+        """A step is durable. Older ones are over, too: their outcome was sent while this worker was not connected."""
         if saved.step in self._unsaved:
             self.saved_checkpoints.append(saved)
         for step in [step for step in {*self._unsaved, *self._unreleased} if step <= saved.step]:
@@ -161,7 +161,7 @@ class SaverLink:
         self.port = 0
         """Where other hosts reach the saver; 0 until it has answered."""
         self.lost: tuple[int, float] | None = None
-        """A rank of this host that is gone without a word, and since when."""
+        """A rank of this host that has ended without a goodbye, and since when."""
         self._process = SaverStarter(folder, config, clock=clock)
         self._thread = threading.Thread(target=self._run, name="saver-link", daemon=True)
 
@@ -193,8 +193,8 @@ class SaverLink:
             if self.broken:
                 self._pending_saves.give_up(self.broken)
 
-    def tell(self, message: ToSaver) -> None:
-        """Send, if there is a saver; its successor is not told."""
+    def send_message(self, message: ToSaver) -> None:
+        """Send, if there is a saver; its successor does not get it."""
         with self._changed:
             self._send(message)
 
@@ -207,10 +207,10 @@ class SaverLink:
                 self._send(self._switch)
 
     def send(self, step: int) -> None:
-        """Have the saver send the snapshots of a step to its buddy; `sending` tells when that is over."""
+        """Have the saver send the snapshots of a step to another host; `sending` tells when that is over."""
         with self._changed:
             if self._starts:
-                # A saver that is not there will not answer, and its successor is not told.
+                # A saver that is not there will not answer, and its successor does not get this.
                 there = self._socket is not None
                 self._sending, self._sending_failed = (step, False) if there else (None, True)
                 self._send(messages.SendReplicas(step))
@@ -243,7 +243,7 @@ class SaverLink:
             limit_s = self._config.save_timeout_s
             overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
             if overdue is not None and not self.broken:
-                # It hangs, or its storage does. To wait on would be to train without checkpoints, and to say nothing.
+                # It hangs, or its storage does. To wait on would be to train without checkpoints, and without a warning.
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
             failures, self._pending_saves.failures = self._pending_saves.failures, []
             return failures
@@ -291,7 +291,7 @@ class SaverLink:
         except OSError:
             sent = 0
         if sent < len(data):
-            # It does not read: training must not wait for it. What it misses it is told again when it answers again.
+            # It does not read: training must not wait for it. What it misses is sent again when it answers again.
             self._hang_up()
 
     def _hang_up(self) -> None:

@@ -255,7 +255,7 @@ class SnapshotWriter:
             raise CheckpointError(f"{self._store.url} was deleted")
 
     def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
-        """Whether a saver that was killed has committed this very save, or a later one, and could not say so."""
+        """Whether a saver that was killed has committed this very save, or a later one, and could not report it."""
         for folder in listing.folders:
             if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
                 try:

@@ -115,7 +115,7 @@ def test_a_copy_that_fails_on_some_ranks_ends_neither_snapshots_nor_the_last_who
         due = (step + 1) % every <= 1
         notes = [rank.snapshots.status(due=due, none_had=none_had) for rank in ranks]
         if said is not None:
-            book.hear(said[0], busy=said[1], torn=said[2])
+            book.update(said[0], busy=said[1], torn=said[2])
         said = (
             step,
             [any(note[place].busy for note in notes) for place in range(count)],

@@ -136,7 +136,7 @@ class FakeLink:
 
     def step_took(self, seconds: float) -> None: ...
 
-    def tell(self, message: OldSlots) -> None:
+    def send_message(self, message: OldSlots) -> None:
         self.told.append(message)
 
     def wait_for_news(self, timeout_s: float) -> None:

@@ -50,7 +50,7 @@ def test_a_kill_at_any_moment_finds_a_step_that_is_whole_on_all_ranks(seed: int,
     for step in range(1, 200):
         notes = [rank.notes(step) for rank in ranks]
         if said is not None:
-            book.hear(
+            book.update(
                 step - 1,
                 busy=[any(busy[slot] for busy, _ in said) for slot in range(num_slots)],
                 torn=[any(torn[slot] for _, torn in said) for slot in range(num_slots)],
@@ -74,7 +74,7 @@ def test_a_kill_at_any_moment_finds_a_step_that_is_whole_on_all_ranks(seed: int,
 
 def test_a_protected_step_stays_and_the_others_go_round() -> None:
     book = SlotBook([10, 20, 30])
-    book.hear(40, busy=[False] * 3, torn=[False] * 3)
+    book.update(40, busy=[False] * 3, torn=[False] * 3)
     assert book.choose() == 0
     assert book.choose(protected=(10, None)) == 1
     assert book.choose(protected=(10, 20)) == 2
@@ -84,13 +84,13 @@ def test_a_protected_step_stays_and_the_others_go_round() -> None:
 
 def test_what_was_said_before_a_snapshot_says_nothing_about_it() -> None:
     book = SlotBook([10, None])
-    book.hear(12, busy=[False, False], torn=[False, True])
+    book.update(12, busy=[False, False], torn=[False, True])
     assert book.choose() == 1
     book.started(1, 13)
     assert book.choose() is None
-    book.hear(13, busy=[False, False], torn=[False, False])
+    book.update(13, busy=[False, False], torn=[False, False])
     assert book.newest_whole() == 10
-    book.hear(14, busy=[False, False], torn=[False, False])
+    book.update(14, busy=[False, False], torn=[False, False])
     assert book.newest_whole() == 13
     assert book.choose() == 0
 
@@ -102,14 +102,14 @@ def test_rounds_of_replicas_follow_each_other() -> None:
     assert rounds.next(20, at=22) is None
     assert rounds.protected == (None, 10)
     # Said before the round began, and then by ranks that still send.
-    rounds.hear(12, sending=False, failed=False)
-    rounds.hear(13, sending=True, failed=False)
+    rounds.update(12, sending=False, failed=False)
+    rounds.update(13, sending=True, failed=False)
     assert rounds.under_way == 10
-    rounds.hear(14, sending=False, failed=False)
+    rounds.update(14, sending=False, failed=False)
     assert rounds.protected == (10, None)
     assert rounds.next(10, at=15) is None
     assert rounds.next(20, at=23) == 20
     assert rounds.protected == (10, 20)
-    rounds.hear(24, sending=False, failed=True)
+    rounds.update(24, sending=False, failed=True)
     assert rounds.protected == (10, None)
     assert rounds.next(30, at=31) == 30

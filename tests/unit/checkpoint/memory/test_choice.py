@@ -35,25 +35,25 @@ def test_every_combination(count: int) -> None:
 def test_nothing_is_known_of_a_snapshot_before_the_next_word() -> None:
     book = SlotBook([None, None])
     assert book.choose() is None
-    book.hear(4, busy=[False, False], torn=[True, True])
+    book.update(4, busy=[False, False], torn=[True, True])
     assert book.choose() == 0
     book.started(0, 5)
     assert book.choose() == 1
     book.started(1, 6)
     # This was said before either of them began.
-    book.hear(5, busy=[False, False], torn=[True, True])
+    book.update(5, busy=[False, False], torn=[True, True])
     assert book.choose() is None
-    book.hear(7, busy=[True, False], torn=[False, False])
+    book.update(7, busy=[True, False], torn=[False, False])
     assert book.choose() == 1
 
 
 def test_snapshots_that_came_to_nothing_leave_their_slots_free() -> None:
     """Both copies failed on some rank: a third one must be possible."""
     book = SlotBook([None, None])
-    book.hear(4, busy=[False, False], torn=[True, True])
+    book.update(4, busy=[False, False], torn=[True, True])
     book.started(0, 5)
     book.started(1, 6)
-    book.hear(8, busy=[False, False], torn=[True, True])
+    book.update(8, busy=[False, False], torn=[True, True])
     assert book.choose() == 0
 
 
@@ -107,7 +107,7 @@ def test_the_only_whole_snapshot_is_never_overwritten(seed: int, world_size: int
         ]
         if said is not None:
             for book in books:
-                book.hear(said[0], busy=said[1], torn=said[2])
+                book.update(said[0], busy=said[1], torn=said[2])
         # What is said in this step is heard in the next.
         said = (
             step,

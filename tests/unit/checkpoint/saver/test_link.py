@@ -296,7 +296,7 @@ def test_a_saver_that_does_not_read_does_not_stop_training(folder: Path) -> None
         link.wait(5)
         began = time.monotonic()
         for micros in range(5000):
-            link.tell(StepTook(micros))
+            link.send_message(StepTook(micros))
         assert time.monotonic() - began < 5
         until(lambda: len(deaf.connections) > 1)
     deaf.end()
