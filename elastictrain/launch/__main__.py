@@ -229,25 +229,25 @@ def _put_together(
 
 
 def _first_answers(store: Store, config: RunConfig, listener: StopListener) -> tuple[bytes, int]:
-    """The run's token, and the newest generation when no torchrun trains in its folder."""
-    try:
-        token = _unless_stopped(MembershipStore(store).token, listener)
-        return token, _unless_stopped(partial(_wait_until_free, store, config, listener), listener)
-    except StorageError as error:
-        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
+    """The run's token, and the newest generation when no torchrun trains in its folder.
 
-
-def _wait_until_free(store: Store, config: RunConfig, listener: StopListener) -> int:
-    """Raises: RunHeldError, StorageError, StopRequestedError."""
+    Raises: RunHeldError, StorageError, StopRequestedError.
+    """
 
     def poll() -> None:
         if (request := listener.request) is not None:
             raise StopRequestedError(f"asked to stop ({request.reason}) while another run trains")
 
-    chain = Chain(store)
-    newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
-    clean_up(chain, newest)
-    return chain.number_on(newest)
+    def ask() -> tuple[bytes, int]:
+        token, chain = MembershipStore(store).token(), Chain(store)
+        newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
+        clean_up(chain, newest)
+        return token, chain.number_on(newest)
+
+    try:
+        return _unless_stopped(ask, listener)
+    except StorageError as error:
+        raise type(error)(f"`run.dir` cannot be used: {error}. Set run.dir to another place, or mend this one.") from error
 
 
 def _unless_stopped(ask: Callable[[], T], listener: StopListener) -> T:
