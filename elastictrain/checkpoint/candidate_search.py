@@ -6,7 +6,7 @@ manifests, quarantines and records. Free of torch.
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import takewhile
 from typing import Literal
 
@@ -35,8 +35,6 @@ from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-_NOTHING = JobMemory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +107,28 @@ IN_MEMORY = b"memory\n"
 FRESH_START = b"\n"
 
 
+@dataclass
 class CandidateSearch:
     """Proposes candidates, newest first."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        on_invalid: Literal["stop", "fresh"],
-        incarnation: str,
-        record: Callable[[Event], None],
-        clock: Callable[[], float],
-        job: JobMemory = _NOTHING,
-        signing: SigningKey | None = None,
-    ) -> None:
-        """With a key only checkpoints that are signed with it are proposed."""
-        self._signing = signing
-        self._store = store
-        self._job = job
-        self._on_invalid = on_invalid
-        self._incarnation = incarnation
-        self._record = record
-        self._clock = clock
+    store: Store
+    _: KW_ONLY
+    on_invalid: Literal["stop", "fresh"]
+    incarnation: str
+    record: Callable[[Event], None]
+    clock: Callable[[], float]
+    job: JobMemory
+    signing: SigningKey | None
+    """With a key only checkpoints that are signed with it are proposed."""
+
+    in_memory: Sequence[InMemory] = ()
+    """What hosts hold of this run, whole or not."""
+
+    def __post_init__(self) -> None:
         self._rejected: list[Reject] = []
         self._listing: Listing | None = None
-        self._lineage = Lineage(store)
+        self._lineage = Lineage(self.store)
         self._off_line: frozenset[str] = frozenset()
-        self.in_memory: Sequence[InMemory] = ()
-        """What hosts hold of this run, whole or not."""
 
     def off_line(self, made: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
         """Of states, by incarnation and step, those which the run did not go on with. Raises: StorageError."""
@@ -153,18 +145,18 @@ class CandidateSearch:
         """
         listing = self._list()
         while True:
-            decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self._on_invalid)
+            decision = select_checkpoint(listing, rejected=self._rejected, on_invalid=self.on_invalid)
             folder = decision if isinstance(decision, FolderFacts) else None
             if memory is not None and (folder is None or memory >= (folder.name not in self._off_line, folder.step)):
                 return IN_MEMORY
             if isinstance(decision, Refuse):
                 rejects = [self._with_reason(reject) for reject in decision.rejects]
-                raise NoValidCheckpointError(refusal_message(rejects, url=f"{self._store.url}/{ROOT}"))
+                raise NoValidCheckpointError(refusal_message(rejects, url=f"{self.store.url}/{ROOT}"))
             if isinstance(decision, FreshStart):
                 self._refuse_if_lost()
                 told = {reject.folder for reject in self._rejected}
                 self._tell(reject for reject in decision.rejects if reject.folder not in told)
-                mark_begun(self._store, listing=listing, note=self._signed())
+                mark_begun(self.store, listing=listing, note=self._signed())
                 return FRESH_START
             found = self._examine(decision)
             if isinstance(found, bytes):
@@ -176,12 +168,12 @@ class CandidateSearch:
         it over."""
         self._rejected.append(reject)
         logger.warning("checkpoint rejected: %s", reject)
-        self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+        self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
         if not reject.lasting:
             return
         mark = encode_mark({"reason": reject.reason, "file": reject.file, **self._signed()})
         try:
-            self._store.write(key_of(reject.folder, QUARANTINE_NAME), mark)
+            self.store.write(key_of(reject.folder, QUARANTINE_NAME), mark)
         except StorageError as error:
             # The mark saves the next start the trouble; this one goes on without.
             logger.warning("%s could not be marked as damaged: %s", reject.folder, error)
@@ -193,54 +185,54 @@ class CandidateSearch:
         if folder not in self._off_line:
             reason = "committed by a generation that others had gone on without"
             self._tell(Reject(name, None, reason) for name in sorted(self._off_line))
-        mark_committed(self._store, listing=listing, note={"checkpoint": folder, **self._signed()})
+        mark_committed(self.store, listing=listing, note={"checkpoint": folder, **self._signed()})
 
     def _list(self) -> Listing:
         if self._listing is None:
-            listing = list_checkpoints(self._store)
+            listing = list_checkpoints(self.store)
             folders, self._off_line = self._lineage.line_first(listing.folders)
             self._listing = replace(listing, folders=folders)
         return self._listing
 
     def _examine(self, folder: FolderFacts) -> bytes | Reject:
         try:
-            found = examine(self._store, folder, signing=self._signing)
+            found = examine(self.store, folder, signing=self.signing)
         except ObjectNotFoundError:
-            return Reject(folder.name, MANIFEST_NAME, f"{self._store.url}/{key_of(folder.name, MANIFEST_NAME)} is gone")
+            return Reject(folder.name, MANIFEST_NAME, f"{self.store.url}/{key_of(folder.name, MANIFEST_NAME)} is gone")
         return found.raw if found.reject is None else found.reject
 
     def _refuse_if_lost(self) -> None:
         """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""
-        if self._on_invalid == "fresh" or self._list().begun:
+        if self.on_invalid == "fresh" or self._list().begun:
             # A person, or an earlier start, has seen that nothing is there to go on from.
             return
-        traces = find_traces(self._store, self._lineage, incarnation=self._incarnation)
+        traces = find_traces(self.store, self._lineage, incarnation=self.incarnation)
         if self.in_memory:
-            traces += of_memory(self.in_memory, known=Starts(self._store).known(one.incarnation for one in self.in_memory))
-        if self._job.step > 0:
-            traces.append(Trace(self._job.step, "the torchrun or launcher that started this process"))
+            traces += of_memory(self.in_memory, known=Starts(self.store).known(one.incarnation for one in self.in_memory))
+        if self.job.step > 0:
+            traces.append(Trace(self.job.step, "the torchrun or launcher that started this process"))
         if not traces:
             return
         newest = max(traces)
         try:
             # The next start finds that without a search.
             mark = encode_mark({"step": newest.step, "found_in": newest.where, **self._signed()})
-            self._store.write(RUN_COMMITTED_KEY, mark)
+            self.store.write(RUN_COMMITTED_KEY, mark)
         except StorageError as error:
             logger.warning("that the run had checkpoints could not be noted: %s", error)
-        raise NoValidCheckpointError(lost_message(traces, url=f"{self._store.url}/{ROOT}"))
+        raise NoValidCheckpointError(lost_message(traces, url=f"{self.store.url}/{ROOT}"))
 
     def _signed(self) -> dict[str, JsonValue]:
-        return {"time": self._clock(), "incarnation": self._incarnation}
+        return {"time": self.clock(), "incarnation": self.incarnation}
 
     def _tell(self, rejects: Iterable[Reject]) -> None:
         for reject in rejects:
             logger.warning("checkpoint passed over: %s", reject)
-            self._record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
+            self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
 
     def _with_reason(self, reject: Reject) -> Reject:
         """Of a folder that an earlier start quarantined, with the reason it wrote down."""
         folder = self._list().folder(reject.folder)
         if reject in self._rejected or folder is None or not folder.quarantined:
             return reject
-        return replace(reject, reason=f"{reject.reason}: {quarantine_reason(self._store, reject.folder)}")
+        return replace(reject, reason=f"{reject.reason}: {quarantine_reason(self.store, reject.folder)}")

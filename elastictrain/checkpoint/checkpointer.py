@@ -5,7 +5,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
 import torch
@@ -76,44 +76,36 @@ class RestoreResult:
     """`memory`, `peer` or `storage`."""
 
 
+@dataclass
 class Checkpointer:
     """Saves to and restores from one store; every method is collective over `group` (None: a world of one)."""
 
-    def __init__(  # noqa: PLR0913 -- what a run is, said once
-        self,
-        store: Store,
-        *,
-        options: CheckpointGroup,
-        group: dist.ProcessGroup | None,
-        rank: int,
-        world_size: int,
-        incarnation: str,
-        config_digest: str,
-        record: Callable[[Event], None],
-        generation: int | None = None,
-        job: JobMemory = _NOTHING,
-        clock: Callable[[], float] = time.time,
-        signing: SigningKey | None = None,
-    ) -> None:
-        """`generation` is that of the hosts, if a launcher started this incarnation; `job` is asked on rank 0 only. `signing`,
-        the same on all ranks, signs what is saved, and nothing else is restored from storage."""
-        self._signing = signing
-        self._store = store
-        self._options = options
-        self._group = group
-        self._rank = rank
-        self._world_size = world_size
-        self._incarnation = incarnation
-        self._config_digest = config_digest
-        self._record = record
-        self._generation = generation
-        self._job = job
-        self._clock = clock
+    store: Store
+    _: KW_ONLY
+    options: CheckpointGroup
+    group: dist.ProcessGroup | None
+    rank: int
+    world_size: int
+    incarnation: str
+    config_digest: str
+    record: Callable[[Event], None]
+    generation: int | None = None
+    """Of the hosts, if a launcher started this incarnation."""
+
+    job: JobMemory = _NOTHING
+    """Asked on rank 0 only."""
+
+    clock: Callable[[], float] = time.time
+    signing: SigningKey | None = None
+    """The same on all ranks: signs what is saved, and nothing else is restored from storage."""
+
+    def __post_init__(self) -> None:
         self._saved: SaveResult | None = None
         self._listing = Listing((), begun=False)
         """As rank 0 found things before it saved."""
-        self._pruner = Pruner(store, keep_last=options.keep_last, keep_every=options.keep_every, signing=signing)
-        self._fence = Fence(store)
+        keep_last, keep_every = self.options.keep_last, self.options.keep_every
+        self._pruner = Pruner(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
+        self._fence = Fence(self.store)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
         """Writes and commits a checkpoint; synchronous. Collective: yes.
@@ -125,19 +117,19 @@ class Checkpointer:
         raises is passed on.
         """
         began = time.monotonic()
-        folder = from_first(lambda: self._prepare(step), group=self._group).decode()
+        folder = from_first(lambda: self._prepare(step), group=self.group).decode()
         if self._saved is not None and not folder:
             return SaveResult(step, self._saved.checkpoint, self._saved.bytes, {}, skipped=True)
         prepared = time.monotonic()
         part = self._write_together(tensors, folder)
-        parts = gather_bytes(part, group=self._group, to_first=True)
+        parts = gather_bytes(part, group=self.group, to_first=True)
         wrote = time.monotonic()
         facts = Manifest(
             step=step,
-            world_size=self._world_size,
-            incarnation=self._incarnation,
-            created=self._clock(),
-            config_digest=self._config_digest,
+            world_size=self.world_size,
+            incarnation=self.incarnation,
+            created=self.clock(),
+            config_digest=self.config_digest,
             versions={"elastictrain": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             state=state,
         )
@@ -146,52 +138,50 @@ class Checkpointer:
             manifest = self._commit(folder, facts, parts, names=tensors.keys())
             seconds = {"prepare": prepared - began, "write": wrote - prepared, "commit": time.monotonic() - wrote}
             size_bytes = manifest.size_bytes
-            self._record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
-            pruned = self._pruner.tidy(
-                folder, manifest=manifest, listing=self._listing, time_s=self._clock(), fence=self._fence
-            )
+            self.record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
+            pruned = self._pruner.tidy(folder, manifest=manifest, listing=self._listing, time_s=self.clock(), fence=self._fence)
             if pruned:
-                self._record(CheckpointsPruned(checkpoints=pruned))
+                self.record(CheckpointsPruned(checkpoints=pruned))
             return json.dumps([size_bytes, seconds]).encode()
 
-        size_bytes, seconds = json.loads(from_first(conclude, group=self._group))
+        size_bytes, seconds = json.loads(from_first(conclude, group=self.group))
         self._saved = SaveResult(step, folder, size_bytes, seconds)
         return self._saved
 
     def _prepare(self, step: int) -> bytes:
         """On rank 0: the folder to write to, empty of files; nothing if this step was saved already."""
-        self._listing = listing = list_checkpoints(self._store)
+        self._listing = listing = list_checkpoints(self.store)
         if self._saved is not None and self._saved.step == step:
             folder = listing.folder(self._saved.checkpoint)
             if folder is not None and folder.has_manifest and not folder.quarantined:
                 return b""
-        return clear_target(self._store, listing, step=step, at_work=self._incarnation).encode()
+        return clear_target(self.store, listing, step=step, at_work=self.incarnation).encode()
 
     def _write_together(self, tensors: Mapping[str, Tensor], folder: str) -> bytes:
         """Writes this rank's files; what a manifest must say of them. Raises on all ranks if any fails. Collective: yes."""
         part, failure = b"", None
         try:
-            shard_bytes = int(self._options.shard_mb * 2**20)
-            layout = RankLayout(own_items(tensors, rank=self._rank, world_size=self._world_size), shard_bytes)
+            shard_bytes = int(self.options.shard_mb * 2**20)
+            layout = RankLayout(own_items(tensors, rank=self.rank, world_size=self.world_size), shard_bytes)
             digests = write_files(
-                self._store,
-                layout.files(incarnation=self._incarnation, rank=self._rank),
+                self.store,
+                layout.files(incarnation=self.incarnation, rank=self.rank),
                 prefix=f"{ROOT}/{folder}",
                 source=lambda item: reader_of(local_part(tensors[item.name]), item),
-                sha256=self._signing is not None,
+                sha256=self.signing is not None,
             )
-            part = encode_parts([RankPart(self._rank, layout, digests)])
+            part = encode_parts([RankPart(self.rank, layout, digests)])
         except BaseException as error:  # noqa: BLE001  # the other ranks wait for this one's result
             failure = error
-        results = gather_json(None if failure is None else describe(failure), group=self._group)
+        results = gather_json(None if failure is None else describe(failure), group=self.group)
         failures = {rank: revive(one) for rank, one in enumerate(results) if isinstance(one, dict)}
         if not failures:
             return part
         # All wait for rank 0: who went on would look hung to the others while it deletes.
-        from_first(lambda: self._discard(folder), group=self._group)
+        from_first(lambda: self._discard(folder), group=self.group)
         if failure is not None and not isinstance(failure, Exception):
             raise failure
-        raise save_error(failures, url=f"{self._store.url}/{ROOT}/{folder}")
+        raise save_error(failures, url=f"{self.store.url}/{ROOT}/{folder}")
 
     def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes], *, names: Set[str]) -> Manifest:
         """On rank 0. Raises: LeaseLostError, CheckpointError, StorageError."""
@@ -202,10 +192,10 @@ class Checkpointer:
             if lost := sorted(manifest.tensors.keys() ^ names):
                 raise CheckpointError(f"not all ranks have the same tensors: {', '.join(lost)}")
             check_manifest(manifest)
-            check_files(self._store, manifest, folder=folder)
-            self._fence.check(self._incarnation, step=facts.step)
+            check_files(self.store, manifest, folder=folder)
+            self._fence.check(self.incarnation, step=facts.step)
             committing = True
-            commit(self._store, manifest, folder=folder, signing=self._signing)
+            commit(self.store, manifest, folder=folder, signing=self.signing)
         except LeaseLostError:
             self._discard(folder)
             raise
@@ -213,12 +203,12 @@ class Checkpointer:
             # Once the commit has begun, the manifest may be there.
             if not committing:
                 self._discard(folder)
-            raise save_error({0: revive(describe(error))}, url=f"{self._store.url}/{ROOT}/{folder}") from error
+            raise save_error({0: revive(describe(error))}, url=f"{self.store.url}/{ROOT}/{folder}") from error
         return manifest
 
     def _discard(self, folder: str) -> bytes:
         """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""
-        discard_files(self._store, folder, incarnation=self._incarnation)
+        discard_files(self.store, folder, incarnation=self.incarnation)
         return b""
 
     def restore(
@@ -243,13 +233,13 @@ class Checkpointer:
         """
         begin = time.monotonic()
         search = CandidateSearch(
-            self._store,
-            on_invalid=self._options.on_invalid,
-            incarnation=self._incarnation,
-            record=self._record,
-            clock=self._clock,
-            job=self._job,
-            signing=self._signing,
+            self.store,
+            on_invalid=self.options.on_invalid,
+            incarnation=self.incarnation,
+            record=self.record,
+            clock=self.clock,
+            job=self.job,
+            signing=self.signing,
         )
         touched = False
         if recall is not None:
@@ -257,7 +247,7 @@ class Checkpointer:
         while True:
             best = None if recall is None else recall.best()
             memory = None if best is None else (best.on_line, best.step)
-            proposed = from_first(partial(search.next_candidate, memory=memory), group=self._group)
+            proposed = from_first(partial(search.next_candidate, memory=memory), group=self.group)
             chosen = time.monotonic()
             if proposed == FRESH_START:
                 if touched:
@@ -288,29 +278,29 @@ class Checkpointer:
                 logger.warning(
                     "step %d of %s in memory counts last: a later generation had gone on without it", step, incarnation
                 )
-            known = Starts(self._store).known(incarnation for incarnation, _ in made)
-            return json.dumps([[*known, *self._job.incarnations], off_line]).encode()
+            known = Starts(self.store).known(incarnation for incarnation, _ in made)
+            return json.dumps([[*known, *self.job.incarnations], off_line]).encode()
 
         # What a run that was deleted left in memory is not of this run, unless the same job has trained it.
-        incarnations, off_line = json.loads(from_first(judge_snapshots, group=self._group))
+        incarnations, off_line = json.loads(from_first(judge_snapshots, group=self.group))
         recall.keep(incarnations, off_line=((incarnation, step) for incarnation, step in off_line))
 
     def _try_folder(self, search: CandidateSearch, proposed: bytes, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from storage; None if it is damaged. Collective: yes."""
         head, _, raw = proposed.partition(b"\n")
         name = head.decode()
-        folder = CheckpointFolder(self._store, f"{ROOT}/{name}/")
-        manifest = parse_manifest(raw, where=folder.url(MANIFEST_NAME), key=self._signing)
-        if manifest.signature and self._signing is None and self._rank == 0:
+        folder = CheckpointFolder(self.store, f"{ROOT}/{name}/")
+        manifest = parse_manifest(raw, where=folder.url(MANIFEST_NAME), key=self.signing)
+        if manifest.signature and self.signing is None and self.rank == 0:
             logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", name)
-        result = load(folder, manifest, tensors=tensors, group=self._group)
+        result = load(folder, manifest, tensors=tensors, group=self.group)
         if result.outcome == "failed":
             raise revive({"type": result.error, "message": result.message})
         if result.outcome == "damaged":
-            if self._rank == 0:
+            if self.rank == 0:
                 search.reject(Reject(name, next(iter(result.files), None), result.message))
             return None
-        if self._rank == 0:
+        if self.rank == 0:
             search.accepted(name)
         return self._accepted(manifest, name=name, bytes_read=result.bytes_read, tier="storage")
 
@@ -323,15 +313,15 @@ class Checkpointer:
 
     def _note_origin(self, *, step: int, parent: str) -> None:
         """Write down where this incarnation goes on from, before it can commit anything. Collective: yes."""
-        if self._generation is None:
+        if self.generation is None:
             return
-        origin = ResumeOrigin(self._generation, self._incarnation, step, parent)
+        origin = ResumeOrigin(self.generation, self.incarnation, step, parent)
 
         def write() -> bytes:
-            Lineage(self._store).write(origin)
+            Lineage(self.store).write(origin)
             return b""
 
-        from_first(write, group=self._group)
+        from_first(write, group=self.group)
 
     def _try_memory(self, recall: MemoryRestore, chosen: SnapshotSet, tensors: Mapping[str, Tensor]) -> RestoreResult | None:
         """Load from the memory of hosts; None if something of it is damaged, which is forgotten. Collective: yes."""
@@ -340,7 +330,7 @@ class Checkpointer:
             self._pass_over(recall, chosen, opened, "it cannot be opened")
             return None
         try:
-            result = load(CheckpointFolder(opened.source, ""), opened.manifest, tensors=tensors, group=self._group)
+            result = load(CheckpointFolder(opened.source, ""), opened.manifest, tensors=tensors, group=self.group)
         finally:
             opened.source.close()
         if result.outcome == "loaded":
@@ -354,6 +344,6 @@ class Checkpointer:
 
     def _pass_over(self, recall: MemoryRestore, chosen: SnapshotSet, held: Held, reason: str) -> None:
         recall.forget(held)
-        if self._rank == 0:
+        if self.rank == 0:
             logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
-            self._record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))
+            self.record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
@@ -42,32 +42,28 @@ class Recalled:
     """Whether any rank's snapshot is a replica."""
 
 
+@dataclass
 class MemoryRestore:
     """The memory tiers at the start of one incarnation. Methods are collective over `group`."""
 
-    def __init__(
-        self,
-        folder: str,
-        *,
-        run: str,
-        host: int,
-        speaks_for_host: bool,
-        group: dist.ProcessGroup | None,
-        remote: RemoteFiles | None,
-        names: Sequence[str] = (),
-    ) -> None:
-        """`folder` is the run's in host memory; `host` numbers this host in the group; `remote` reaches the others.
+    folder: str
+    """Of the run, in host memory."""
 
-        `names`: of the hosts, by rank.
-        """
-        self.folder = folder
-        self.run = run
-        self._host = host
-        self._speaks_for_host = speaks_for_host
-        self._group = group
-        self._remote = remote
-        self._names = names
-        self._rank = 0 if group is None else dist.get_rank(group)
+    _: KW_ONLY
+    run: str
+    host: int
+    """Number of this host in the group."""
+
+    speaks_for_host: bool
+    group: dist.ProcessGroup | None
+    remote: RemoteFiles | None
+    """Reaches the other hosts."""
+
+    names: Sequence[str] = ()
+    """Of the hosts, by rank."""
+
+    def __post_init__(self) -> None:
+        self._rank = 0 if self.group is None else dist.get_rank(self.group)
         self._hosts: list[int] = []
         """Of each rank."""
         self.held: list[Held] = []
@@ -76,8 +72,8 @@ class MemoryRestore:
 
     def look(self) -> None:
         """Find out what all hosts hold. Collective: yes."""
-        own: list[JsonValue] = [one.to_json() for one in look(self.folder, host=self._host)] if self._speaks_for_host else []
-        told = gather_json([self._host, own], group=self._group)
+        own: list[JsonValue] = [one.to_json() for one in look(self.folder, host=self.host)] if self.speaks_for_host else []
+        told = gather_json([self.host, own], group=self.group)
         rows = [(int(str(row[0])), row[1]) for row in told if isinstance(row, list)]
         self._hosts = [host for host, _ in rows]
         held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
@@ -85,7 +81,7 @@ class MemoryRestore:
 
     def name_of(self, held: Held) -> str:
         """The name of the host that holds a snapshot, for a person."""
-        return self._names[held.host] if held.host < len(self._names) else f"number {held.host}"
+        return self.names[held.host] if held.host < len(self.names) else f"number {held.host}"
 
     def best(self) -> SnapshotSet | None:
         """The best step that is whole, among what is not forgotten. Collective: no; the same on all ranks."""
@@ -98,7 +94,7 @@ class MemoryRestore:
     def tier(self, recalled: Recalled) -> str:
         """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
         elsewhere = recalled.replicas or recalled.source.remote_bytes > 0
-        return "peer" if any(gather_json(elsewhere, group=self._group)) else "memory"
+        return "peer" if any(gather_json(elsewhere, group=self.group)) else "memory"
 
     def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
         """Snapshots of other incarnations than these count no more; those `off_line`, by incarnation and step, count last."""
@@ -123,7 +119,7 @@ class MemoryRestore:
             logger.warning("the snapshots of step %d do not fit together: %s", chosen.step, error)
             return primary[0]
         opened, culprit = self._files(primary, known)
-        culprits = [found for found in gather_json(culprit, group=self._group) if isinstance(found, int)]
+        culprits = [found for found in gather_json(culprit, group=self.group) if isinstance(found, int)]
         if culprits or opened is None:
             if opened is not None:
                 opened.close()
@@ -136,7 +132,7 @@ class MemoryRestore:
         with ThreadPoolExecutor(_SIDE_BY_SIDE, thread_name_prefix="tell") as pool:
             told = [part for part in pool.map(self._tell, own) if part is not None]
         parts: dict[int, RankPart] = {}
-        for text in gather_json(encode_parts(told).decode(), group=self._group):
+        for text in gather_json(encode_parts(told).decode(), group=self.group):
             try:
                 parts |= {part.rank: part for part in decode_parts(str(text).encode(), where="a snapshot")}
             except InvalidCheckpointError as error:
@@ -163,11 +159,11 @@ class MemoryRestore:
         slots = ExitStack()
         for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
             try:
-                if held.host == self._host:
+                if held.host == self.host:
                     slot = slots.enter_context(closing(_open_soon(f"{self.folder}/{held.slot}", held.facts)))
                     files |= files_in_slot(slot, part.layout, incarnation=held.facts.incarnation, rank=rank)
-                elif self._remote is not None:
-                    files |= self._remote(held, part.layout)
+                elif self.remote is not None:
+                    files |= self.remote(held, part.layout)
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
             except (OSError, ElasticTrainError) as error:

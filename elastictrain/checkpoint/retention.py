@@ -14,7 +14,7 @@ Rules:
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
@@ -90,15 +90,18 @@ def _deletion_order(files: Collection[str]) -> tuple[str, ...]:
     return tuple(sorted(files, key=lambda name: (rank.get(name, 1), name)))
 
 
+@dataclass
 class Pruner:
     """Deletes superseded checkpoints; reads each manifest once."""
 
-    def __init__(self, store: Store, *, keep_last: int, keep_every: int, signing: SigningKey | None = None) -> None:
-        """With a key, checkpoints that are not signed with it are neither counted nor deleted."""
-        self._signing = signing
-        self._store = store
-        self._keep_last = keep_last
-        self._keep_every = keep_every
+    store: Store
+    _: KW_ONLY
+    keep_last: int
+    keep_every: int
+    signing: SigningKey | None = None
+    """With a key, checkpoints that are not signed with it are neither counted nor deleted."""
+
+    def __post_init__(self) -> None:
         self._manifests: dict[str, Manifest | None] = {}
         self._unknown: set[str] = set()
 
@@ -111,15 +114,15 @@ class Pruner:
         Raises: StorageError; what is then left half deleted is no checkpoint any more, and goes at the next call.
         """
         self._manifests[newest] = manifest
-        folders = list_checkpoints(self._store).folders
+        folders = list_checkpoints(self.store).folders
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
         intact = {folder.name for folder in folders if self._intact(folder)}
         deletions = self._plan(folders, newest=newest, intact=intact)
         if deletions:
             # Asked only now: most saves of a young run delete nothing.
-            _, off_line = Lineage(self._store).line_first(folders)
+            _, off_line = Lineage(self.store).line_first(folders)
             deletions = self._plan(folders, newest=newest, intact=intact - off_line) if off_line else deletions
-        deleted = [deletion for deletion in deletions if delete_folder(self._store, deletion)]
+        deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
     def tidy(self, newest: str, *, manifest: Manifest, listing: Listing, time_s: float, fence: Fence) -> tuple[str, ...]:
@@ -128,7 +131,7 @@ class Pruner:
         `listing` is how things were found before the save.
         """
         note: dict[str, JsonValue] = {"checkpoint": newest, "time": time_s, "incarnation": manifest.incarnation}
-        mark_committed(self._store, listing=listing, note=note)
+        mark_committed(self.store, listing=listing, note=note)
         try:
             fence.check(manifest.incarnation, step=manifest.step)
             return self.prune(newest, manifest=manifest)
@@ -141,8 +144,8 @@ class Pruner:
             folders,
             newest=newest,
             intact=intact,
-            keep_last=self._keep_last,
-            keep_every=self._keep_every,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
             unknown=self._unknown,
         )
 
@@ -153,12 +156,12 @@ class Pruner:
             self._manifests[folder.name] = self._read(folder.name)
         manifest = self._manifests[folder.name]
         return (
-            manifest is not None and manifest.step == folder.step and find_missing(self._store, manifest, folder=folder) is None
+            manifest is not None and manifest.step == folder.step and find_missing(self.store, manifest, folder=folder) is None
         )
 
     def _read(self, folder: str) -> Manifest | None:
         try:
-            return read_manifest(self._store, folder, signing=self._signing)
+            return read_manifest(self.store, folder, signing=self.signing)
         except (UnknownFormatError, UntrustedCheckpointError) as error:
             logger.warning("left alone: %s", error)
             self._unknown.add(folder)

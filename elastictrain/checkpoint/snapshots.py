@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from torch import Tensor
 
@@ -44,34 +44,30 @@ class SlotStatus:
     """It holds no whole snapshot."""
 
 
+@dataclass
 class Snapshots:
     """The slots of this rank and what is in them. All methods but the internal ones are called by the training thread."""
 
-    def __init__(
-        self,
-        arena: Arena,
-        copier: Copier,
-        link: SaverLink,
-        *,
-        facts: SnapshotFacts,
-        steps: list[int | None],
-        flush_records: Callable[[], None],
-        record: Callable[[Event], None] | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`facts` are those of any snapshot that this rank takes, but for its step, time, reason and state. `steps`: of the
-        snapshots that the slots hold already. `record`: for the rank that speaks."""
-        self._arena = arena
-        self._copier = copier
-        self._link = link
-        self._facts = facts
-        self._flush_records = flush_records
-        self._record = record
-        self._clock = clock
+    arena: Arena
+    copier: Copier
+    link: SaverLink
+    _: KW_ONLY
+    facts: SnapshotFacts
+    """Those of any snapshot that this rank takes, but for its step, time, reason and state."""
+
+    steps: list[int | None]
+    """Of the snapshots that the slots hold."""
+
+    flush_records: Callable[[], None]
+    record: Callable[[Event], None] | None
+    """For the rank that speaks."""
+
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._changed = threading.Condition()
-        # Guarded by the condition.
-        self._steps = steps
-        self._told_free = [False] * len(steps)
+        # These and the steps are guarded by the condition.
+        self._told_free = [False] * len(self.steps)
         self._spared: frozenset[int] = frozenset()
         self._taking: dict[int, _Taking] = {}
         self._closing = False
@@ -79,12 +75,12 @@ class Snapshots:
 
     def make_room(self) -> None:
         """Begin to make the slots, once the first step is through: until then the device has other things to do."""
-        self._arena.start()
+        self.arena.start()
 
     def spare(self, steps: Iterable[int | None]) -> None:
         """From now on no rank begins a snapshot in the place of one of these steps: who sends them must get at them."""
         self._spared = frozenset(step for step in steps if step is not None)
-        for place, step in enumerate(self._steps):
+        for place, step in enumerate(self.steps):
             if step in self._spared:
                 self._let_go(place)
 
@@ -96,9 +92,9 @@ class Snapshots:
         the group has found no slot. A copy that fails on one rank leaves it another newest than the others: each would keep
         what the others offer, and all of them would wait for ever.
         """
-        newest = max((step for step in self._steps if step is not None), default=None)
-        protected = self._steps.index(newest) if newest is not None else -1
-        free = [place != protected and self._seize(place) for place in range(len(self._steps))]
+        newest = max((step for step in self.steps if step is not None), default=None)
+        protected = self.steps.index(newest) if newest is not None else -1
+        free = [place != protected and self._seize(place) for place in range(len(self.steps))]
         if protected >= 0:
             if due and (none_had or not any(free)):
                 free[protected] = self._seize(protected)
@@ -108,7 +104,7 @@ class Snapshots:
         with self._changed:
             return tuple(
                 SlotStatus(busy=not free[place], torn=place in self._taking or step is None)
-                for place, step in enumerate(self._steps)
+                for place, step in enumerate(self.steps)
             )
 
     def begin(self, place: int, step: int, *, reason: str, parts: Mapping[str, Tensor], awaited: bool = False) -> None:
@@ -116,21 +112,21 @@ class Snapshots:
 
         `awaited`: all ranks `wait` for it, and so hear from each other if it fails.
         """
-        began = self._clock()
-        slot = self._arena.slot(place)
+        began = self.clock()
+        slot = self.arena.slot(place)
         assert slot is not None  # noqa: S101
         assert slot.locked  # noqa: S101
         slot.begin()
         taking = _Taking(place, slot, step, reason, awaited, 0.0)
         with self._changed:
-            self._steps[place] = None
+            self.steps[place] = None
             self._taking[place] = taking
 
-        copy = self._copier.start(slot, parts)
+        copy = self.copier.start(slot, parts)
         thread = threading.Thread(target=self._take, args=(taking, copy), name="snapshot", daemon=True)
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         thread.start()
-        taking.stall_s = self._clock() - began
+        taking.stall_s = self.clock() - began
 
     def deliver(self, step: int, state: Mapping[str, JsonValue]) -> None:
         """The counters of a step, for its snapshot if there is one."""
@@ -142,9 +138,9 @@ class Snapshots:
 
     def before_update(self) -> None:
         """The state is about to change."""
-        began = self._clock()
-        self._copier.before_update()
-        waited_s = self._clock() - began
+        began = self.clock()
+        self.copier.before_update()
+        waited_s = self.clock() - began
         with self._changed:
             for taking in self._taking.values():
                 taking.stall_s += waited_s
@@ -154,7 +150,7 @@ class Snapshots:
         with self._changed:
             if not self._changed.wait_for(lambda: all(one.step != step for one in self._taking.values()), timeout_s):
                 raise CheckpointError(f"the snapshot of step {step} was not copied within {timeout_s:g} s")
-            if step not in self._steps:
+            if step not in self.steps:
                 raise CheckpointError(f"the snapshot of step {step} could not be copied")
 
     def close(self) -> None:
@@ -169,38 +165,38 @@ class Snapshots:
             # Bytes may still be on their way: what they are written to must stay where it is.
             logger.warning("a snapshot is still being copied; it is left to the end of this process")
             return
-        self._arena.close()
+        self.arena.close()
 
     def _seize(self, place: int) -> bool:
-        slot = self._arena.slot(place)
+        slot = self.arena.slot(place)
         with self._changed:
-            step = self._steps[place]
+            step = self.steps[place]
             if (
                 slot is None
                 or place in self._taking
                 or step in self._spared
-                or (step is not None and self._link.needs(self._index(place), step))
+                or (step is not None and self.link.needs(self._index(place), step))
             ):
                 return False
         if not slot.is_current():
             # Somebody has emptied the folder: nobody would ever find what we put there.
-            self._arena.broken = f"{slot.path} was removed"
+            self.arena.broken = f"{slot.path} was removed"
             return False
         return slot.locked or slot.lock(shared=False)
 
     def let_go(self) -> None:
         """No more snapshots are begun: others may have the slots."""
-        for place in range(len(self._steps)):
+        for place in range(len(self.steps)):
             self._let_go(place)
 
     def _let_go(self, place: int) -> None:
-        slot = self._arena.slot(place)
+        slot = self.arena.slot(place)
         with self._changed:
             if slot is not None and slot.locked and place not in self._taking:
                 slot.unlock()
 
     def _index(self, place: int) -> int:
-        return self._arena.names[place].index
+        return self.arena.names[place].index
 
     def _take(self, taking: _Taking, copy: Callable[[], float]) -> None:
         try:
@@ -222,22 +218,22 @@ class Snapshots:
 
     def _complete(self, taking: _Taking, state: Mapping[str, JsonValue], *, seconds: float) -> None:
         # A step that is not repeated after a restart must have left its records behind.
-        self._flush_records()
-        facts = replace(self._facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
+        self.flush_records()
+        facts = replace(self.facts, step=taking.step, created=time.time(), reason=taking.reason, state=state)
         taking.slot.complete(facts)
         # The saver locks it as soon as it hears of it; until then the place counts as taken, and nobody seizes it.
         taking.slot.unlock()
-        self._link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
+        self.link.announce(self._index(taking.place), taking.step, durable=bool(taking.reason))
         with self._changed:
-            self._steps[taking.place] = taking.step
+            self.steps[taking.place] = taking.step
             del self._taking[taking.place]
             self._changed.notify_all()
-        if self._record is not None:
-            self._record(
+        if self.record is not None:
+            self.record(
                 Snapshot(
                     step=taking.step,
                     slot=self._index(taking.place),
-                    bytes=self._copier.size_bytes,
+                    bytes=self.copier.size_bytes,
                     copy_s=seconds,
                     stall_s=taking.stall_s,
                 )
@@ -249,4 +245,4 @@ class Snapshots:
             self._changed.notify_all()
         if missed and taking.reason and not taking.awaited:
             # The saver finds nothing whole and gives the step up. Without a word it would hold the slots of the other ranks.
-            self._link.announce(self._index(taking.place), taking.step, durable=True)
+            self.link.announce(self._index(taking.place), taking.step, durable=True)

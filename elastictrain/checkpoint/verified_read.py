@@ -28,7 +28,7 @@ from elastictrain.errors import (
     StorageError,
     UntrustedCheckpointError,
 )
-from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, Readable, read_bounded
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -77,15 +77,8 @@ class DamagedFileError(InvalidCheckpointError):
         self.file = file
 
 
-class ReadableStore(Protocol):
+class ReadableStore(Readable, Protocol):
     """What verified reading needs of a store."""
-
-    @property
-    def url(self) -> str:
-        """For messages."""
-
-    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """As `Store.read`."""
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
         """As `Store.read_into`."""

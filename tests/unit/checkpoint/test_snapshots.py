@@ -177,7 +177,7 @@ def test_whatever_the_saver_needs_what_was_called_free_can_be_written(seed: int,
                 taken.finish(step)
                 begun = {place}
             said = now
-            held = [(name.index, steps) for name, steps in zip(taken.arena.names, taken.snapshots._steps, strict=True)]
+            held = [(name.index, steps) for name, steps in zip(taken.arena.names, taken.snapshots.steps, strict=True)]
             taken.link.needed = {(index, step) for index, step in held if step is not None and chance.random() < 0.5}
 
 
@@ -295,7 +295,7 @@ def test_a_record_that_fails_costs_the_record_and_not_the_snapshot(tmp_path: Pat
         raise RuntimeError("the log is gone")
 
     with taking(tmp_path) as taken:
-        taken.snapshots._record = refuse
+        taken.snapshots.record = refuse
         for place, step in ((0, 3), (1, 4)):
             busy(taken)
             taken.take(place, step, reason="interval")

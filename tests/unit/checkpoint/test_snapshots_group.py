@@ -76,7 +76,7 @@ class Rank:
         assert self.slots[place].locked, "a slot is written that somebody else may have"
         assert self.now >= self.slots[place].read_until, "a slot is written while its saver reads it"
         assert place not in self.copies, "a slot is written while it is being written"
-        self.snapshots._steps[place] = None
+        self.snapshots.steps[place] = None
         self.snapshots._taking[place] = cast(_Taking, object())
         self.copies[place] = (step, until, fails)
 
@@ -88,11 +88,11 @@ class Rank:
                 if not fails:
                     self.slots[place].unlock()
                     self.slots[place].read_until = now + reads
-                    self.snapshots._steps[place] = step
+                    self.snapshots.steps[place] = step
 
 
 def whole(ranks: list[Rank]) -> set[int]:
-    return set.intersection(*({step for step in rank.snapshots._steps if step is not None} for rank in ranks))
+    return set.intersection(*({step for step in rank.snapshots.steps if step is not None} for rank in ranks))
 
 
 @settings(max_examples=examples(100))
@@ -131,4 +131,4 @@ def test_a_copy_that_fails_on_some_ranks_ends_neither_snapshots_nor_the_last_who
                 rank.begin(place, step, until=step + chance.randint(1, 6), fails=chance.random() < failing)
             book.started(place, step)
         # Copies and savers have long done what they had to do.
-        assert step - began < 40, f"no slot is ever free again: {[rank.snapshots._steps for rank in ranks]}"
+        assert step - began < 40, f"no slot is ever free again: {[rank.snapshots.steps for rank in ranks]}"

@@ -122,7 +122,7 @@ def replace(module: ModuleType, place: str) -> None:
     @wraps(original)
     def replaced(*arguments: Any, **options: Any) -> Any:
         if place == RESTORE:
-            look_around(arguments[0]._incarnation)
+            look_around(arguments[0].incarnation)
         if place == COPY and (fault := is_due(place, "middle")):
             _, sources, target = arguments
             for source in sources[: len(sources) // 2]:
