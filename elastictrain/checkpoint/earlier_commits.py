@@ -12,7 +12,7 @@ from typing import Literal
 
 from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
-from elastictrain.checkpoint.lineage import Lineage, number_of
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
 from elastictrain.checkpoint.manifest import Count
 from elastictrain.errors import ObjectNotFoundError
 from elastictrain.lease.merge import EVENTS, LAUNCHERS, parse_merged
@@ -68,7 +68,10 @@ class InMemory:
 
 def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Trace]:
     """What the run folder tells of commits before `incarnation`, newest first. Raises: StorageError."""
-    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_lineage(lineage), _of_launchers(store, lineage)]
+    newest = lineage.newest()
+    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_launchers(store, newest)]
+    if newest is not None and newest.step > 0:
+        found.append(Trace(newest.step, f"the lineage of {newest.incarnation}"))
     return sorted((trace for trace in found if trace is not None), reverse=True)
 
 
@@ -214,11 +217,6 @@ def _pieces(store: Store, log: list[ObjectInfo]) -> Iterator[bytes]:
                 continue
 
 
-def _of_lineage(lineage: Lineage) -> Trace | None:
-    newest = lineage.newest()
-    return Trace(newest.step, f"the lineage of {newest.incarnation}") if newest is not None and newest.step > 0 else None
-
-
 @dataclass(frozen=True, slots=True)
 class _GenerationEnd:
     generation: int = -1
@@ -232,9 +230,8 @@ class _LauncherLine:
     end: _GenerationEnd | None = None
 
 
-def _of_launchers(store: Store, lineage: Lineage) -> Trace | None:
+def _of_launchers(store: Store, newest: ResumeOrigin | None) -> Trace | None:
     """What launchers wrote down when generations ended; not of those before a start from step 0."""
-    newest = lineage.newest()
     first = newest.generation if newest is not None else 0
     keys = [info.key for info in islice(store.list(_HOSTS_FOLDER), _LINES) if info.key.endswith(".json")]
     traces = []

@@ -178,33 +178,33 @@ def check_shard_header(head: bytes, *, file: FileRecord, chunks: Sequence[Placed
     empty = {_item([one]).key: one for one in chunks if not one.chunk.size_bytes}
     starts = [one.chunk.start - file.header_bytes for one in filled]
     position = taken = 0
-    for entry in decode_header(head, where=where):
+    for key, entry in decode_header(head, where=where).items():
         size_bytes = math.prod(entry.shape) * BY_CODE[entry.code].size_bytes
-        if (entry.begin, entry.end) != (position, position + size_bytes):
+        if entry.span != (position, position + size_bytes):
             raise InvalidCheckpointError(
-                f"{where}: tensor {entry.key!r} must be bytes [{position}, {position + size_bytes}) after the header, "
-                f"but the header says [{entry.begin}, {entry.end})"
+                f"{where}: tensor {key!r} must be bytes [{position}, {position + size_bytes}) after the header, "
+                f"but the header says [{entry.span[0]}, {entry.span[1]})"
             )
-        position = entry.end
+        position += size_bytes
         # Each takes the chunks that begin where it does.
         if size_bytes:
-            end = bisect_left(starts, entry.end)
+            end = bisect_left(starts, position)
             own, taken = filled[taken:end], end
         else:
-            own = [empty.pop(entry.key)] if entry.key in empty else []
-        problem = _entry_problem(entry, own, header_bytes=file.header_bytes)
+            own = [empty.pop(key)] if key in empty else []
+        problem = _entry_problem(key, entry, own, header_bytes=file.header_bytes)
         if problem is not None:
-            raise InvalidCheckpointError(f"{where}: tensor {entry.key!r} of its header {problem}")
+            raise InvalidCheckpointError(f"{where}: tensor {key!r} of its header {problem}")
     if file.header_bytes + position != file.size_bytes or len(head) != file.header_bytes:
         raise InvalidCheckpointError(f"{where}: must have {file.header_bytes + position} bytes, but has {file.size_bytes}")
     if taken != len(filled) or empty:
         raise InvalidCheckpointError(f"{where}: the manifest has tensors in it that its header has not")
 
 
-def _entry_problem(entry: HeaderEntry, own: Sequence[PlacedChunk], *, header_bytes: int) -> str | None:
+def _entry_problem(key: str, entry: HeaderEntry, own: Sequence[PlacedChunk], *, header_bytes: int) -> str | None:
     if not own:
         return "is not in the manifest"
-    position = header_bytes + entry.begin
+    position = header_bytes + entry.span[0]
     following: int | None = None
     for one in own:
         chunk, first = one.chunk, own[0].chunk
@@ -218,7 +218,7 @@ def _entry_problem(entry: HeaderEntry, own: Sequence[PlacedChunk], *, header_byt
         position += chunk.size_bytes
         following = chunk.offsets[0] + chunk.sizes[0] if chunk.offsets else -1
     item = _item(own)
-    if (entry.key, entry.shape, entry.code) != (item.key, item.sizes, BY_NAME[item.dtype].code):
+    if (key, entry.shape, entry.code) != (item.key, item.sizes, BY_NAME[item.dtype].code):
         return f"({entry.code} {list(entry.shape)}) must be {item.key!r} ({BY_NAME[item.dtype].code} {list(item.sizes)})"
     return None
 

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 from elastictrain.bounded_json import parse_record
 from elastictrain.checkpoint.folders import FolderFacts
@@ -78,7 +79,6 @@ class Lineage:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._known: dict[str, ResumeOrigin | None] = {}
-        self._keys: dict[str, str] | None = None
 
     def write(self, origin: ResumeOrigin) -> None:
         """Before its incarnation commits anything. Raises: StorageError."""
@@ -101,24 +101,20 @@ class Lineage:
     def newest(self) -> ResumeOrigin | None:
         """Where the newest generation of hosts went on from, as far as that can be read. Raises: StorageError."""
         # The name begins with the generation: the last one that can be read is the newest.
-        for name in reversed(self._names()):
-            if (origin := self._lookup(name)) is not None:
-                return origin
-        return None
+        return next((origin for name in reversed(self._keys) if (origin := self._lookup(name)) is not None), None)
 
-    def _names(self) -> list[str]:
-        if self._keys is None:
-            keys = sorted(info.key for info in self._store.list(ROOT))
-            self._keys = {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
-        return list(self._keys)
+    @cached_property
+    def _keys(self) -> dict[str, str]:
+        """Of the records, by incarnation."""
+        keys = sorted(info.key for info in self._store.list(ROOT))
+        return {match[2]: key for key in keys if (match := _KEY.fullmatch(key))}
 
     def _lookup(self, incarnation: str) -> ResumeOrigin | None:
         if incarnation not in self._known:
-            self._known[incarnation] = self._read(incarnation) if incarnation in self._names() else None
+            self._known[incarnation] = self._read(incarnation) if incarnation in self._keys else None
         return self._known[incarnation]
 
     def _read(self, incarnation: str) -> ResumeOrigin | None:
-        assert self._keys is not None  # noqa: S101
         key = self._keys[incarnation]
         try:
             origin = parse_record(read_bounded(self._store, key), ResumeOrigin)

@@ -9,6 +9,8 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
 from elastictrain.checkpoint.manifest import Count
 from elastictrain.errors import InvalidCheckpointError
@@ -58,22 +60,13 @@ BY_NAME = {element.name: element for element in _TYPES}
 BY_CODE = {element.code: element for element in _TYPES}
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
-    """One tensor of a file: its bytes are [begin, end), counted from the end of the header."""
+class HeaderEntry(msgspec.Struct, frozen=True, rename={"code": "dtype", "span": "data_offsets"}):
+    """One tensor of a file."""
 
-    key: str
     code: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _StoredEntry:
-    dtype: str
     shape: tuple[Count, ...]
-    data_offsets: tuple[Count, Count]
+    span: tuple[Count, Count]
+    """Its bytes are [begin, end), counted from the end of the header."""
 
 
 def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metadata: Mapping[str, str]) -> bytes:
@@ -92,8 +85,8 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]], *, metada
     return struct.pack("<Q", len(text)) + text
 
 
-def decode_header(head: bytes, *, where: str) -> tuple[HeaderEntry, ...]:
-    """The tensors of a file, from its first bytes (all of the header, at least).
+def decode_header(head: bytes, *, where: str) -> dict[str, HeaderEntry]:
+    """The tensors of a file by key, in the order of their bytes, from its first bytes (all of the header, at least).
 
     Raises: InvalidCheckpointError, naming `where`, if they are not a safetensors header.
     """
@@ -107,10 +100,9 @@ def decode_header(head: bytes, *, where: str) -> tuple[HeaderEntry, ...]:
         document = parse_json(head[LENGTH_BYTES : LENGTH_BYTES + size_bytes], limits=DOCUMENT)
         if isinstance(document, dict):
             document.pop("__metadata__", None)
-        stored = as_record(document, dict[str, _StoredEntry])
+        stored = as_record(document, dict[str, HeaderEntry])
     except ValueError as error:
         raise InvalidCheckpointError(f"{where}: its safetensors header is garbled: {error}") from error
-    if unknown := sorted({entry.dtype for entry in stored.values()} - BY_CODE.keys()):
+    if unknown := sorted({entry.code for entry in stored.values()} - BY_CODE.keys()):
         raise InvalidCheckpointError(f"{where}: its safetensors header has unknown element types {unknown}")
-    entries = [HeaderEntry(key, entry.dtype, entry.shape, *entry.data_offsets) for key, entry in stored.items()]
-    return tuple(sorted(entries, key=lambda entry: (entry.begin, entry.end)))
+    return dict(sorted(stored.items(), key=lambda item: item[1].span))

@@ -100,7 +100,7 @@ class HuggingFaceWeights:
             raise DataError(f"{url} must hold the tensor {theirs}, but does not{hint}")
         if entry.shape != self._shapes[name]:
             raise DataError(f"{url}: {theirs} must have the shape {self._shapes[name]} of the model, but has {entry.shape}")
-        data = self._store.read(file, start=header.size_bytes + entry.begin, end=header.size_bytes + entry.end)
+        data = self._store.read(file, start=header.size_bytes + entry.span[0], end=header.size_bytes + entry.span[1])
         element = BY_CODE[entry.code]
         expected = math.prod(entry.shape) * element.size_bytes
         if len(data) != expected:
@@ -136,7 +136,7 @@ class HuggingFaceWeights:
             raise DataError(f"{url} must exist, but does not; `task.init_from` needs weights as safetensors") from error
         except InvalidCheckpointError as error:
             raise DataError(f"{error}; fetch it again") from error
-        return _Header({entry.key: entry for entry in entries}, len(head))
+        return _Header(entries, len(head))
 
     def _read_json(self, key: str) -> dict[str, object] | None:
         """None if there is no such file."""

@@ -111,6 +111,14 @@ _READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class BadFile:
+    """A file of a checkpoint, and all that is wrong with it."""
+
+    name: str
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Surveyed:
     """One folder and what its manifest says, where it can be read."""
 
@@ -121,15 +129,18 @@ class Surveyed:
     """Why the state is not `valid`; empty if it is."""
 
     manifest: Manifest | None
+    bad_files: tuple[BadFile, ...] = ()
+    """Known once all bytes were read."""
+
+    gone: bool = False
+    """It was deleted while it was read."""
 
     @property
     def name(self) -> str:
-        """Of the folder."""
         return self.facts.name
 
     @property
     def url(self) -> str:
-        """Of the folder."""
         return f"{self.run.url}/{ROOT}/{self.name}"
 
     @property
@@ -181,7 +192,6 @@ class Checkpoint:
 
     @property
     def url(self) -> str:
-        """Of its folder."""
         return self.folder.url("").rstrip("/")
 
 

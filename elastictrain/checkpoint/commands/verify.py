@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import Event
 
 import msgspec
@@ -12,6 +12,7 @@ import xxhash
 
 from elastictrain.checkpoint.commands.output import Advance, note, plural, progress, result, result_json, size_text
 from elastictrain.checkpoint.commands.survey import (
+    BadFile,
     CheckpointState,
     Surveyed,
     locate,
@@ -47,26 +48,6 @@ logger = logging.getLogger(__name__)
 _SHOWN_PER_FILE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class BadFile:
-    """A file of a checkpoint, and all that is wrong with it."""
-
-    name: str
-    problems: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyResult:
-    """One checkpoint after all its bytes were read. `reason` says what its manifest or its mark show; `gone`: it was deleted
-    while it was read."""
-
-    checked: Surveyed
-    state: CheckpointState
-    reason: str
-    bad_files: tuple[BadFile, ...] = ()
-    gone: bool = False
-
-
 def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int, as_json: bool, key_env: str = "") -> int:
     """Verifies the newest checkpoint at `url`, that of `step` or `every` one; returns the exit code.
 
@@ -85,7 +66,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
     judged = [verdict for verdict in verdicts if not verdict.gone]
     for verdict in verdicts:
         if verdict.gone:
-            note(f"{verdict.checked.name} was deleted while it was read")
+            note(f"{verdict.name} was deleted while it was read")
     if not judged:
         which = "" if step is None else f" of step {step}"
         what = f"{location.folder} as a checkpoint" if location.folder else f"a checkpoint{which}"
@@ -111,8 +92,10 @@ def choose_folders(
     return tuple(considered[:1] or wanted[:1])
 
 
-def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[VerifyResult]:
-    """Reads all files of the chosen ones, `threads` at once; each thread needs the memory of one span or chunk.
+def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance) -> list[Surveyed]:
+    """Reads all files of the chosen ones, `threads` at once, and says of each what that showed.
+
+    Each thread needs the memory of one span or chunk.
 
     Raises: StorageError.
     """
@@ -142,13 +125,13 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     return [_judge(one, bad_files=tuple(bad.get(one.name, ()))) for one in chosen]
 
 
-def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> VerifyResult:
+def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> Surveyed:
     # Retention of a run that is training takes the manifest first.
     gone = bool(bad_files) and not is_there(one.run, key_of(one.name, MANIFEST_NAME))
     if bad_files and not gone and one.state in (CheckpointState.VALID, CheckpointState.DAMAGED):
         # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
-        return VerifyResult(one, CheckpointState.DAMAGED, "", bad_files)
-    return VerifyResult(one, one.state, one.reason, bad_files, gone)
+        return replace(one, state=CheckpointState.DAMAGED, reason="", bad_files=bad_files)
+    return replace(one, bad_files=bad_files, gone=gone)
 
 
 def check_file(
@@ -216,20 +199,20 @@ def _problems(
     return tuple(wrong)
 
 
-def _document(verdict: VerifyResult) -> dict[str, object]:
+def _document(verdict: Surveyed) -> dict[str, object]:
     return {
-        "name": verdict.checked.name,
-        "step": verdict.checked.facts.step,
+        "name": verdict.name,
+        "step": verdict.facts.step,
         "state": verdict.state.value,
         "reason": verdict.reason,
-        "bytes": verdict.checked.shard_bytes,
+        "bytes": verdict.shard_bytes,
         "bad_files": msgspec.to_builtins(verdict.bad_files),
     }
 
 
-def _text(verdict: VerifyResult) -> str:
-    manifest = verdict.checked.manifest
-    lines = [f"  {verdict.checked.name}  {verdict.state.value}{f': {verdict.reason}' if verdict.reason else ''}"]
+def _text(verdict: Surveyed) -> str:
+    manifest = verdict.manifest
+    lines = [f"  {verdict.name}  {verdict.state.value}{f': {verdict.reason}' if verdict.reason else ''}"]
     if verdict.state is CheckpointState.VALID and manifest is not None:
         read = f"{size_text(manifest.size_bytes)} in {plural(len(manifest.files), 'file')}"
         lines[0] += f"  ({read}, {plural(len(manifest.tensors), 'tensor')}: every byte has its digest)"
@@ -262,10 +245,9 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
     with progress("signing", total=2 * sum(one.shard_bytes for one in chosen), unit="B") as advance:
         verdicts = read_and_judge(chosen, threads=READ_THREADS, advance=advance)
         signed = 0
-        for verdict in verdicts:
-            one = verdict.checked
-            if verdict.state is not CheckpointState.VALID or one.manifest is None:
-                note(f"{one.name} is {verdict.state.value}, and is not signed")
+        for one in verdicts:
+            if one.state is not CheckpointState.VALID or one.manifest is None:
+                note(f"{one.name} is {one.state.value}, and is not signed")
                 continue
             _sign(one, one.manifest, signing=location.signing)
             advance(one.manifest.size_bytes)

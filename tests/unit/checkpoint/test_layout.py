@@ -24,8 +24,8 @@ def test_files_hold_every_byte_once(items: list[Item], shard_bytes: int, chunk_b
         assert file.size_bytes == len(file.header) + data_bytes
         assert data_bytes <= shard_bytes or sum(placed.item.size_bytes > 0 for placed in file.items) == 1
         position = len(file.header)
-        for placed, entry in zip(file.items, decode_header(file.header, where="f"), strict=True) if data_bytes else ():
-            assert placed.start == position == len(file.header) + entry.begin
+        for placed, entry in zip(file.items, decode_header(file.header, where="f").values(), strict=True) if data_bytes else ():
+            assert placed.start == position == len(file.header) + entry.span[0]
             position += placed.item.size_bytes
 
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_that_the_run_deletes_meanwhile_is_not_damaged(run: Path) -
     chosen = survey(location, list_checkpoints(location.run).folders)
     shutil.rmtree(newest(run))
     verdicts = read_and_judge(chosen, threads=2, advance=lambda _: None)
-    assert {verdict.checked.name: verdict.gone for verdict in verdicts} == {
+    assert {verdict.name: verdict.gone for verdict in verdicts} == {
         "step-000000030": False,
         "step-000000020": True,
         "step-000000010": False,
