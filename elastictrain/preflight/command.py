@@ -34,12 +34,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     ranks = [(one.host, one.local_world_size) for one in generation.ranks]
     rendezvous = os.environ.get("MASTER_ADDR")
     layout = find_layout(ranks, rank=identity.rank, local_rank=identity.local_rank, rendezvous=rendezvous)
-    own = replace(
-        own,
-        local_world_size=layout.local_world_size,
-        several_hosts=len(layout.hosts) > 1,
-        towards=layout.rendezvous,
-    )
+    own = replace(own, local_world_size=layout.local_world_size, several_hosts=len(layout.hosts) > 1, towards=layout.rendezvous)
     exchange = store.ask(lambda: StoreExchange(shared))
     report = HostPreflight(layout=layout, own=own, exchange=exchange).check()
     verdicts, outcome = list(report.verdicts), report.outcome

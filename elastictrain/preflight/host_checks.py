@@ -32,14 +32,7 @@ from elastictrain.preflight.host.nvlink import (
     read_topology,
     switched_fabric,
 )
-from elastictrain.preflight.host.visible import (
-    gpu_lanes,
-    judge_pcie,
-    judge_visible,
-    read_pci,
-    read_port_lanes,
-    select,
-)
+from elastictrain.preflight.host.visible import gpu_lanes, judge_pcie, judge_visible, read_pci, read_port_lanes, select
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
@@ -83,39 +76,36 @@ class Once(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check of one host. `run` returns what it found: one verdict or several, in any scope."""
+    """One check of one host. `run` returns what it found: one verdict or several, in any scope.
+
+    After `limit_s` there is no answer. `quick`: whether it is part of a quick preflight, too.
+    """
 
     name: str
     run: Callable[[], Verdict | Sequence[Verdict]]
     limit_s: float
-    """After this long there is no answer."""
-
     quick: bool = True
-    """Whether it is part of a quick preflight, too."""
 
 
-def run_checks(checks: Sequence[Check], *, subject: str, clock: Callable[[], float] = time.monotonic) -> list[Verdict]:
+def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
     """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
     longest limit: what has not answered by then, or broke, is a failure that says so."""
     found: dict[int, Sequence[Verdict]] = {}
-    began = clock()
+    began = time.monotonic()
 
     def answer(index: int, check: Check) -> None:
-        found[index] = _run(check, subject=subject, clock=clock)
+        found[index] = _run(check, subject=subject)
 
-    threads = [
-        threading.Thread(target=answer, args=(index, check), name=f"check-{check.name}", daemon=True)
-        for index, check in enumerate(checks)
-    ]
+    threads = [threading.Thread(target=answer, args=one, name=f"check-{one[1].name}", daemon=True) for one in enumerate(checks)]
     for thread in threads:
         thread.start()
     for thread, check in zip(threads, checks, strict=True):
-        thread.join(max(0.0, began + check.limit_s - clock()))
+        thread.join(max(0.0, began + check.limit_s - time.monotonic()))
     return [verdict for index, check in enumerate(checks) for verdict in found.get(index, [_no_answer(check, subject)])]
 
 
-def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[Verdict]:
-    began = clock()
+def _run(check: Check, *, subject: str) -> Sequence[Verdict]:
+    began = time.monotonic()
     try:
         found = check.run()
         verdicts = [found] if isinstance(found, Verdict) else list(found)
@@ -125,7 +115,7 @@ def _run(check: Check, *, subject: str, clock: Callable[[], float]) -> Sequence[
         remedy = f"report it as a bug; to go on without this check: preflight.checks.{check.name}=off"
         measured = f"{type(error).__name__}: {error}"
         verdicts = [Reporter(check.name, subject).failed(measured, expected="an answer", remedy=remedy)]
-    seconds = clock() - began
+    seconds = time.monotonic() - began
     if seconds > check.limit_s:
         return [_no_answer(check, subject)]
     return [replace(verdict, seconds=round(seconds, 4)) for verdict in verdicts]
@@ -273,7 +263,7 @@ class LocalDevices:
         return report if selection.mig_instances else replace(report, gpus=selection.gpus)
 
 
-def device_checks(surroundings: Surroundings, asked: OwnChecks, *, now: Callable[[], float] = time.time) -> list[Check]:
+def device_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
     """Checks of GPUs, of their links and of this host's ports. A tool is asked once, however many checks want its answer;
     without GPUs they are silent."""
     devices, host = LocalDevices(surroundings), surroundings.host
@@ -303,11 +293,11 @@ def device_checks(surroundings: Surroundings, asked: OwnChecks, *, now: Callable
 
     def pcie() -> list[Verdict]:
         report = devices.used()
-        lanes = [*(gpu_lanes(report, host) if report is not None else ()), *read_port_lanes(surroundings)]
+        lanes = [*gpu_lanes(report, host), *read_port_lanes(surroundings)]
         return judge_pcie(lanes, host=host)
 
     def counters() -> list[Verdict]:
-        return check_counters(surroundings, counters_path(surroundings), now=now())
+        return check_counters(surroundings, counters_path(surroundings), now=time.time())
 
     return [
         Check("gpus", gpus, _TOOLS_LIMIT_S),

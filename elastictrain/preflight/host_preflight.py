@@ -239,8 +239,11 @@ class HostPreflight:
         if own:
             # One whose checks do not end says nothing, and is named for it.
             found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
+            # A host that could not take part in the link checks tells why; for the others the first host speaks.
+            silent = links.roster is None and not self.layout.leads_group
+            own_links = links.verdicts if silent else ()
             word = HostReport(
-                verdicts=(*relabel(found, name=self.surroundings.host, label=self.layout.host), *self._own_links(links)),
+                verdicts=(*relabel(found, name=self.surroundings.host, label=self.layout.host), *own_links),
                 likeness=describe(self.packages, config=self.config),
                 kinds=kinds,
                 hcas=plan.hcas,
@@ -285,10 +288,6 @@ class HostPreflight:
         for node, host in enumerate(self.layout.hosts):
             if node != self.layout.node_rank and host not in gone:
                 self.exchange.get(f"read/{node}", limit_s=max(0.0, deadline - self.clock()))
-
-    def _own_links(self, links: LinkReport) -> tuple[Verdict, ...]:
-        """What a host that could not take part in the link checks says of it; else the first host speaks for all."""
-        return links.verdicts if links.roster is None and not self.layout.leads_group else ()
 
     def _follow_host(self) -> tuple[None, None]:
         """Take over what the rank that acts for this host has decided."""

@@ -14,26 +14,20 @@ from elastictrain.bounded_json import DOCUMENT, parse_record
 
 
 class Status(StrEnum):
-    """How a check ended."""
+    """How a check ended. SKIP: it does not apply here, or what it needs is missing. FAIL: the subject cannot take part."""
 
     PASS = "pass"  # noqa: S105
     SKIP = "skip"
-    """It does not apply here, or what it needs is missing."""
-
     WARN = "warn"
     FAIL = "fail"
-    """The subject cannot take part as it is."""
 
 
 class Scope(StrEnum):
-    """What a verdict is about."""
+    """What a verdict is about. LINK: from one host to another, in that direction; GROUP: several hosts or ranks together."""
 
     HOST = "host"
     LINK = "link"
-    """From one host to another, in that direction: the subject is "a -> b"."""
-
     GROUP = "group"
-    """All, or several, hosts or ranks together."""
 
 
 Figure = float | str | None
@@ -51,6 +45,7 @@ class Verdict:
 
     `subject` names a host ("h3"), a link ("h3 -> h1"), a rank ("rank 5 on h3"), a device ("GPU 3 on h1") or the whole group
     ("all"). `remedy` is a command or a setting, and required unless the check passed. `seconds` is what the check took.
+    `may_pass`: whether what is wrong may pass by itself: an answer that did not come, a store that is down for a while.
 
     Raises: ValueError without a remedy where one is required.
     """
@@ -65,7 +60,6 @@ class Verdict:
     seconds: float = 0.0
     remedy: str = ""
     may_pass: bool = False
-    """Whether what is wrong may pass by itself: an answer that did not come, a store that is down for a while."""
 
     def __post_init__(self) -> None:
         if self.status is not Status.PASS and not self.remedy:

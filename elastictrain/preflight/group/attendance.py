@@ -25,14 +25,12 @@ _MOST_NAMED = 8
 
 
 class PartState(StrEnum):
-    """How a rank came out of a part of the checks."""
+    """How a rank came out of a part of the checks. BROKEN: it raised. STUCK: it did not come back in time, and will not be
+    waited for."""
 
     DONE = "done"
     BROKEN = "broken"
-    """It raised."""
-
     STUCK = "stuck"
-    """It did not come back in time, and will not be waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ def _do(act: Act, progress: _Progress) -> RankResult:
 
 @dataclass(frozen=True, slots=True)
 class Attendance:
-    """Of one part: the word of each rank that gave one, and who of the others had entered."""
+    """Of one part: the word of each rank that gave one, and who had entered. `seconds`: what it took rank 0."""
 
     part: str
     world_size: int
@@ -112,7 +110,6 @@ class Attendance:
     words: Mapping[int, RankResult]
     entered: frozenset[int] = field(default_factory=frozenset)
     seconds: float = 0.0
-    """What it took rank 0."""
 
     @property
     def complete(self) -> bool:

@@ -63,7 +63,7 @@ class Collectives:
 
 
 class Collective(StrEnum):
-    """What ranks do together."""
+    """What ranks do together. SEND_RECV goes around the ring: to the next rank, from the one before."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -71,15 +71,12 @@ class Collective(StrEnum):
     BROADCAST = "broadcast"
     ALL_TO_ALL = "all_to_all"
     SEND_RECV = "send_recv"
-    """Around the ring: to the next rank, from the one before."""
 
 
 class Values(StrEnum):
-    """What messages are made of."""
+    """What messages are made of. KNOWN: small whole numbers, whose sums are exact."""
 
     KNOWN = "known"
-    """Small whole numbers, whose sums are exact."""
-
     RANDOM = "random"
 
 

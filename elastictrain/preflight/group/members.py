@@ -115,14 +115,9 @@ class LinkLimit:
     link: str
 
 
-def find_model(gpu: str) -> GpuModel | None:
-    """None if the name is not in the table."""
-    return next((model for model in MODELS if model.name.lower() in gpu.lower()), None)
-
-
 def local_limit(gpu: str) -> LinkLimit | None:
-    """Between the GPUs of a host."""
-    model = find_model(gpu)
+    """Between the GPUs of a host; None for a GPU whose name is not in the table."""
+    model = next((model for model in MODELS if model.name.lower() in gpu.lower()), None)
     if model is None:
         return None
     if model.num_links:

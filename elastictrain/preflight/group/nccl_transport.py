@@ -20,12 +20,13 @@ _LOCAL = re.compile(r"(P2P|SHM)\b")
 
 @dataclass(frozen=True, slots=True)
 class NcclChannels:
-    """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM"."""
+    """What one rank's channels use. `networks`: by NCCL's name ("IB", "Socket", a plugin's); `local`: "P2P", "SHM".
+
+    `direct`: all network channels reach the GPU's memory without the host's (GDRDMA); None where there are none.
+    """
 
     networks: tuple[str, ...] = ()
     direct: bool | None = None
-    """All network channels reach the GPU's memory without the host's (GDRDMA); None where there are none."""
-
     local: tuple[str, ...] = ()
 
     @property
@@ -66,11 +67,7 @@ def parse_log(text: str) -> NcclChannels:
             direct.add(network[2] is not None)
         elif near := _LOCAL.match(channel[1]):
             local.add(near[1])
-    return NcclChannels(
-        networks=tuple(sorted(networks)),
-        direct=all(direct) if direct else None,
-        local=tuple(sorted(local)),
-    )
+    return NcclChannels(networks=tuple(sorted(networks)), direct=all(direct) if direct else None, local=tuple(sorted(local)))
 
 
 def kinds(networks: Iterable[str]) -> set[str]:

@@ -176,14 +176,11 @@ def _versions(known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdi
         right_host = model(values)
         mine, right = values[report.subject], values[right_host]
         if mine != right:
-            report_as = report.failed if _decisive(package, mine, right) else report.warned
+            # Of Python only the first two numbers matter: the third is for corrections.
+            differs = mine.split(".")[:2] != right.split(".")[:2] if package == "python" else package in DECISIVE
+            report_as = report.failed if differs else report.warned
             expected = f"{package} {right} as on {right_host}"
             yield report_as(f"{package} {mine}", expected=expected, remedy=_install(package, right, report.subject))
-
-
-def _decisive(package: str, mine: str, right: str) -> bool:
-    """Of Python only the first two numbers matter: the third is for corrections."""
-    return mine.split(".")[:2] != right.split(".")[:2] if package == "python" else package in DECISIVE
 
 
 def _install(package: str, right: str, host: str) -> str:

@@ -33,14 +33,16 @@ _MEMORY_KINDS = ("tmpfs", "ramfs", "hugetlbfs")
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them."""
+    """Room on the file system of a folder, for this user. Inodes are None where the file system does not count them.
+
+    `kind`: such as "tmpfs"; None if unknown.
+    """
 
     path: str
     total_bytes: int
     free_bytes: int
     free_inodes: int | None
     kind: str | None = None
-    """Such as "tmpfs"; None if unknown."""
 
 
 def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
@@ -61,14 +63,11 @@ def read_space(path: str, *, mounts: Sequence[Mount]) -> Space | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckedFolder:
-    """A folder that will be written."""
+    """A folder that will be written, for `use` (such as "run.dir"). `relief`: what to do where it is too small."""
 
     path: str
     use: str
-    """Such as "run.dir"."""
-
     relief: str
-    """What to do where it is too small: a command or a setting."""
 
 
 def local_path(url: str) -> str | None:

@@ -96,13 +96,15 @@ def _remedy(facts: FabricFacts) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GpuLinks:
-    """NVLinks of one GPU. `speeds_gbs`: GB/s per direction, of links that are up, by number; `down`: numbers of the others."""
+    """NVLinks of one GPU. `speeds_gbs`: GB/s per direction, of links that are up, by number; `down`: numbers of the others.
+
+    `all_down`: the driver says that all its links are inactive: no bridge, no fabric, or all broken.
+    """
 
     index: int
     speeds_gbs: Mapping[int, float] = field(default_factory=dict)
     down: tuple[int, ...] = ()
     all_down: bool = False
-    """The driver says that all its links are inactive: no bridge, no fabric, or all broken."""
 
 
 def read_links(surroundings: Surroundings) -> list[GpuLinks]:
@@ -151,13 +153,7 @@ def parse_topology(text: str) -> dict[tuple[int, int], str]:
 
 
 def judge_nvlink(
-    links: Sequence[GpuLinks],
-    topology: Mapping[tuple[int, int], str],
-    *,
-    switched: bool,
-    mig: bool,
-    num_gpus: int,
-    host: str,
+    links: Sequence[GpuLinks], topology: Mapping[tuple[int, int], str], *, switched: bool, mig: bool, num_gpus: int, host: str
 ) -> list[Verdict]:
     """Links that are down or slow, and pairs of GPUs that miss links which other pairs have.
 

@@ -76,8 +76,9 @@ def judge_cpu(allowance: Allowance, *, visible: int, needed: float | None, host:
     """A quota that throttles, or leaves less than is needed. `visible`: CPUs that this process may run on."""
     report = Reporter("cpu", host)
     raising = f"raise the container's CPUs on {host}: `docker run --cpus=N`, `resources.limits.cpu`, `srun --cpus-per-task=N`"
-    share = throttled_share(allowance.throttling)
-    if share is not None and share > THROTTLED_SHARE:
+    throttling = allowance.throttling or Throttling(0, 0)
+    share = throttling.throttled_periods / max(throttling.periods, 1)
+    if throttling.periods >= LEAST_PERIODS and share > THROTTLED_SHARE:
         remedy = f"{raising}; or use fewer: OMP_NUM_THREADS=1, fewer data.workers"
         measured, most = f"throttled in {share:.0%} of its periods", f"at most {THROTTLED_SHARE:.0%}"
         return report.warned(measured, expected=most, remedy=remedy)
@@ -87,13 +88,6 @@ def judge_cpu(allowance: Allowance, *, visible: int, needed: float | None, host:
         remedy = f"{raising}; or use fewer: OMP_NUM_THREADS={max(1, int(usable))}, fewer ranks, fewer data.workers"
         return report.warned(round(usable, 2), expected=wanted, unit=f"CPUs ({why})", remedy=remedy)
     return report.passed(round(usable, 2), expected=wanted, unit="CPUs")
-
-
-def throttled_share(throttling: Throttling | None) -> float | None:
-    """Share of its periods in which the group was throttled; None where too few say anything."""
-    if throttling is None or throttling.periods < LEAST_PERIODS:
-        return None
-    return throttling.throttled_periods / throttling.periods
 
 
 def judge_load(load: float, *, cpus: int, host: str) -> Verdict:

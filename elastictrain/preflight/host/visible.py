@@ -248,9 +248,10 @@ def read_port_lanes(surroundings: Surroundings) -> list[Lanes]:
     return list(found.values())
 
 
-def gpu_lanes(report: GpuReport, host: str) -> list[Lanes]:
+def gpu_lanes(report: GpuReport | None, host: str) -> list[Lanes]:
     """Links of GPUs, as the vendor's tool reported them."""
-    return [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in report.gpus]
+    gpus = report.gpus if report is not None else ()
+    return [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus]
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:

@@ -15,7 +15,6 @@ from elastictrain.preflight.host.resources import (
     judge_processes,
     read_capabilities,
     read_limit,
-    throttled_share,
 )
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Status, Verdict
@@ -83,10 +82,9 @@ def test_throttling() -> None:
     assert cpu(throttling=Throttling(1000, 50)).status is Status.PASS
 
 
-def test_share_of_throttled_periods() -> None:
-    assert throttled_share(None) is None
-    assert throttled_share(Throttling(99, 99)) is None
-    assert throttled_share(Throttling(200, 100)) == 0.5
+def test_a_few_throttled_periods_say_nothing() -> None:
+    assert cpu(throttling=Throttling(99, 99)).status is Status.PASS
+    assert cpu(throttling=Throttling(200, 100)).measured == "throttled in 50% of its periods"
 
 
 def test_load() -> None:
