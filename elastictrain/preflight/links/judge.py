@@ -1,7 +1,7 @@
 """All verdicts about hosts and links; here latency and bandwidth, by a host's best link against the median of all. Pure."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.config.preflight import PreflightThresholds
@@ -64,31 +64,29 @@ def judge_latency(contacts: Mapping[Link, Contact], *, roster: Roster, threshold
 
 
 def flow_blame(
-    first: Iterable[Flow], second: Iterable[Flow] | None, *, thresholds: PreflightThresholds
+    first: Sequence[Flow], second: Sequence[Flow] | None, *, thresholds: PreflightThresholds
 ) -> tuple[LinkBlame, LinkBlame]:
     """Who is to blame for bandwidth one way, and who while bytes flow both ways.
 
     `second`: what was measured of suspects again, and counts if it is better; None before that. The threshold is measured with
     3 and 4 hosts: right for 100 Mbit/s in either or both directions, +20 ms and 2 % loss.
     """
-    flows, again = [*first, *(second or ())], None if second is None else list(second)
 
     def too_slow(figure: float, typical: float) -> bool:
         return figure < thresholds.slow_ratio * typical
 
     def blamed(*, both: bool) -> LinkBlame:
         return blame(
-            [(flow.link, flow.gbps) for flow in flows if flow.both is both],
+            [(flow.link, flow.gbps) for flow in (*first, *(second or ())) if flow.both is both],
             too_bad=too_slow,
-            excused=None if again is None else [(flow.link, flow.excused_gbps()) for flow in again if flow.both is both],
+            excused=None if second is None else [(flow.link, flow.excused_gbps()) for flow in second if flow.both is both],
         )
 
     return blamed(both=False), blamed(both=True)
 
 
-def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, thresholds: PreflightThresholds) -> tuple[Round, ...]:
+def suspect_rounds(flows: Sequence[Flow], *, num_hosts: int, thresholds: PreflightThresholds) -> tuple[Round, ...]:
     """Rounds in which all that looks guilty is measured again; none if nothing does."""
-    flows = tuple(flows)
     found = flow_blame(flows, None, thresholds=thresholds)
     hosts = {culprit.subject for one in found for culprit in one.hosts}
     links = {bad.subject for one in found for bad in one.links}
@@ -102,7 +100,7 @@ def suspect_rounds(flows: Iterable[Flow], *, num_hosts: int, thresholds: Preflig
 
 
 def judge_bandwidth(
-    first: Iterable[Flow], second: Iterable[Flow], *, roster: Roster, thresholds: PreflightThresholds
+    first: Sequence[Flow], second: Sequence[Flow], *, roster: Roster, thresholds: PreflightThresholds
 ) -> list[Verdict]:
     """Check `bandwidth`: one way, and while bytes flow both ways."""
     report = LinkReporter("bandwidth", roster)
