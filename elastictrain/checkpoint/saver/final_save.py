@@ -37,18 +37,14 @@ class SaverClients:
     """What a saver knows of those it keeps for."""
 
     workers: int
-    """Connected now."""
-
     agents: int
-    """Alive now: processes that would start workers again (or, without torchrun, the workers themselves)."""
+    """Processes that would start workers again (or, without torchrun, the workers themselves)."""
 
     ever: bool
     """Whether a worker was ever connected."""
 
     age_s: float
     saving: bool
-    """Whether something is being written."""
-
     finished: bool
     """Whether a worker has reported that the run is complete."""
 

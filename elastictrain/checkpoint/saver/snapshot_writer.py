@@ -39,14 +39,6 @@ STREAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """A committed checkpoint."""
-
-    name: str
-    manifest: Manifest
-
-
-@dataclass(frozen=True, slots=True)
 class SaveCallbacks:
     """What a writer reports; called in its thread."""
 
@@ -179,7 +171,7 @@ class SnapshotWriter:
         self._check_run()
         known = self._saved_before(job, list_checkpoints(self._store))
         if known is not None:
-            self._reports.saved(job, known.name, known.manifest.size_bytes)
+            self._reports.saved(job, known[0], known[1].size_bytes)
             return
         # The leader may wait in an older step for a part that does not come.
         folder = protocol.wait_for_prepared(
@@ -196,8 +188,8 @@ class SnapshotWriter:
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
         if known is not None:
-            self._reports.saved(job, known.name, known.manifest.size_bytes)
-            self._settle(job, known, listing, protocol)
+            self._reports.saved(job, known[0], known[1].size_bytes)
+            self._finish(job, *known, listing, protocol)
             return
         if job.alone:
             folder = clear_target(self._store, listing, step=job.step)
@@ -233,13 +225,13 @@ class SnapshotWriter:
             ),
         )
         self._reports.saved(job, folder, size_bytes)
-        self._settle(job, _Known(folder, manifest), listing, protocol)
+        self._finish(job, folder, manifest, listing, protocol)
 
-    def _settle(self, job: SaveJob, newest: _Known, listing: Listing, protocol: CommitProtocol) -> None:
+    def _finish(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
         """It is committed: remove what is of no use any more."""
         pruned = self._pruner.tidy(
-            newest.name,
-            manifest=newest.manifest,
+            folder,
+            manifest=manifest,
             listing=listing,
             time_s=time.time(),
             fence=self._fence,
@@ -254,8 +246,8 @@ class SnapshotWriter:
         if not self._run_folder.is_there():
             raise CheckpointError(f"{self._store.url} was deleted")
 
-    def _saved_before(self, job: SaveJob, listing: Listing) -> _Known | None:
-        """Whether a saver that was killed has committed this very save, or a later one, and could not report it."""
+    def _saved_before(self, job: SaveJob, listing: Listing) -> tuple[str, Manifest] | None:
+        """The checkpoint and its manifest, if a saver that was killed has committed this very save or a later one."""
         for folder in listing.folders:
             if folder.step >= job.step and folder.has_manifest and not folder.quarantined:
                 try:
@@ -264,7 +256,7 @@ class SnapshotWriter:
                     # Not by a saver of this run.
                     continue
                 if manifest is not None and manifest.incarnation == job.incarnation:
-                    return _Known(folder.name, manifest)
+                    return folder.name, manifest
         return None
 
     def _write(self, job: SaveJob, folder: str) -> list[RankPart]:
