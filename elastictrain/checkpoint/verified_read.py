@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, local
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from elastictrain.checkpoint.folders import FolderFacts, Reject, key_of, missing_files
 from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chunks_by_file
@@ -28,8 +28,8 @@ from elastictrain.errors import (
     StorageError,
     UntrustedCheckpointError,
 )
-from elastictrain.storage.bounded_read import DOCUMENT_BYTES, Readable, read_bounded
-from elastictrain.storage.store import Store
+from elastictrain.storage.bounded_read import DOCUMENT_BYTES, read_bounded
+from elastictrain.storage.store import ReadableStore, Store
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,6 @@ class DamagedFileError(InvalidCheckpointError):
     def __init__(self, message: str, *, file: str = "") -> None:
         super().__init__(message)
         self.file = file
-
-
-class ReadableStore(Readable, Protocol):
-    """What verified reading needs of a store."""
-
-    def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
-        """As `Store.read_into`."""
 
 
 @dataclass(frozen=True, slots=True)

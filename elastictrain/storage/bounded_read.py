@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from elastictrain.bounded_json import DOCUMENT, RECORD
 from elastictrain.errors import ObjectNotFoundError, ObjectTooLargeError
-from elastictrain.storage.store import Store
+from elastictrain.storage.store import ReadableStore, Store
 
 T = TypeVar("T")
 
@@ -24,18 +24,7 @@ DOCUMENT_BYTES = DOCUMENT.max_bytes
 _AT_ONCE = 64
 
 
-class Readable(Protocol):
-    """The part of a store that is needed."""
-
-    @property
-    def url(self) -> str:
-        """For messages."""
-
-    def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
-        """As `Store.read`."""
-
-
-def read_bounded(store: Readable, key: str, *, most_bytes: int = RECORD_BYTES) -> bytes:
+def read_bounded(store: ReadableStore, key: str, *, most_bytes: int = RECORD_BYTES) -> bytes:
     """The whole object.
 
     Raises: ObjectTooLargeError if it has more than `most_bytes`; what `Store.read` raises.
@@ -46,7 +35,7 @@ def read_bounded(store: Readable, key: str, *, most_bytes: int = RECORD_BYTES) -
     return data
 
 
-def read_record(store: Readable, key: str) -> bytes:
+def read_record(store: ReadableStore, key: str) -> bytes:
     """The whole of a small object; nothing of one that is larger than any record, which then decodes as none.
 
     Raises: what `Store.read` raises.

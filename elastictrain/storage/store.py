@@ -33,12 +33,8 @@ class ObjectWriter(Protocol):
         """Append `data`; the buffer may be reused after the call."""
 
 
-class Store(Protocol):
-    """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
-
-    Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the
-    message names the full URL. Implementations are safe to use from several threads.
-    """
+class ReadableStore(Protocol):
+    """The part of a store that reading needs."""
 
     @property
     def url(self) -> str:
@@ -49,6 +45,14 @@ class Store(Protocol):
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
         """Fill `buffer` from offset `start`; returns the bytes read, fewer only where the object ends."""
+
+
+class Store(ReadableStore, Protocol):
+    """Objects under one root URL. Keys are relative, '/'-separated, without '.', '..' or empty parts.
+
+    Every method raises `TransientStorageError` (after its own retries are used up) or a leaf of `PermanentStorageError`; the
+    message names the full URL. Implementations are safe to use from several threads.
+    """
 
     def write(self, key: str, data: Bytes) -> None:
         """Create or replace the object atomically and durably: after a crash it is the old one or the new one, whole."""
