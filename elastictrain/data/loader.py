@@ -91,8 +91,7 @@ class Loader:
     def __next__(self) -> MicroBatch:
         self._start()
         with self._changed:
-            while not self._ready and not self._ended and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._ready or self._ended or self._closed)
             if self._closed:
                 raise RuntimeError("the loader is closed")
             if self._ready:
@@ -112,9 +111,7 @@ class Loader:
         if self._thread is not None:
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                _logger.warning(
-                    "the data set has not returned a sample for %.0f s; its thread is left behind", _CLOSE_TIMEOUT_S
-                )
+                _logger.warning("the data set returns no sample for %.0f s; its thread is left behind", _CLOSE_TIMEOUT_S)
         self._ready.clear()
         atexit.unregister(self.close)
 
@@ -126,8 +123,9 @@ class Loader:
             self._thread.start()
 
     def _run(self) -> None:
+        here = ((planned, read_batch(self._dataset, planned.sample_ids)) for planned in self._passes)
         try:
-            for planned, batch in self._read_here() if self._pool is None else self._pool.read(self._passes):
+            for planned, batch in here if self._pool is None else self._pool.read(self._passes):
                 ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
                 if not self._hand_over(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready)):
                     return
@@ -141,15 +139,10 @@ class Loader:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _read_here(self) -> Iterator[tuple[Pass, Batch]]:
-        for planned in self._passes:
-            yield planned, read_batch(self._dataset, planned.sample_ids)
-
     def _hand_over(self, micro_batch: MicroBatch) -> bool:
         """Queues a micro-batch, after waiting for room; false once the loader is closed."""
         with self._changed:
-            while len(self._ready) >= self._prefetch and not self._closed:
-                self._changed.wait()
+            self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
             if self._closed:
                 return False
             self._ready.append(micro_batch)
