@@ -18,6 +18,17 @@ from pathlib import Path
 
 from elastictrain.identity import Identity
 
+_PR_SET_PDEATHSIG = 1
+_LOCK_FREE_MARGIN_S = 1.0
+PROC = Path("/proc")
+_PF_EXITING = 0x4
+_PAUSE_S = 0.01
+
+FIRST_S = 5.0
+"""A wait that is over sooner is of no interest to anybody."""
+
+AGAIN_S = 30.0
+
 PREVIOUS_EXIT_TIMEOUT_S = 30.0
 """How long they may hold up this start: the kernel lets go of some only when a device has answered."""
 
@@ -36,9 +47,6 @@ def wait_for_previous_workers(identity: Identity, *, poll: Callable[[], None] = 
     return wait_until_gone(processes, limit_s=PREVIOUS_EXIT_TIMEOUT_S, sleep=pause)
 
 
-_PR_SET_PDEATHSIG = 1
-
-
 def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) -> bool:
     """Ask the kernel for a signal when the parent dies; False if the parent is gone already.
 
@@ -50,9 +58,6 @@ def follow_parent(expected_parent: int, *, with_signal: int = signal.SIGTERM) ->
     return os.getppid() == expected_parent
 
 
-_LOCK_FREE_MARGIN_S = 1.0
-
-
 def limit_the_end(grace_s: float, *, exit_code: int) -> None:
     """This process ends with `exit_code` after `grace_s`, unless it has ended before."""
     limit = threading.Timer(grace_s, os._exit, args=(exit_code,))
@@ -61,11 +66,6 @@ def limit_the_end(grace_s: float, *, exit_code: int) -> None:
     # A call into a device's library may hang with the interpreter's lock held, and the timer with it. This limit needs no
     # lock; its exit code is 1.
     faulthandler.dump_traceback_later(grace_s + _LOCK_FREE_MARGIN_S, exit=True)
-
-
-PROC = Path("/proc")
-_PF_EXITING = 0x4
-_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,6 @@ def wait_until_gone(
             break
         sleep(_PAUSE_S)
     return left
-
-
-FIRST_S = 5.0
-"""A wait that is over sooner is of no interest to anybody."""
-
-AGAIN_S = 30.0
 
 
 class WaitNotice:

@@ -16,6 +16,29 @@ from typing import TypeVar
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.errors import EXIT_BUG, EXIT_TRANSPORT, ElasticTrainError, TransportError
 
+logger = logging.getLogger(__name__)
+
+JOB_NAME = "job.json"
+"""What a job remembers of its run, beside the folders of its generations."""
+
+_BEGUN_NAME = "begun.json"
+
+_TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
+_TRANSPORT_WORDS = (
+    "gloo",
+    "nccl",
+    "rccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "socket timeout",
+    "timed out waiting",
+    "heartbeat monitor",
+    "application timeout caused pair closure",
+    "tcpstore",
+)
+
 T = TypeVar("T")
 
 TURN_S = 10.0
@@ -44,14 +67,6 @@ def elect_reporter(
             return False
         sleep(0.05)
     return True
-
-
-logger = logging.getLogger(__name__)
-
-JOB_NAME = "job.json"
-"""What a job remembers of its run, beside the folders of its generations."""
-
-_BEGUN_NAME = "begun.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +143,6 @@ def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-
-
-_TRANSPORT_CLASSES = frozenset(("DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "DistQueueEmptyError"))
-_TRANSPORT_WORDS = (
-    "gloo",
-    "nccl",
-    "rccl",
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection refused",
-    "broken pipe",
-    "socket timeout",
-    "timed out waiting",
-    "heartbeat monitor",
-    "application timeout caused pair closure",
-    "tcpstore",
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,18 @@ from dataclasses import dataclass, field, replace
 from elastictrain.events import Hang
 from elastictrain.liveness.progress import Phase, ProgressMark
 
+LEFT_TO_THE_GUILTY_S = 3.0
+"""How long those who wait leave it to the host of the guilty rank to end it, and to say so."""
+
+_NAMED_AT_MOST = 8
+# Passes alternate within a step, and come before what follows them all.
+_IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
+_AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.END: 4}
+# The checks of a group go on while it is made.
+_BEFORE_STEPS = {
+    Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
+}  # fmt: skip
+
 LONGEST_TEXT = 200
 
 
@@ -62,19 +74,6 @@ class RankStatus:
     def place(self) -> str:
         """`reduce of step 7, all_reduce no. 58`"""
         return f"{self.mark}, {self.entered.last}" if self.entered.last else f"{self.mark}"
-
-
-LEFT_TO_THE_GUILTY_S = 3.0
-"""How long those who wait leave it to the host of the guilty rank to end it, and to say so."""
-
-_NAMED_AT_MOST = 8
-# Passes alternate within a step, and come before what follows them all.
-_IN_PASS = {Phase.DATA: 0, Phase.FORWARD: 1, Phase.BACKWARD: 2}
-_AFTER_PASSES = {Phase.REDUCE: 1, Phase.UPDATE: 2, Phase.SAVE: 3, Phase.EVAL: 3, Phase.END: 4}
-# The checks of a group go on while it is made.
-_BEFORE_STEPS = {
-    Phase.START: 0, Phase.RENDEZVOUS: 1, Phase.PREFLIGHT: 2, Phase.GROUP: 2, Phase.BUILD: 3, Phase.RESTORE: 4,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
