@@ -1,7 +1,6 @@
 """What a launcher asks of its own host: names, address, room for workers, whether it is fit, and who may take it away."""
 
 import ipaddress
-import os
 import re
 import socket
 import time
@@ -77,11 +76,8 @@ def _is_loopback(address: str) -> bool:
 
 def count_gpus(environment: Mapping[str, str], *, root: str = "/") -> int:
     """GPUs that a worker here would see, without asking any library; 0 if there are none."""
-    try:
-        names = os.listdir(Path(root, "dev"))  # noqa: PTH208
-    except OSError:
-        names = []
-    found = sum(bool(_NVIDIA_DEVICE.fullmatch(name)) for name in names) or _count_amd(Path(root))
+    devices = [path for path in Path(root, "dev").glob("nvidia*") if _NVIDIA_DEVICE.fullmatch(path.name)]
+    found = len(devices) or _count_amd(Path(root))
     visible = visible_gpus(environment)
     return min(found, visible[1]) if visible is not None else found
 

@@ -1,4 +1,4 @@
-"""What a launcher does next, from what it knows. Pure: it is asked a few times a second, and may be asked again.
+"""What a launcher does next, from what it knows. It is asked a few times a second, and may be asked again.
 
 A host follows the newest generation that it can see, and runs nothing of an older one. Whoever sees that the newest one has
 ended may propose the next: storage takes the first proposal of each number and no other.

@@ -1,4 +1,4 @@
-"""Sentences about generations, for people. Pure."""
+"""Sentences about generations, for people."""
 
 from collections.abc import Iterable, Sequence
 

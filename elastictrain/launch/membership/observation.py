@@ -1,4 +1,4 @@
-"""What a host knows when it decides: who counts as alive, silent or gone, and which hosts reach each other. Pure.
+"""What a host knows when it decides: who counts as alive, silent or gone, and which hosts reach each other.
 
 All times are on its own monotonic clock; none is compared with another host's. Two things tell who lives: heartbeats, within
 seconds, and the `beat` of each host's record in storage, which is slow and may be unreachable: silence there is counted only up

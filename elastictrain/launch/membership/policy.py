@@ -1,4 +1,4 @@
-"""What follows the end of a generation: the next one, or the end of the run. Pure, and the same on every host that asks."""
+"""What follows the end of a generation: the next one, or the end of the run. The same on every host that asks."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Forms the next generation: who is waited for, who takes part and in which order, and who proposes it. Pure."""
+"""Forms the next generation: who is waited for, who takes part and in which order, and who proposes it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The registry and the generations, in the run's storage. Acts; what follows from them is decided elsewhere."""
+"""The registry and the generations, in the run's storage."""
 
 import logging
 import secrets
