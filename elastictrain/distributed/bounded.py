@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -47,3 +48,20 @@ def within(limit_s: float, act: Callable[[], T]) -> T | None:
         return call_until(act, left_s=lambda: deadline_s - time.monotonic())
     except Exception:  # noqa: BLE001  # the caller reports that there is no result
         return None
+
+
+def each_within(calls: Sequence[tuple[float, Callable[[], T]]]) -> list[T | None]:
+    """What each call returns, all of them side by side; None for one that does not return within its limit, or raises."""
+    began_s = time.monotonic()
+    answers: dict[int, T] = {}
+
+    def run(index: int, act: Callable[[], T]) -> None:
+        with suppress(Exception):
+            answers[index] = act()
+
+    threads = [threading.Thread(target=run, args=(index, act), daemon=True) for index, (_, act) in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread, (limit_s, _) in zip(threads, calls, strict=True):
+        thread.join(max(0.0, began_s + limit_s - time.monotonic()))
+    return [answers.get(index) for index in range(len(calls))]

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import psutil
 
 from elastictrain.config.preflight import PreflightGroup
-from elastictrain.distributed.bounded import within
+from elastictrain.distributed.bounded import each_within, within
 from elastictrain.preflight.host import names, resources, storage_trip
 from elastictrain.preflight.host.amd import judge_xgmi, read_amd
 from elastictrain.preflight.host.cgroup import read_allowance, read_mounts
@@ -90,18 +91,11 @@ class Check:
 def run_checks(checks: Sequence[Check], *, subject: str) -> list[Verdict]:
     """What all checks found, in their order; each runs in a thread of its own. Never raises, and never takes longer than the
     longest limit: what has not answered by then, or broke, is a failure that says so."""
-    found: dict[int, Sequence[Verdict]] = {}
-    began = time.monotonic()
-
-    def answer(index: int, check: Check) -> None:
-        found[index] = _run(check, subject=subject)
-
-    threads = [threading.Thread(target=answer, args=one, name=f"check-{one[1].name}", daemon=True) for one in enumerate(checks)]
-    for thread in threads:
-        thread.start()
-    for thread, check in zip(threads, checks, strict=True):
-        thread.join(max(0.0, began + check.limit_s - time.monotonic()))
-    return [verdict for index, check in enumerate(checks) for verdict in found.get(index, [_no_answer(check, subject)])]
+    answers = each_within([(check.limit_s, partial(_run, check, subject=subject)) for check in checks])
+    found: list[Verdict] = []
+    for check, verdicts in zip(checks, answers, strict=True):
+        found += [_no_answer(check, subject)] if verdicts is None else verdicts
+    return found
 
 
 def _run(check: Check, *, subject: str) -> Sequence[Verdict]:

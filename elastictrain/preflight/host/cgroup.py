@@ -94,8 +94,7 @@ class Allowance:
 
 def read_allowance(surroundings: Surroundings) -> Allowance:
     """The tightest limits of all levels that can be seen."""
-    groups = _Groups(surroundings)
-    cpu, memory, pids = (list(groups.levels(controller)) for controller in ("cpu", "memory", "pids"))
+    cpu, memory, pids = (list(_levels(surroundings, controller)) for controller in ("cpu", "memory", "pids"))
     return Allowance(
         cpus=min(filter(None, map(_cpus, cpu)), default=None),
         # Of the level that was throttled most: the counters of a parent do not contain those of its children.
@@ -137,36 +136,29 @@ class _Level:
         return {name: number for name, _, value in rows if (number := _whole(value)) is not None}
 
 
-class _Groups:
-    """The own groups of this process."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._surroundings = surroundings
-        self._mounts = read_mounts(surroundings)
-        self._own = parse_membership(surroundings.read("proc/self/cgroup") or "")
-
-    def levels(self, controller: str) -> Iterator[_Level]:
-        """From the own group of a controller up to the uppermost that is mounted."""
-        # Where a controller is in version 1, it is not in version 2.
-        version = 1 if controller in self._own else 2
-        if version == 1:
-            path, default = self._own[controller], f"{_DEFAULT_POINT}/{controller}"
-            fitting = [mount for mount in self._mounts if mount.kind == "cgroup" and controller in mount.options]
-        else:
-            path, default = self._own.get("", "/"), _DEFAULT_POINT
-            fitting = [mount for mount in self._mounts if mount.kind == "cgroup2"]
-        mount = fitting[-1] if fitting else Mount("/", default, "", frozenset())
-        point, root = mount.point.rstrip("/"), mount.root.rstrip("/")
-        if "\0" in point:
-            return
-        inner = path[len(root) :] if path == root or path.startswith(f"{root}/") else path
-        parts = [part for part in inner.split("/") if part]
-        # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one
-        # that leads out of what is mounted.
-        if ".." in parts or not self._surroundings.names("/".join([point, *parts])):
-            parts = []
-        for depth in range(len(parts), -1, -1):
-            yield _Level(self._surroundings, version, "/".join([point, *parts[:depth]]))
+def _levels(surroundings: Surroundings, controller: str) -> Iterator[_Level]:
+    """From the own group of a controller up to the uppermost that is mounted."""
+    mounts, own = read_mounts(surroundings), parse_membership(surroundings.read("proc/self/cgroup") or "")
+    # Where a controller is in version 1, it is not in version 2.
+    version = 1 if controller in own else 2
+    if version == 1:
+        path, default = own[controller], f"{_DEFAULT_POINT}/{controller}"
+        fitting = [mount for mount in mounts if mount.kind == "cgroup" and controller in mount.options]
+    else:
+        path, default = own.get("", "/"), _DEFAULT_POINT
+        fitting = [mount for mount in mounts if mount.kind == "cgroup2"]
+    mount = fitting[-1] if fitting else Mount("/", default, "", frozenset())
+    point, root = mount.point.rstrip("/"), mount.root.rstrip("/")
+    if "\0" in point:
+        return
+    inner = path[len(root) :] if path == root or path.startswith(f"{root}/") else path
+    parts = [part for part in inner.split("/") if part]
+    # A container often sees its own group as the root of the mount, while /proc still tells the path on the host, or one that
+    # leads out of what is mounted.
+    if ".." in parts or not surroundings.names("/".join([point, *parts])):
+        parts = []
+    for depth in range(len(parts), -1, -1):
+        yield _Level(surroundings, version, "/".join([point, *parts[:depth]]))
 
 
 def _cpus(level: _Level) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from elastictrain.bounded_json import RECORD, parse_record
-from elastictrain.preflight.host.gpu import integer
+from elastictrain.preflight.host.gpu import decimal, integer
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -86,7 +86,7 @@ def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
     return PortCounters(
         boot_id=surroundings.read("/proc/sys/kernel/random/boot_id") or "",
         time=now,
-        uptime_s=_uptime(surroundings),
+        uptime_s=decimal(surroundings.read("/proc/uptime")) or 0.0,
         ports={port: counters for port, counters in ports.items() if counters},
     )
 
@@ -216,10 +216,3 @@ def counters_path(surroundings: Surroundings) -> Path:
 def _numbers(surroundings: Surroundings, paths: Mapping[str, str]) -> dict[str, int]:
     texts = {name: surroundings.read(path) for name, path in paths.items()}
     return {name: value for name, text in texts.items() if (value := integer(text)) is not None and value >= 0}
-
-
-def _uptime(surroundings: Surroundings) -> float:
-    try:
-        return float((surroundings.read("/proc/uptime") or "").split()[0])
-    except (ValueError, IndexError):
-        return 0.0

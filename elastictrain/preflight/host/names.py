@@ -3,7 +3,6 @@
 import errno
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from functools import partial
 
 import psutil
 
+from elastictrain.distributed.bounded import each_within
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.interfaces import ask_kernel, is_loopback
 from elastictrain.preflight.verdict import Reporter, Verdict
@@ -61,25 +61,19 @@ class LookUp:
 
 def look_up(questions: Mapping[str, Callable[[], Sequence[str]]], *, limit_s: float) -> list[LookUp]:
     """All questions at once: what each name and each address led to. Takes no longer than `limit_s`."""
-    found: dict[str, LookUp] = {}
+    answers = each_within([(limit_s, partial(_ask, *question)) for question in questions.items()])
+    return [answer or LookUp(question, None, limit_s) for question, answer in zip(questions, answers, strict=True)]
 
-    def ask(question: str, request: Callable[[], Sequence[str]]) -> None:
-        began = time.monotonic()
-        answers, error = None, ""
-        try:
-            answers = tuple(request())
-        except (OSError, UnicodeError) as problem:
-            # A name that no host may have (an empty part, one too long) is a UnicodeError.
-            error = str(getattr(problem, "strerror", None) or problem) or type(problem).__name__
-        found[question] = LookUp(question, answers, time.monotonic() - began, error)
 
-    deadline = time.monotonic() + limit_s
-    threads = [threading.Thread(target=ask, args=one, name="look-up", daemon=True) for one in questions.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return [found.get(question, LookUp(question, None, limit_s)) for question in questions]
+def _ask(question: str, request: Callable[[], Sequence[str]]) -> LookUp:
+    began = time.monotonic()
+    answers, error = None, ""
+    try:
+        answers = tuple(request())
+    except (OSError, UnicodeError) as problem:
+        # A name that no host may have (an empty part, one too long) is a UnicodeError.
+        error = str(getattr(problem, "strerror", None) or problem) or type(problem).__name__
+    return LookUp(question, answers, time.monotonic() - began, error)
 
 
 def address_towards(target: str) -> str | None:

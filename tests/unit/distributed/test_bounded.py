@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from elastictrain.distributed.bounded import call_until, within
+from elastictrain.distributed.bounded import call_until, each_within, within
 
 
 @pytest.mark.parametrize("result", [3, 0, {}, "text"], ids=repr)
@@ -52,3 +52,19 @@ def test_the_time_that_is_left_may_grow_and_whoever_waits_may_leave() -> None:
     with pytest.raises(KeyError):
         call_until(lambda: release.wait(10.0), left_s=lambda: 10.0, poll=leave)
     release.set()
+
+
+def test_calls_side_by_side_each_have_their_own_limit() -> None:
+    release = threading.Event()
+
+    def hang() -> bool:
+        return release.wait(10.0)
+
+    def broken() -> bool:
+        raise ValueError("no")
+
+    began_s = time.monotonic()
+    assert each_within([(0.1, hang), (5.0, lambda: True), (5.0, broken), (0.05, hang)]) == [None, True, None, None]
+    assert time.monotonic() - began_s < 3.0
+    release.set()
+    assert each_within([]) == []
