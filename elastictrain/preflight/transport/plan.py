@@ -148,11 +148,7 @@ def decide(facts: Facts, *, agreed: Rdma | None = None, after_failure: bool = Fa
     """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`), None where only this host is known."""
     choice = choose_interface(facts)
     rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=agreed)
-    planned = [*_interface_variables(choice), *_rdma_variables(rdma), *_socket_variables(choice, rdma)]
-    if after_failure:
-        reason = "the last start failed in its transport"
-        planned.append(PlannedVariable("NCCL_DEBUG", "INFO", reason))
-        planned.append(PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason))
+    planned = list(_planned(choice, rdma, after_failure=after_failure))
     interface = choice.interface
     notes = rdma.notes if interface is not None else (f"no interface is set: {choice.reason}", *rdma.notes)
     return TransportPlan(
@@ -176,38 +172,31 @@ def describe(plan: TransportPlan) -> list[str]:
     ]
 
 
-def _interface_variables(choice: Choice) -> Iterator[PlannedVariable]:
-    if choice.interface is None:
-        return
-    name = choice.interface.name
-    # Without "=" it would be a prefix: eth1 is also one of eth10.
-    yield PlannedVariable(NCCL_INTERFACE, f"={name}", choice.reason)
-    yield PlannedVariable(GLOO_INTERFACE, name, choice.reason)
-    if choice.is_ipv6 and any(":" not in address for address in choice.interface.addresses):
-        yield PlannedVariable(
-            "NCCL_SOCKET_FAMILY", "AF_INET6", f"peers are reached over IPv6, and NCCL would take the IPv4 of {name}"
-        )
-
-
-def _rdma_variables(rdma: RdmaPlan) -> Iterator[PlannedVariable]:
+def _planned(choice: Choice, rdma: RdmaPlan, *, after_failure: bool) -> Iterator[PlannedVariable]:
+    interface = choice.interface
+    if interface is not None:
+        # Without "=" it would be a prefix: eth1 is also one of eth10.
+        yield PlannedVariable(NCCL_INTERFACE, f"={interface.name}", choice.reason)
+        yield PlannedVariable(GLOO_INTERFACE, interface.name, choice.reason)
+        if choice.is_ipv6 and any(":" not in address for address in interface.addresses):
+            reason = f"peers are reached over IPv6, and NCCL would take the IPv4 of {interface.name}"
+            yield PlannedVariable("NCCL_SOCKET_FAMILY", "AF_INET6", reason)
     if rdma.kind is Rdma.NONE:
         yield PlannedVariable(DISABLE, "1", rdma.reason)
     if rdma.endpoints:
         yield PlannedVariable(HCA, "=" + ",".join(endpoint.name for endpoint in rdma.endpoints), rdma.reason)
     if rdma.gid_index is not None:
         yield PlannedVariable(GID_INDEX, str(rdma.gid_index), "RoCE v2 over IPv4 on each of these ports")
-
-
-def _socket_variables(choice: Choice, rdma: RdmaPlan) -> Iterator[PlannedVariable]:
-    interface = choice.interface
-    if interface is None or rdma.kind is not Rdma.NONE or interface.vendor in _TUNED_BY_NCCL:
-        return
-    speed = interface.speed_gbps or 0.0
-    if speed < MEDIUM_GBPS:
-        return
-    reason = f"one socket does not fill {speed:g} Gb/s of {interface.name}"
-    yield PlannedVariable("NCCL_SOCKET_NTHREADS", "4", reason)
-    yield PlannedVariable("NCCL_NSOCKS_PERTHREAD", "4" if speed >= FAST_GBPS else "1", reason)
+    if interface is not None and rdma.kind is Rdma.NONE and interface.vendor not in _TUNED_BY_NCCL:
+        speed = interface.speed_gbps or 0.0
+        if speed >= MEDIUM_GBPS:
+            reason = f"one socket does not fill {speed:g} Gb/s of {interface.name}"
+            yield PlannedVariable("NCCL_SOCKET_NTHREADS", "4", reason)
+            yield PlannedVariable("NCCL_NSOCKS_PERTHREAD", "4" if speed >= FAST_GBPS else "1", reason)
+    if after_failure:
+        reason = "the last start failed in its transport"
+        yield PlannedVariable("NCCL_DEBUG", "INFO", reason)
+        yield PlannedVariable("NCCL_DEBUG_SUBSYS", "INIT,ENV,NET", reason)
 
 
 def _kept(facts: Facts, planned: list[PlannedVariable]) -> Iterator[PlannedVariable]:
