@@ -5,23 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.config.composed import LaunchGroup
-from elastictrain.errors import (
-    EXIT_BUG,
-    EXIT_CONFIG,
-    EXIT_STOPPED,
-    EXIT_STORAGE,
-    EXIT_TRANSPORT,
-    EXIT_UNFIT,
-    EXIT_USAGE,
-)
+from elastictrain.errors import EXIT_BUG, EXIT_CONFIG, EXIT_STOPPED, EXIT_STORAGE, EXIT_TRANSPORT, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.launch.membership import messages
-from elastictrain.launch.membership.records import (
-    End,
-    EndKind,
-    Generation,
-    GenerationFailure,
-    GenerationOutcome,
-)
+from elastictrain.launch.membership.records import End, EndKind, Generation, GenerationFailure, GenerationOutcome
 
 _CLEAREST_FIRST = (EXIT_CONFIG, EXIT_USAGE, EXIT_UNFIT)
 _OTHER_HOST = (EXIT_TRANSPORT, EXIT_STOPPED)
