@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
-from elastictrain.distributed.store import PIECE_BYTES, SharedStore
+from elastictrain.distributed.store import PIECE_BYTES, BoundedStore
 from elastictrain.errors import ConfigError, Problem, TransportError
 from elastictrain.identity import Identity
 
@@ -146,7 +146,7 @@ def coordinate(
 
 
 def agree(  # noqa: PLR0913 -- clocks are handed in
-    store: SharedStore,
+    store: BoundedStore,
     identity: Identity,
     introduction: Introduction,
     *,
@@ -190,12 +190,12 @@ def agree(  # noqa: PLR0913 -- clocks are handed in
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)
 
 
-def say_waiting(store: SharedStore) -> None:
+def say_waiting(store: BoundedStore) -> None:
     """As rank 0, again and again before it meets the others: it waits for another run to end, and so do they."""
     store.set(_WAITING, uuid.uuid4().hex)
 
 
-def _waiting_sign(store: SharedStore) -> bytes:
+def _waiting_sign(store: BoundedStore) -> bytes:
     return store.get(_WAITING) if store.check([_WAITING]) else b""
 
 
@@ -213,7 +213,7 @@ def unpack(pieces: Iterable[bytes]) -> str:
 class _Participant:
     """One rank's side of the agreement."""
 
-    def __init__(self, store: SharedStore, identity: Identity, nonce: str, number: int) -> None:
+    def __init__(self, store: BoundedStore, identity: Identity, nonce: str, number: int) -> None:
         self._store = store
         self._identity = identity
         self._nonce = nonce

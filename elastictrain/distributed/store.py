@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -28,15 +28,6 @@ _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
 T = TypeVar("T")
-
-
-class SharedStore(Protocol):
-    """What is needed of torch's c10d stores."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 class BoundedStore:

@@ -15,7 +15,7 @@ from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
 from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree, check_alike, say_waiting
 from elastictrain.distributed.group import connect, make_group
-from elastictrain.distributed.store import BoundedStore, SharedStore, StoreExchange
+from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import StorageError
 from elastictrain.events import AppendLog, Journal
 from elastictrain.fault.exits import wait_for_previous_workers
@@ -167,7 +167,7 @@ def _put_off(context: TrainContext, seconds: float) -> None:
     context.rendezvous.put_off(seconds)
 
 
-def _owner(identity: Identity, shared: SharedStore, parent: int) -> Owner:
+def _owner(identity: Identity, shared: BoundedStore, parent: int) -> Owner:
     """A torchrun is the same owner after each restart of its workers; a world of one is as old as its process."""
     here = this_writer()
     if here is None:

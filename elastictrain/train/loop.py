@@ -19,7 +19,7 @@ from elastictrain.train.replica_comparison import ReplicaComparison
 from elastictrain.train.saving import Reached
 from elastictrain.train.snapshot_saving import Saving
 from elastictrain.train.state import TrainState, check_skips, count_step
-from elastictrain.train.step import Intervals, PendingStep, SaveReason, StepActions, StepFlags, Stepper, after_step
+from elastictrain.train.step import PendingStep, SaveReason, StepActions, StepFlags, Stepper, after_step
 
 
 @dataclass(slots=True)
@@ -43,7 +43,6 @@ class Loop:
     reached: Reached = field(init=False)
     """What a next start can go on from."""
 
-    _intervals: Intervals = field(init=False)
     _passes: int = field(init=False)
     _first_step: int = field(init=False)
     _last_save_s: float = field(init=False)
@@ -53,8 +52,6 @@ class Loop:
     def __post_init__(self) -> None:
         config = self.context.config
         self.reached = Reached(self.state.step, "storage" if self.state.step else "nothing")
-        eval_every = config.train.eval_every_steps if self.evaluator else 0
-        self._intervals = Intervals(config.train.steps, config.checkpoint.every_steps, eval_every)
         identity = self.context.identity
         share = Share(config.train.global_batch, config.train.micro_batch, identity.world_size, identity.rank)
         self._passes = share.passes_per_step
@@ -63,7 +60,7 @@ class Loop:
 
     def run(self) -> None:
         """Train. Collective: yes. Raises: StopRequestedError once state is saved; what ends a run otherwise."""
-        state, total_steps = self.state, self._intervals.total_steps
+        state, total_steps = self.state, self.context.config.train.steps
         done = state.step >= total_steps
         if done:
             self.observer.say(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
@@ -90,11 +87,11 @@ class Loop:
         self.observer.close()
 
     def _train(self) -> None:
-        state, saving = self.state, self.saving
+        config, state, saving = self.context.config, self.state, self.saving
         pending: PendingStep | None = None
         # What the ranks agreed on in a step that was finished at once; it is acted upon after the next, like any other.
         deferred = StepFlags()
-        while state.step < self._intervals.total_steps:
+        while state.step < config.train.steps:
             step = state.step + 1
             launched = self._launch(step)
             state.step = step
@@ -103,7 +100,7 @@ class Loop:
             agreed = self._finish(pending) if pending else deferred
             pending, deferred = launched, StepFlags()
             save_agreed = agreed.save or saving.save_pending
-            actions = after_step(step, self._intervals, stop_agreed=agreed.stop, save_agreed=save_agreed)
+            actions = after_step(step, config, stop_agreed=agreed.stop, save_agreed=save_agreed)
             early = not actions.leave and not saving.requires_finished_step
             if early:
                 self._save(step, actions)
@@ -114,7 +111,7 @@ class Loop:
                 self._on_first_step()
                 if not actions.leave and self.context.any_stop_reason():
                     # No step is in flight after the first one, so stop here instead of two steps later.
-                    actions = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
+                    actions = after_step(step, config, stop_agreed=True, save_agreed=False)
             self._follow(step, actions, saved=early)
 
     def _launch(self, step: int) -> PendingStep:
@@ -126,7 +123,7 @@ class Loop:
             # One rank's clock decides, and the reduction tells the others.
             save=self.context.identity.rank == 0 and overdue_s > 0 and self.clock() - self._last_save_s >= overdue_s,
         )
-        rate = learning_rate(step, config.optim, total_steps=self._intervals.total_steps)
+        rate = learning_rate(step, config.optim, total_steps=config.train.steps)
         taken: list[MicroBatch] = []
         source = self.loader if self.ledger is None else _noting(self.loader, taken)
         pending = self.stepper.run(step, source, passes=self._passes, rate=rate, flags=flags)
@@ -188,7 +185,7 @@ class Loop:
         """`saved`: what is to be saved is on its way already. Raises: StopRequestedError."""
         if actions.evaluate and not self._evaluate(step):
             # Asked to stop while it ran: nothing is under way, so this is the step.
-            actions = after_step(step, self._intervals, stop_agreed=True, save_agreed=False)
+            actions = after_step(step, self.context.config, stop_agreed=True, save_agreed=False)
         if actions.leave and actions.save:
             self._save_and_leave(step, actions.save, reason=self.context.any_stop_reason())
         elif actions.save and not saved:

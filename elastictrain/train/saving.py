@@ -111,16 +111,6 @@ def describe(reached: Reached, *, step: int, run_dir: str, several_hosts: bool) 
     return f", which is {place}" if reached.step == step else f"; the newest step that is safe is {reached.step}, {place}"
 
 
-def describe_kept(step: int | None, *, where: str) -> str:
-    """What stays in host memory of a run that ends because storage refuses its checkpoints; empty if nothing does."""
-    if step is None:
-        return ""
-    return (
-        f"step {step} is in {where}, where the saver keeps it for up to {KEPT_S / 3600:g} h and goes on trying to write it; "
-        "the same command on the same hosts goes on from there"
-    )
-
-
 @dataclass(slots=True)
 class SynchronousSaving:
     """Training waits for each checkpoint. All ranks call alike."""

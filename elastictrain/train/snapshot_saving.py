@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from elastictrain.checkpoint.exchange import from_first, gather_records
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
+from elastictrain.checkpoint.saver.final_save import KEPT_S
 from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure
 from elastictrain.checkpoint.snapshots import Snapshots
@@ -19,7 +20,6 @@ from elastictrain.train.saving import (
     SaveStatus,
     SynchronousSaving,
     copy_limit_s,
-    describe_kept,
     judge,
     least,
 )
@@ -131,7 +131,7 @@ class SnapshotSaving:
         self._failed_saves = flags.failed_saves
         if self._failed_saves >= self._max_failed_saves:
             error = from_first(self._last_error.encode, group=self._group).decode()
-            self._check_failures(CheckpointError(error), kept=self._book.newest_whole())
+            self._check_failures(CheckpointError(error), kept_step=self._book.newest_whole())
         if flags.unusable:
             if flags.unsaved or self._durable_step >= step:
                 # What was on its way, or has begun since, may never arrive.
@@ -197,7 +197,7 @@ class SnapshotSaving:
             if held is not None and decision.limited and self._failed_saves >= self._max_failed_saves:
                 # Storage is of no use now. Memory has the step, and its saver tries once more when we are gone.
                 return held
-            self._check_failures(CheckpointError(decision.error), kept=held.step if held is not None else None)
+            self._check_failures(CheckpointError(decision.error), kept_step=held.step if held is not None else None)
         return self._synchronous.save_now(step, reason)
 
     def close(self, *, finished: bool) -> None:
@@ -372,12 +372,18 @@ class SnapshotSaving:
     def _saver(self) -> str:
         return f"the saver ({describe_process(self._link.pid)})"
 
-    def _check_failures(self, cause: Exception, *, kept: int | None) -> None:
-        """`kept`: the newest step that is whole in host memory. Raises: SavesFailingError."""
-        config, identity = self._synchronous.context.config, self._synchronous.context.identity
-        host = f"host {identity.host}" if identity.only_host else "the hosts"
-        where = f"the memory of {host} ({run_folder(config.checkpoint.memory_dir, config.run.dir)})"
-        self._synchronous.check_failures(self._failed_saves, cause=cause, kept=describe_kept(kept, where=where))
+    def _check_failures(self, cause: Exception, *, kept_step: int | None) -> None:
+        """`kept_step`: the newest that is whole in host memory. Raises: SavesFailingError."""
+        kept = ""
+        if kept_step is not None:
+            config, identity = self._synchronous.context.config, self._synchronous.context.identity
+            host = f"host {identity.host}" if identity.only_host else "the hosts"
+            kept = (
+                f"step {kept_step} is in the memory of {host} ({run_folder(config.checkpoint.memory_dir, config.run.dir)}), "
+                f"where the saver keeps it for up to {KEPT_S / 3600:g} h and goes on trying to write it; the same command on "
+                "the same hosts goes on from there"
+            )
+        self._synchronous.check_failures(self._failed_saves, cause=cause, kept=kept)
 
     def _fall_back(self) -> None:
         if self._first:

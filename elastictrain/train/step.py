@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
+from elastictrain.config.composed import RunConfig
 from elastictrain.data.dataset import Batch
 from elastictrain.data.loader import MicroBatch
 from elastictrain.distributed.wrapping import Wrapped, accumulation
@@ -193,15 +194,6 @@ SaveReason = Literal["interval", "time", "stop", "end"]
 
 
 @dataclass(frozen=True, slots=True)
-class Intervals:
-    """How often things happen, in optimizer steps; 0 for never."""
-
-    total_steps: int
-    save_every: int
-    eval_every: int
-
-
-@dataclass(frozen=True, slots=True)
 class StepActions:
     """What follows a step that is committed."""
 
@@ -210,21 +202,21 @@ class StepActions:
     leave: bool
 
 
-def after_step(step: int, intervals: Intervals, *, stop_agreed: bool, save_agreed: bool) -> StepActions:
+def after_step(step: int, config: RunConfig, *, stop_agreed: bool, save_agreed: bool) -> StepActions:
     """What follows step `step`. The agreed flags come from a reduction, so they are the same on every rank."""
-    end = step >= intervals.total_steps
-    leave = end or stop_agreed
+    save_every, eval_every = config.checkpoint.every_steps, config.train.eval_every_steps
+    end = step >= config.train.steps
     reason: SaveReason | None = None
     if end:
         reason = "end"
     elif stop_agreed:
         reason = "stop"
-    elif intervals.save_every and step % intervals.save_every == 0:
+    elif save_every and step % save_every == 0:
         reason = "interval"
     elif save_agreed:
         reason = "time"
-    evaluate = bool(intervals.eval_every) and (end or step % intervals.eval_every == 0) and not (stop_agreed and not end)
-    return StepActions(reason, evaluate, leave)
+    evaluate = eval_every > 0 and (end or (step % eval_every == 0 and not stop_agreed))
+    return StepActions(reason, evaluate, leave=end or stop_agreed)
 
 
 def is_logged(step: int, *, every_steps: int, first_step: int, total_steps: int) -> bool:
