@@ -5,7 +5,6 @@ A log never disturbs the trainer: what cannot be written is kept, said once, and
 
 import logging
 import os
-import time
 from collections import deque
 from threading import Condition, Thread
 
@@ -41,7 +40,6 @@ def last_part(store: Store, stem: str) -> int:
 
     A folder may hold those of many logs: it is not listed. Segments are numbered without gaps. Raises: StorageError.
     """
-
     missing = 1
     while exists(store, part_key(stem, missing)):
         missing *= 2
@@ -212,15 +210,10 @@ class _SegmentLog:
                 logger.warning("%s lacks its last %d bytes, and %d records before them", url, waiting_bytes, self._lost)
 
     def _run(self) -> None:
-        flushed = time.monotonic()
         while True:
             with self._changed:
-                while (pause_s := flushed + self._flush_s - time.monotonic()) > 0:
-                    if self._closing or self._flushes_wanted > self._flushes_done:
-                        break
-                    self._changed.wait(pause_s)
+                self._changed.wait_for(lambda: self._closing or self._flushes_wanted > self._flushes_done, self._flush_s)
                 closing, wanted = self._closing, self._flushes_wanted
-            flushed = time.monotonic()
             try:
                 self._send_all()
             except StorageError as error:
