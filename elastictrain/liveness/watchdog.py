@@ -10,6 +10,15 @@ from elastictrain.errors import EXIT_STOPPED, EXIT_TRANSPORT
 from elastictrain.fault.stop import StopRequest
 from elastictrain.liveness.progress import STEP_PHASES, Phase, ProgressMark
 
+LOST_PATIENCE_S = 0.5
+"""How long a collective may take to notice by itself that a peer is gone."""
+
+_AGREEMENT_MARGIN_S = 5.0
+"""The agreement on a generation keeps its own limit, and then names who is missing: it is to end first."""
+
+_OVERSLEPT_S = 2.0
+"""A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
@@ -40,18 +49,10 @@ class Others:
 
     lost: LostPeer | None = None
     in_vain: bool = False
-    """Whether nothing will end a silence that is too long for this rank: see `judge`."""
+    """Whether by all that is heard of them nothing will end a silence that is too long for this rank."""
 
 
-LOST_PATIENCE_S = 0.5
-"""How long a collective may take to notice by itself that a peer is gone."""
-
-
-_AGREEMENT_MARGIN_S = 5.0
-"""The agreement on a generation keeps its own limit, and then names who is missing: it is to end first."""
-
-_OVERSLEPT_S = 2.0
-"""A watchdog that has not run for so long was stopped together with its process: what did not happen then is no silence."""
+NOTHING_HEARD = Others()
 
 
 def limit_s(mark: ProgressMark, options: FaultGroup) -> float:
@@ -79,21 +80,15 @@ def _is_short(mark: ProgressMark) -> bool:
 
 
 def judge(
-    mark: ProgressMark,
-    *,
-    now_s: float,
-    stop: StopRequest | None,
-    options: FaultGroup,
-    lost: LostPeer | None = None,
-    in_vain: bool = False,
+    mark: ProgressMark, *, now_s: float, stop: StopRequest | None, options: FaultGroup, others: Others = NOTHING_HEARD
 ) -> Overdue | None:
     """Whether this process must end now. `now_s` is on the clock of `mark.since_s`.
 
-    `in_vain`: by all that is heard of the group, nothing will end a silence that is too long for this rank. One that only waits
-    for another rank that is at work is not ended before its limit.
+    A rank that only waits for another one that is at work is not ended before its limit.
     """
+    lost = others.lost
     silent_s = now_s - mark.since_s
-    most_s = bound_s(mark, options) if in_vain else limit_s(mark, options)
+    most_s = bound_s(mark, options) if others.in_vain else limit_s(mark, options)
     if silent_s > most_s:
         reason = f"no progress for {silent_s:.1f} s in {mark} (limit {most_s:g} s)"
         return Overdue(EXIT_TRANSPORT, reason, hangs=True)
@@ -127,7 +122,7 @@ class Watchdog:
         mark: Callable[[], ProgressMark],
         stop: Callable[[], StopRequest | None],
         end: Callable[[Overdue], None],
-        others: Callable[[], Others] = Others,
+        others: Callable[[], Others] = lambda: NOTHING_HEARD,
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         interval_s: float = 0.1,
@@ -161,10 +156,7 @@ class Watchdog:
                 awake_since_s = now_s
             awake_s = now_s
             mark = replace(mark, since_s=max(mark.since_s, awake_since_s))
-            others = self._others()
-            overdue = judge(
-                mark, now_s=now_s, stop=self._stop(), options=self._options, lost=others.lost, in_vain=others.in_vain
-            )
+            overdue = judge(mark, now_s=now_s, stop=self._stop(), options=self._options, others=self._others())
             if overdue is not None:
                 self._end(overdue)
                 return

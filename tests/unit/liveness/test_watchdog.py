@@ -175,8 +175,8 @@ def test_a_closed_watchdog_ends_nobody() -> None:
 @pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.END])
 def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
     mark, lost = mark_of(phase), LostPeer("rank 1 of this host", 5.0)
-    assert judge(mark, now_s=5.0 + LOST_PATIENCE_S, stop=None, options=OPTIONS, lost=lost) is None
-    overdue = judge(mark, now_s=5.1 + LOST_PATIENCE_S, stop=None, options=OPTIONS, lost=lost)
+    assert judge(mark, now_s=5.0 + LOST_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost)) is None
+    overdue = judge(mark, now_s=5.1 + LOST_PATIENCE_S, stop=None, options=OPTIONS, others=Others(lost))
     assert overdue == Overdue(
         EXIT_TRANSPORT, f"rank 1 of this host is gone, and {mark} cannot end without it", show_stacks=False
     )
@@ -184,12 +184,12 @@ def test_a_process_does_not_wait_for_one_that_is_gone(phase: Phase) -> None:
 
 def test_where_no_collective_notices_it_nobody_is_waited_for() -> None:
     lost = LostPeer("rank 1 of this host", 5.0, noticed=False)
-    assert judge(mark_of(Phase.REDUCE), now_s=5.01, stop=None, options=OPTIONS, lost=lost) is not None
+    assert judge(mark_of(Phase.REDUCE), now_s=5.01, stop=None, options=OPTIONS, others=Others(lost)) is not None
 
 
 def test_at_the_end_of_a_run_others_leave_first() -> None:
     lost = LostPeer("rank 1 of this host", 0.0)
-    assert judge(mark_of(Phase.END), now_s=9.9, stop=None, options=OPTIONS, lost=lost) is None
+    assert judge(mark_of(Phase.END), now_s=9.9, stop=None, options=OPTIONS, others=Others(lost)) is None
 
 
 def test_the_watchdog_ends_a_process_whose_peer_is_gone() -> None:
@@ -245,11 +245,11 @@ def test_a_silence_in_vain_is_ended_at_the_learned_bound() -> None:
     mark = ProgressMark(Phase.REDUCE, 3, 0, 0.0, True, usual_s=1.5)
     assert bound_s(mark, OPTIONS) == 15.0
     assert judge(mark, now_s=15.1, stop=None, options=OPTIONS) is None
-    overdue = judge(mark, now_s=15.1, stop=None, options=OPTIONS, in_vain=True)
+    overdue = judge(mark, now_s=15.1, stop=None, options=OPTIONS, others=Others(in_vain=True))
     assert overdue is not None
     assert overdue.hangs
     assert overdue.reason == "no progress for 15.1 s in reduce of step 3 (limit 15 s)"
-    lost = judge(mark, now_s=15.1, stop=None, options=OPTIONS, lost=LostPeer("rank 1", 0.0))
+    lost = judge(mark, now_s=15.1, stop=None, options=OPTIONS, others=Others(LostPeer("rank 1", 0.0)))
     assert lost is not None
     assert not lost.hangs
 
@@ -319,7 +319,7 @@ class Life:
         self.tracker.set_phase(phase, step=step)
         self.now_s += length_s
         mark = self.tracker.mark
-        self.ended |= judge(mark, now_s=self.now_s, stop=None, options=DEFAULTS, in_vain=True) is not None
+        self.ended |= judge(mark, now_s=self.now_s, stop=None, options=DEFAULTS, others=Others(in_vain=True)) is not None
 
     def step(self, step: int, length_s: float) -> None:
         for phase, share in ((Phase.DATA, 0.05), (Phase.FORWARD, 0.3), (Phase.BACKWARD, 0.5), (Phase.REDUCE, 0.1)):
@@ -376,7 +376,7 @@ def test_who_waits_for_another_is_given_the_limit() -> None:
     mark = life.tracker.mark
     assert (bound_s(mark, DEFAULTS), limit_s(mark, DEFAULTS)) == (10.0, 120.0)
     assert judge(mark, now_s=mark.since_s + 119.0, stop=None, options=DEFAULTS) is None
-    assert judge(mark, now_s=mark.since_s + 11.0, stop=None, options=DEFAULTS, in_vain=True) is not None
+    assert judge(mark, now_s=mark.since_s + 11.0, stop=None, options=DEFAULTS, others=Others(in_vain=True)) is not None
     overdue = judge(mark, now_s=mark.since_s + 121.0, stop=None, options=DEFAULTS)
     assert overdue is not None
     assert overdue.hangs
