@@ -21,6 +21,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from elastictrain.bounded_json import DOCUMENT, encode_record, parse_record
 from elastictrain.distributed.store import PIECE_BYTES, BoundedStore
@@ -119,30 +120,20 @@ class KeepWaiting:
     stage: str
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Rank 0 must publish a new proposal with these nonces."""
-
-    nonces: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Go:
-    """All ranks have acknowledged."""
-
-
 def coordinate(
     hellos: Mapping[int, str], *, world_size: int, proposed: tuple[str, ...] | None, acknowledged: frozenset[int]
-) -> KeepWaiting | Publish | Go:
-    """What rank 0 does next. `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal `proposed`."""
+) -> KeepWaiting | Literal["publish", "go"]:
+    """What rank 0 does next: wait, publish a proposal with the nonces of `hellos`, or give the go for the published one.
+
+    `hellos` maps ranks to the nonces read now; `acknowledged` are acks of the proposal with the nonces `proposed`.
+    """
     silent = tuple(rank for rank in range(world_size) if rank not in hellos)
     if silent:
         return KeepWaiting(silent, "say hello")
-    nonces = tuple(hellos[rank] for rank in range(world_size))
-    if nonces != proposed:
-        return Publish(nonces)
+    if tuple(hellos[rank] for rank in range(world_size)) != proposed:
+        return "publish"
     pending = tuple(rank for rank in range(world_size) if rank not in acknowledged)
-    return KeepWaiting(pending, "acknowledge") if pending else Go()
+    return KeepWaiting(pending, "acknowledge") if pending else "go"
 
 
 def agree(  # noqa: PLR0913 -- clocks are handed in
@@ -246,10 +237,11 @@ class _Participant:
             acknowledged=frozenset(self._acknowledged),
         )
         self._waiting = decision if isinstance(decision, KeepWaiting) else None
-        if isinstance(decision, Publish):
-            name = f"{self._number:06d}-{uuid.uuid4().hex[:8]}"
-            self._publish(_Proposal(name, decision.nonces, tuple(hellos[rank].introduction for rank in range(world_size))))
-        elif isinstance(decision, Go) and proposal is not None:
+        if decision == "publish":
+            name, said = f"{self._number:06d}-{uuid.uuid4().hex[:8]}", [hellos[rank] for rank in range(world_size)]
+            nonces, ranks = tuple(one.nonce for one in said), tuple(one.introduction for one in said)
+            self._publish(_Proposal(name, nonces, ranks))
+        elif decision == "go" and proposal is not None:
             self._set(f"go/{proposal.name}", "")
 
     def follow(self) -> AgreedGeneration | None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from elastictrain.bounded_json import as_record
 from elastictrain.checkpoint.checkpointer import Checkpointer
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.checkpoint.saver.final_save import KEPT_S
@@ -158,8 +159,7 @@ class SynchronousSaving:
         """
         # Nothing else holds the state, so a save that has begun is not left alone, however late it is.
         while (error := self._try(step, reason)) is not None:
-            told = gather_json(self.context.left_s(), group=self.context.group.control)
-            left = least([float(one) if isinstance(one, int | float) else None for one in told])
+            left = least(as_record(gather_json(self.context.left_s(), group=self.context.group.control), list[float | None]))
             if left is not None and left <= 0:
                 raise error
         return Reached(step, "storage")

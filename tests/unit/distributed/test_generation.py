@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 
 from elastictrain.distributed.generation import (
     AgreedGeneration,
-    Go,
     Introduction,
     KeepWaiting,
-    Publish,
     agree,
     check_alike,
     coordinate,
@@ -287,11 +285,11 @@ def test_rank_0_waits_then_publishes_then_waits_then_goes(
     if silent:
         assert decision == KeepWaiting(silent, "say hello")
     elif current != proposed:
-        assert decision == Publish(current)
+        assert decision == "publish"
     elif pending:
         assert decision == KeepWaiting(pending, "acknowledge")
     else:
-        assert decision == Go()
+        assert decision == "go"
 
 
 @given(st.text(max_size=5000))
