@@ -6,7 +6,9 @@ under one key. Each is refused here before any caller computes with it.
 
 import json
 import math
+import os
 import re
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +22,13 @@ _INTEGER_DIGITS = 20
 """Enough for every integer of 64 bits with its sign."""
 
 _LONG_DIGITS = re.compile(r"[0-9]{20}")
+
+_KINDS_LOCK = threading.Lock()
+"""msgspec notes what it finds out about a class when it first meets it. Two threads that do so at once end the process, since
+one sees what the other has noted in part (msgspec 0.22)."""
+
+_known_kinds: set[object] = set()
+os.register_at_fork(before=_KINDS_LOCK.acquire, after_in_parent=_KINDS_LOCK.release, after_in_child=_KINDS_LOCK.release)
 
 
 class MalformedJsonError(ValueError):
@@ -93,6 +102,10 @@ def parse_record(data: bytes | bytearray | memoryview | str, kind: type[T], *, l
 
 def as_record(value: object, kind: type[T]) -> T:
     """The same for what was parsed before. Raises: MalformedJsonError."""
+    if kind not in _known_kinds:
+        with _KINDS_LOCK:
+            msgspec.json.Decoder(kind)
+            _known_kinds.add(kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

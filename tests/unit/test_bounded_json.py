@@ -1,9 +1,11 @@
 """Every document is a value of known size or a named refusal."""
 
 import json
+import sys
+import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -13,7 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastictrain.bounded_json import DOCUMENT, RECORD, JsonLimits, MalformedJsonError, encode_record, parse_json, parse_record
+from elastictrain.bounded_json import (
+    DOCUMENT,
+    RECORD,
+    JsonLimits,
+    MalformedJsonError,
+    as_record,
+    encode_record,
+    parse_json,
+    parse_record,
+)
 from tests.unit.examples import examples
 
 VALUES = st.recursive(
@@ -171,3 +182,29 @@ def test_subclasses_of_texts_and_numbers_are_encoded_as_what_they_are() -> None:
     assert encode_record({"torch": Version("2.9"), "loss": np.float64(0.5)}) == b'{"torch":"2.9","loss":0.5}'
     with pytest.raises(TypeError):
         encode_record({"one": object()})
+
+
+def test_threads_that_meet_a_record_for_the_first_time_together() -> None:
+    count = Annotated[int, msgspec.Meta(ge=0)]
+    one = {f"f{index}": index for index in range(10)} | {"sizes": [1, 2]}
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            inner = make_dataclass("Inner", [*((f"f{index}", count) for index in range(10)), ("sizes", tuple[count, ...])])
+            outer = make_dataclass("Outer", [("first", inner), ("many", list[inner]), ("by_name", dict[str, inner])])  # type: ignore[valid-type]
+            together, found = threading.Barrier(8), []
+
+            def convert(kind: type, together: threading.Barrier, found: list[object]) -> None:
+                together.wait()
+                found.append(as_record({"first": one, "many": [one], "by_name": {"x": one}}, kind))
+
+            threads = [threading.Thread(target=convert, args=(outer, together, found)) for _ in range(8)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len(found) == 8
+            assert all(record == found[0] for record in found)
+    finally:
+        sys.setswitchinterval(switch_s)
