@@ -52,8 +52,8 @@ def text_asked_for(arguments: Sequence[str], *, program: str, purpose: str) -> s
         return _explain_topic(line.topic, keys=keys, choices=choices, width=width)
     recipes = _choices(choices, "recipe", width)
     usage = f"{purpose}\n\nUsage: {program} recipe=NAME [KEY=VALUE ...]\n\n{_OPTIONS}"
-    added = sorted(set(choices) - {*GROUPS, "recipe"})
-    groups = "\n".join(_group_line(choices, group, width) for group in (*GROUPS, *added))
+    names = (*GROUPS, *sorted(set(choices) - {*GROUPS, "recipe"}))
+    groups = "\n".join(_row(name, ", ".join(sorted(choices.get(name, {}))) or "(none)", width) for name in names)
     explained = "\n\n".join(_explain_group(group, keys=keys, width=width) for group in GROUPS)
     return f"{usage}\nRecipes:\n{recipes}\n\nGroups and their choices:\n{groups}\n\nKeys:\n\n{explained}"
 
@@ -67,16 +67,12 @@ def _all_keys(arguments: Sequence[str]) -> tuple[Key, ...]:
     return (*own, _TARGET, *(declared or [_MODEL]))
 
 
-def _group_line(choices: Choices, group: str, width: int) -> str:
-    names = ", ".join(sorted(choices.get(group, {}))) or "(none)"
-    return textwrap.fill(names, width, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16)
+def _row(name: str, text: str, width: int) -> str:
+    return textwrap.fill(text, width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16)
 
 
 def _choices(choices: Choices, group: str, width: int) -> str:
-    lines = []
-    for name, file in sorted(choices.get(group, {}).items()):
-        lines.append(textwrap.fill(first_comment(file), width, initial_indent=f"  {name:<14}", subsequent_indent=" " * 16))
-    return "\n".join(lines)
+    return "\n".join(_row(name, first_comment(file), width) for name, file in sorted(choices.get(group, {}).items()))
 
 
 def first_comment(file: Path) -> str:
