@@ -28,9 +28,9 @@ from elastictrain.preflight.host.nvidia import read_nvidia
 from elastictrain.preflight.host.nvlink import (
     judge_fabric,
     judge_nvlink,
+    parse_links,
+    parse_topology,
     read_fabric,
-    read_links,
-    read_topology,
     switched_fabric,
 )
 from elastictrain.preflight.host.visible import gpu_lanes, judge_pcie, judge_visible, read_pci, read_port_lanes, select
@@ -55,6 +55,7 @@ _MARGIN_S = 1.0
 _TOOLS_LIMIT_S = 45.0
 """Two calls of a vendor's tool, each with its own limit, and some room: a check must outlast the tool that it waits for."""
 
+_LINKS_LIMIT_S = 20.0
 _TRANSPORT_LIMIT_S = 5.0
 _RDMA_LIMIT_S = 2.0
 
@@ -208,9 +209,6 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
     def open_files() -> Verdict:
         return resources.judge_open_files(resources.read_limit(resource.RLIMIT_NOFILE), host=host)
 
-    def cpu() -> Verdict:
-        return resources.judge_cpu(allowance(), visible=visible, needed=asked.cpus, host=host)
-
     def load() -> Verdict:
         return resources.judge_load(round(os.getloadavg()[0], 2), cpus=psutil.cpu_count() or visible, host=host)
 
@@ -225,7 +223,7 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
         Check("memlock", memlock, _FILES_LIMIT_S),
         Check("open_files", open_files, _FILES_LIMIT_S),
         Check("processes", processes, _FILES_LIMIT_S),
-        Check("cpu", cpu, _FILES_LIMIT_S),
+        Check("cpu", lambda: resources.judge_cpu(allowance(), visible=visible, needed=asked.cpus, host=host), _FILES_LIMIT_S),
         Check("load", load, _FILES_LIMIT_S),
     ]
 
@@ -326,10 +324,10 @@ def _check_links(surroundings: Surroundings, devices: LocalDevices) -> list[Verd
     if report.vendor is Vendor.AMD:
         amd = devices.amd()
         return judge_xgmi(amd[1] if amd is not None else {}, host=host)
-    used = {gpu.index for gpu in report.gpus}
+    ask, used = partial(surroundings.ask, limit_s=_LINKS_LIMIT_S), {gpu.index for gpu in report.gpus}
     return judge_nvlink(
-        [one for one in read_links(surroundings) if one.index in used],
-        read_topology(surroundings),
+        [one for one in parse_links(ask("nvidia-smi", "nvlink", "--status")) if one.index in used],
+        parse_topology(ask("nvidia-smi", "topo", "-m")),
         switched=switched_fabric(report, num_switches=devices.pci().switches),
         mig=all(gpu.mig for gpu in report.gpus),
         num_gpus=len(report.gpus),

@@ -105,14 +105,14 @@ class Reporter:
         scope: Scope | None = None,
         may_pass: bool = False,
     ) -> Verdict:
-        """A verdict about another subject. An `expected` that is empty is left out."""
+        """A verdict about another subject."""
         return Verdict(
             check=self.check,
             scope=scope or self.scope,
             subject=subject,
             status=status,
             measured=measured,
-            expected=None if expected == "" else expected,
+            expected=expected,
             unit=unit,
             seconds=self.seconds,
             remedy=remedy,

@@ -13,7 +13,6 @@ from elastictrain.preflight.verdict import Reporter, Status, Verdict
 SERVICE_LIMIT_S = 5.0
 SERVICE = "nvidia-fabricmanager"
 
-LIMIT_S = 20.0
 SLOW_LINK = 0.9
 """A link below this share of the usual speed on its host has trained badly; links of one host are all of one kind."""
 
@@ -105,16 +104,6 @@ class GpuLinks:
     speeds_gbs: Mapping[int, float] = field(default_factory=dict)
     down: tuple[int, ...] = ()
     all_down: bool = False
-
-
-def read_links(surroundings: Surroundings) -> list[GpuLinks]:
-    """The NVLinks of all GPUs; none if nobody could tell."""
-    return parse_links(surroundings.ask("nvidia-smi", "nvlink", "--status", limit_s=LIMIT_S))
-
-
-def read_topology(surroundings: Surroundings) -> dict[tuple[int, int], str]:
-    """How GPUs are connected; empty if nobody could tell."""
-    return parse_topology(surroundings.ask("nvidia-smi", "topo", "-m", limit_s=LIMIT_S))
 
 
 def parse_links(text: str) -> list[GpuLinks]:
