@@ -174,16 +174,6 @@ class MemorySize:
     available_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """A decision: why the state cannot fit, or why it barely does; empty if neither."""
-
-    problem: str = ""
-    warning: str = ""
-    nowhere: bool = False
-    """Whether no other machine would do."""
-
-
 def measure_state(task: Task) -> StateSize | None:
     """The size of what the task trains; None if its model cannot be built without memory.
 
@@ -217,8 +207,13 @@ def size_of(model: nn.Module) -> StateSize:
     )
 
 
-def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize) -> Fit:
-    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU."""
+def judge_fit(
+    size: StateSize, spread: Spread, *, device: MemorySize | None, host: MemorySize
+) -> ConfigError | HostUnfitError | str:
+    """Compare with the memory of this rank's GPU, or with that of the host where all of its ranks train on the CPU.
+
+    Returns why the state fits nowhere, or not here; else what to warn of, empty if there is room.
+    """
     of_rank = size.of_rank(shards=spread.shards)
     ranks = 1 if device is not None else spread.local_world_size
     needed = ranks * of_rank
@@ -228,30 +223,24 @@ def judge_fit(size: StateSize, spread: Spread, *, device: MemorySize | None, hos
         f"parameters {_gb(size.parameters)}, gradients {_gb(size.gradients)}, optimizer {_gb(size.optimizer)}, buffers "
         f"{_gb(size.buffers)}; {spreading} by parallel={spread.kind}; activations not counted"
     )
-    what = f"the state of {_count(ranks)} takes {_gb(needed)}"
+    what = f"the state of {ranks} rank{'s' if ranks > 1 else ''} takes {_gb(needed)}"
     if needed > memory.available_bytes:
         has = f"{_gb(memory.available_bytes)} of {_gb(memory.total_bytes)} available"
         remedy = "set model.* to a smaller one, or spread it over more ranks" + (" by parallel=fsdp" * (spread.kind == "ddp"))
         problem = f"{what}, but {memory.name} has {has} ({figures}): {remedy}"
-        return Fit(problem=problem, nowhere=needed > _MOST_BYTES)
+        return ConfigError(problem) if needed > _MOST_BYTES else HostUnfitError(problem)
     if needed > _TIGHT * memory.available_bytes:
-        return Fit(
-            warning=f"memory is tight: {what}, and {memory.name} has {_gb(memory.available_bytes)} available ({figures})"
-        )
+        return f"memory is tight: {what}, and {memory.name} has {_gb(memory.available_bytes)} available ({figures})"
     snapshots = spread.snapshots * _share((size.parameters + size.optimizer) * spread.local_world_size, spread.world_size)
     if snapshots + (0 if device is not None else needed) > host.total_bytes:
         kept = f"{spread.snapshots} snapshots in host memory take {_gb(snapshots)}"
         beside = "" if device is not None else f" and {what}"
-        return Fit(warning=f"memory is tight: {kept}{beside}, but {host.name} has {_gb(host.total_bytes)}")
-    return Fit()
+        return f"memory is tight: {kept}{beside}, but {host.name} has {_gb(host.total_bytes)}"
+    return ""
 
 
 def _share(num_bytes: int, parts: int) -> int:
     return -(-num_bytes // parts)
-
-
-def _count(ranks: int) -> str:
-    return f"{ranks} rank{'s' if ranks > 1 else ''}"
 
 
 def _gb(num_bytes: int) -> str:
@@ -283,8 +272,8 @@ def check_memory(context: TrainContext) -> None:
     # Of a control group only the limit counts: what its files take is given back, and it does not tell how much that is.
     total_bytes = min([int(found.total), *(limit for limit, _ in group_limits())])
     host = MemorySize("this host", total_bytes, min(total_bytes, int(found.available)))
-    fit = judge_fit(size, spread, device=device, host=host)
-    if fit.problem:
-        raise ConfigError(fit.problem) if fit.nowhere else HostUnfitError(fit.problem)
-    if fit.warning:
-        logger.warning("%s", fit.warning)
+    found = judge_fit(size, spread, device=device, host=host)
+    if not isinstance(found, str):
+        raise found
+    if found:
+        logger.warning("%s", found)
