@@ -221,7 +221,6 @@ class Copier:
         self._moves = plan_moves([(start, item.size_bytes) for start, item in places])
         self._headers = [(base, file.header) for file, base in zip(layout.template, layout.starts, strict=True)]
         self.size_bytes = sum(item.size_bytes for _, item in places)
-        """Of all tensors."""
         self._changing = changing
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -36,7 +36,6 @@ class Item:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the box."""
         return math.prod(self.sizes) * BY_NAME[self.dtype].size_bytes
 
     @property

@@ -67,18 +67,14 @@ class Manifest:
     config_digest: str
     versions: Mapping[str, str]
     state: Mapping[str, Any]
-    """JSON."""
-
     files: tuple[FileRecord, ...] = ()
     tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
     """Files and tensors are empty until all ranks have told theirs; `writer.build_manifest` puts them in."""
 
     signature: str = ""
-    """Empty if it is not signed."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shard files."""
         return sum(file.size_bytes for file in self.files)
 
 

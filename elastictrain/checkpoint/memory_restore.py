@@ -39,7 +39,6 @@ class Recalled:
     manifest: Manifest
     source: SnapshotSource
     replicas: bool
-    """Whether any rank's snapshot is a replica."""
 
 
 @dataclass

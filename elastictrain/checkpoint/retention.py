@@ -15,6 +15,7 @@ Rules:
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
@@ -117,11 +118,19 @@ class Pruner:
         folders = list_checkpoints(self.store).folders
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
         intact = {folder.name for folder in folders if self._intact(folder)}
-        deletions = self._plan(folders, newest=newest, intact=intact)
+        plan = partial(
+            plan_retention,
+            folders,
+            newest=newest,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            unknown=self._unknown,
+        )
+        deletions = plan(intact=intact)
         if deletions:
             # Asked only now: most saves of a young run delete nothing.
             _, off_line = Lineage(self.store).line_first(folders)
-            deletions = self._plan(folders, newest=newest, intact=intact - off_line) if off_line else deletions
+            deletions = plan(intact=intact - off_line)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
@@ -138,16 +147,6 @@ class Pruner:
         except (StorageError, LeaseLostError) as error:
             logger.warning("old checkpoints could not be deleted: %s", error)
             return ()
-
-    def _plan(self, folders: Sequence[FolderFacts], *, newest: str, intact: Collection[str]) -> tuple[Deletion, ...]:
-        return plan_retention(
-            folders,
-            newest=newest,
-            intact=intact,
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
-            unknown=self._unknown,
-        )
 
     def _intact(self, folder: FolderFacts) -> bool:
         if not folder.has_manifest or folder.quarantined:

@@ -4,13 +4,7 @@ import os
 from pathlib import Path
 
 from elastictrain.config.digest import MOST_BYTES, from_yaml
-from elastictrain.errors import (
-    ConfigError,
-    ObjectNotFoundError,
-    ObjectTooLargeError,
-    PermanentStorageError,
-    StorageError,
-)
+from elastictrain.errors import ConfigError, ObjectNotFoundError, ObjectTooLargeError, PermanentStorageError, StorageError
 from elastictrain.storage.bounded_read import read_bounded
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.store import Store

@@ -24,7 +24,6 @@ class SigningKey:
         return hmac.new(self.secret, purpose.encode() + b"\0" + data, hashlib.sha256).hexdigest()
 
     def is_signed(self, data: bytes, signature: str, *, purpose: str) -> bool:
-        """Whether this key signed `data`."""
         return hmac.compare_digest(self.sign(data, purpose=purpose).encode(), signature.encode(errors="replace"))
 
 

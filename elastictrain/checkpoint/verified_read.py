@@ -85,7 +85,6 @@ class CheckpointFolder:
     prefix: str
 
     def url(self, file: str) -> str:
-        """For messages."""
         return f"{self.store.url}/{self.prefix}{file}"
 
 

@@ -48,7 +48,6 @@ class Difference:
         return self.max_abs / self.scale if self.scale else math.inf
 
     def plus(self, other: "Difference") -> "Difference":
-        """Of two parts of a tensor together."""
         return Difference(
             self.elements + other.elements,
             self.differing + other.differing,
@@ -105,7 +104,6 @@ class TensorPair:
 
     @property
     def same_kind(self) -> bool:
-        """Whether their values can be compared."""
         return (self.a.dtype, self.a.shape) == (self.b.dtype, self.b.shape)
 
 

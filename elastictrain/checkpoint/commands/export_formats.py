@@ -42,7 +42,6 @@ class ExportSource:
 
     @property
     def manifest(self) -> Manifest:
-        """Of the checkpoint."""
         return self.checkpoint.manifest
 
     def read(self, name: str) -> Tensor:

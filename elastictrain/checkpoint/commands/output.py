@@ -29,12 +29,10 @@ def note(text: str) -> None:
 
 
 def can_ask() -> bool:
-    """Whether there is a person at a terminal."""
     return sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def ask(question: str) -> bool:
-    """Whether the person says yes."""
     sys.stderr.write(f"{question} [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -27,7 +27,6 @@ class PrunePlan:
     """Names of checkpoints that no start takes as long as there are others: see `lineage`."""
 
     def bytes_of(self, name: str) -> int:
-        """Of all files in the folder `name`."""
         return sum(self.folders[name].facts.files.values())
 
 

@@ -41,7 +41,6 @@ class RunLocation:
     run: Store
     folder: str | None = None
     signing: SigningKey | None = None
-    """The key that checkpoints must be signed with."""
 
     @property
     def url(self) -> str:

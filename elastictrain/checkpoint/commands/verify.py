@@ -25,13 +25,7 @@ from elastictrain.checkpoint.layout import PlacedChunk, check_shard_header, chun
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, ChunkRecord, FileRecord, Manifest, has_digest, sha256_of
 from elastictrain.checkpoint.manifest_format import encode_manifest
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.verified_read import (
-    READ_THREADS,
-    CheckpointFolder,
-    DamagedFileError,
-    coalesced_reads,
-    read_chunks,
-)
+from elastictrain.checkpoint.verified_read import READ_THREADS, CheckpointFolder, DamagedFileError, coalesced_reads, read_chunks
 from elastictrain.errors import (
     EXIT_OK,
     EXIT_STORAGE,
@@ -100,12 +94,11 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
     Raises: StorageError.
     """
     stopped = Event()
-    jobs = [
-        (one, file, placed[file.name])
-        for one in chosen
-        if one.manifest is not None and (placed := chunks_by_file(one.manifest)) is not None
-        for file in one.manifest.files
-    ]
+    jobs: list[tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]] = []
+    for one in chosen:
+        if one.manifest is not None:
+            placed_in = chunks_by_file(one.manifest)
+            jobs += [(one, file, placed_in[file.name]) for file in one.manifest.files]
 
     def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> tuple[str, ...]:
         one, file, placed = job
