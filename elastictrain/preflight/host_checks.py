@@ -177,7 +177,7 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
     allowance = Once(lambda: read_allowance(surroundings))
     capabilities = Once(lambda: resources.read_capabilities(surroundings))
     known_names = Once(lambda: names.read_names(surroundings, resolver=names.Resolver(), towards=asked.towards))
-    visible = len(os.sched_getaffinity(0))
+    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted_ports = asked.settings.ports if asked.ports_free else ()
     storage_s = asked.settings.limits.storage_s
 
