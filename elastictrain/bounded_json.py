@@ -107,7 +107,7 @@ def as_record(value: object, kind: type[T]) -> T:
             msgspec.json.Decoder(kind)
             _known_kinds.add(kind)
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise MalformedJsonError(f"must be a valid record, but is not: {error}") from error
 

@@ -44,7 +44,7 @@ class Identity:
     """Who started torchrun, if that was our own launcher."""
 
     @property
-    def speaks(self) -> bool:
+    def is_log_rank(self) -> bool:
         """Whether this rank speaks for the group (terminal, TensorBoard, shared files)."""
         return self.rank == 0
 

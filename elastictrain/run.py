@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         text = text_asked_for(arguments, program="python -m elastictrain.run", purpose="Train, or go on training.")
         if text is not None:
-            if identity.speaks:
+            if identity.is_log_rank:
                 sys.stdout.write(f"{text}\n")
             return EXIT_OK
         config = load(arguments)

@@ -170,12 +170,12 @@ class Interleaving:
         # What was launched before the end is settled one step later.
         stall_s += self._step() - usual_s
         calls = gather_json(call_s, group=self.bench.group)
-        size_bytes = bytes_in(method.path()) if self.bench.identity.speaks else 0
+        size_bytes = bytes_in(method.path()) if self.bench.identity.is_log_rank else 0
         found = {method.name: Sample(size_bytes, durable_s, max(map(float, calls)), stall_s)}
         for name, load_one in method.loads().items() if loads else ():
             found[name] = Sample(size_bytes, self._load(load_one))
         dist.barrier(group=self.bench.group)
-        if self.bench.identity.speaks:
+        if self.bench.identity.is_log_rank:
             method.clear()
         return found
 
@@ -340,7 +340,7 @@ def main() -> None:
 
     def out_of_time() -> None:
         print(f"rank {identity.rank}: not done within {options.total:g} s", file=sys.stderr, flush=True)
-        for begun in results if identity.speaks else ():
+        for begun in results if identity.is_log_rank else ():
             report(begun.bench, begun, options)
         end(folder, EXIT_BUG)
 
@@ -354,7 +354,7 @@ def main() -> None:
         result = Interleaving(bench, list(methods_of(bench)))
         results.append(result)
         result.run(options.rounds)
-        if identity.speaks:
+        if identity.is_log_rank:
             report(bench, result, options)
         bench.loop.close(finished=True)
         bench.context.heartbeats.close()

@@ -115,13 +115,13 @@ class Ours:
         if not isinstance(saving, SnapshotSaving) or saving.requires_finished_step:
             raise FailedError("there is no saver, or no host memory for snapshots")
         self._known, self._seen = self._manifests(), []
-        if self._bench.identity.speaks:
+        if self._bench.identity.is_log_rank:
             threading.Thread(target=self._watch, daemon=True).start()
         saving.snapshot(step, reason="interval")
 
     def durable_at(self) -> float | None:
         # The others do not look: what counts is when all ranks are through, and rank 0 is then.
-        return (self._seen or [None])[0] if self._bench.identity.speaks else 0.0
+        return (self._seen or [None])[0] if self._bench.identity.is_log_rank else 0.0
 
     def path(self) -> Path:
         return self._newest

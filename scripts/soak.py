@@ -81,7 +81,7 @@ class Soak:
         seconds = time.monotonic() - began_s
         self.recovered_s[kind].append(seconds)
         on = "+".join(self.fleet.members())
-        say(f"{kind:16} on {host.name}: {seconds:5.1f} s, step {last_step(self.fleet.run_dir)}, on {on}")
+        print_line(f"{kind:16} on {host.name}: {seconds:5.1f} s, step {last_step(self.fleet.run_dir)}, on {on}")
         repair()
         self.fleet.wait_for_members(list(NAMES), timeout_s=LIMIT_S)
 
@@ -176,21 +176,21 @@ def soak(network: Network, folder: Path, parsed: argparse.Namespace) -> int:
     if left := [pid for host in hosts.values() for pid in host.namespaces.inhabitants()]:
         problems.append(f"processes left: {left}")
     for problem in problems:
-        say(problem)
-    say("the same run as an undisturbed one" if not problems else "NOT the same run")
+        print_line(problem)
+    print_line("the same run as an undisturbed one" if not problems else "NOT the same run")
     return 1 if problems else 0
 
 
 def report(plan: Soak, *, wall_s: float, steps: int) -> None:
     """The table by kind, and how much of the time was spent on steps that count."""
-    say(f"{'kind':16} {'times':>5} {'median s':>9} {'longest s':>10}")
+    print_line(f"{'kind':16} {'times':>5} {'median s':>9} {'longest s':>10}")
     for kind, seconds in sorted(plan.recovered_s.items()):
-        say(f"{kind:16} {len(seconds):5d} {statistics.median(seconds):9.1f} {max(seconds):10.1f}")
+        print_line(f"{kind:16} {len(seconds):5d} {statistics.median(seconds):9.1f} {max(seconds):10.1f}")
     rows = events(plan.fleet.run_dir, "step")
     times = [later["time"] - earlier["time"] for earlier, later in pairwise(rows)]
     usual_s = statistics.median(times)
-    say(f"{steps} steps in {wall_s:.0f} s, usually {usual_s:.3f} s each: goodput {steps * usual_s / wall_s:.0%}")
-    say(f"{len(plan.fleet.generations())} generations")
+    print_line(f"{steps} steps in {wall_s:.0f} s, usually {usual_s:.3f} s each: goodput {steps * usual_s / wall_s:.0%}")
+    print_line(f"{len(plan.fleet.generations())} generations")
 
 
 def compare(run_dir: Path, folder: Path) -> list[str]:
@@ -225,7 +225,7 @@ def send(pids: Sequence[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """To the terminal, at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()

@@ -219,7 +219,7 @@ class CandidateSearch:
             mark = encode_mark({"step": newest.step, "found_in": newest.where, **self._signed()})
             self.store.write(RUN_COMMITTED_KEY, mark)
         except StorageError as error:
-            logger.warning("that the run had checkpoints could not be noted: %s", error)
+            logger.warning("cannot record that the run had checkpoints: %s", error)
         raise NoValidCheckpointError(lost_message(traces, url=f"{self.store.url}/{ROOT}"))
 
     def _signed(self) -> dict[str, JsonValue]:
@@ -227,7 +227,7 @@ class CandidateSearch:
 
     def _tell(self, rejects: Iterable[Reject]) -> None:
         for reject in rejects:
-            logger.warning("checkpoint passed over: %s", reject)
+            logger.warning("checkpoint skipped: %s", reject)
             self.record(CheckpointRejected(checkpoint=reject.folder, file=reject.file, reason=reject.reason))
 
     def _with_reason(self, reject: Reject) -> Reject:

@@ -292,7 +292,7 @@ class Checkpointer:
         folder = CheckpointFolder(self.store, f"{ROOT}/{name}/")
         manifest = parse_manifest(raw, where=folder.url(MANIFEST_NAME), key=self.signing)
         if manifest.signature and self.signing is None and self.rank == 0:
-            logger.warning("%s is signed, and nobody checks it: `checkpoint.key_env` is not set", name)
+            logger.warning("%s is signed, but its signature is not checked: `checkpoint.key_env` is not set", name)
         result = load(folder, manifest, tensors=tensors, group=self.group)
         if result.outcome == "failed":
             raise revive({"type": result.error, "message": result.message})
@@ -345,5 +345,5 @@ class Checkpointer:
     def _pass_over(self, recall: MemoryRestore, chosen: SnapshotSet, held: Held, reason: str) -> None:
         recall.forget(held)
         if self.rank == 0:
-            logger.warning("snapshot of step %d in %s on host %d is passed over: %s", chosen.step, held.slot, held.host, reason)
+            logger.warning("snapshot of step %d in %s on host %d is skipped: %s", chosen.step, held.slot, held.host, reason)
             self.record(CheckpointRejected(checkpoint=f"snapshot of step {chosen.step}", file=held.slot, reason=reason))

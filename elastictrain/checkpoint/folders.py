@@ -226,7 +226,7 @@ def mark_committed(store: Store, *, listing: Listing, note: Mapping[str, JsonVal
         if listing.begun:
             store.delete(BEGUN_KEY)
     except StorageError as error:
-        logger.warning("that the run has a checkpoint could not be noted yet: %s", error)
+        logger.warning("cannot record yet that the run has a checkpoint: %s", error)
 
 
 def encode_mark(note: Mapping[str, JsonValue]) -> bytes:

@@ -139,7 +139,7 @@ def _twice(read: Callable[[], T], *wrong: type[Exception]) -> T:
         return read()
     except wrong as error:
         found = read()
-        logger.warning("read wrong once, and right again: %s", error)
+        logger.warning("a second read returned the right bytes: %s", error)
         return found
 
 

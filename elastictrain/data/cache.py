@@ -33,7 +33,7 @@ _NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedFolder:
     """One data set in the cache."""
 
     name: str
@@ -42,7 +42,7 @@ class Entry:
     in_use: bool
 
 
-def choose_evictions(entries: Sequence[Entry], *, needed_bytes: int, budget_bytes: int) -> tuple[str, ...] | None:
+def choose_evictions(entries: Sequence[CachedFolder], *, needed_bytes: int, budget_bytes: int) -> tuple[str, ...] | None:
     """The entries to remove, least recently used first, so that `needed_bytes` more fit; None if that cannot be done."""
     excess = sum(entry.size_bytes for entry in entries) + needed_bytes - budget_bytes
     chosen = []
@@ -138,7 +138,7 @@ class CacheFolder:
             shutil.rmtree((self._root / victim).rename(self._root / f"{_REMOVED}{victim}"))
 
 
-def _entry(folder: Path) -> Entry:
+def _entry(folder: Path) -> CachedFolder:
     try:
         declared = int((folder / "size.json").read_text())
     except (OSError, ValueError):
@@ -153,7 +153,7 @@ def _entry(folder: Path) -> Entry:
             in_use = False
         except BlockingIOError:
             in_use = True
-        return Entry(folder.name, max(declared, present), os.fstat(lock.fileno()).st_mtime, in_use)
+        return CachedFolder(folder.name, max(declared, present), os.fstat(lock.fileno()).st_mtime, in_use)
 
 
 @contextmanager

@@ -74,7 +74,7 @@ Parser = Callable[[bytes], Notice | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class MetadataAnswer:
     """What a service said; header names are in lower case."""
 
     status: int
@@ -91,7 +91,7 @@ class MetadataService:
         self._timeout_s = timeout_s
         self.url = base_url
 
-    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> Answer:
+    def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> MetadataAnswer:
         """Raises: MetadataError if there is no whole answer in time, whatever its status."""
         connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
         # Time-outs of sockets count from each byte, so that a service which drips would hold us for ever.
@@ -112,7 +112,7 @@ class MetadataService:
             if overdue.is_set():
                 # A body without a length ends where the connection does, and may have been cut.
                 raise TimeoutError
-            return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
+            return MetadataAnswer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
         except (OSError, http.client.HTTPException, ValueError) as error:
             late = overdue.is_set() or isinstance(error, TimeoutError)
             reason = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
@@ -123,7 +123,7 @@ class MetadataService:
             connection.close()
 
 
-def unexpected(service: MetadataService, path: str, answer: Answer) -> MetadataError:
+def unexpected(service: MetadataService, path: str, answer: MetadataAnswer) -> MetadataError:
     """An answer of which nothing can be made."""
     return MetadataError(f"{service.url}{path} answers {answer.status}: {answer.body[:100]!r}")
 
@@ -140,7 +140,7 @@ class MetadataSource:
 
     name: str
     service: MetadataService
-    ask: Callable[[str], Answer]
+    ask: Callable[[str], MetadataAnswer]
     items: Mapping[str, Parser]
     """By path."""
 
@@ -178,7 +178,7 @@ class _AwsSession:
         self._token = ""
         self._refresh_at_s = 0.0
 
-    def ask(self, path: str) -> Answer:
+    def ask(self, path: str) -> MetadataAnswer:
         fresh = not self._token or self._clock() >= self._refresh_at_s
         if fresh:
             self._refresh()
@@ -204,7 +204,7 @@ class _AwsSession:
 def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.time) -> MetadataSource:
     """`wall`: unix seconds."""
 
-    def ask(path: str) -> Answer:
+    def ask(path: str) -> MetadataAnswer:
         answer = service.ask(path, headers=GCP_HEADERS)
         if answer.headers.get("metadata-flavor") != "Google":
             raise MetadataError(f"{service.url}{path}: whoever answers is not the metadata server of Google Cloud")
@@ -224,7 +224,7 @@ def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.tim
 def azure_source(service: MetadataService) -> MetadataSource:
     """The first question may take minutes: it switches the events on."""
 
-    def ask(path: str) -> Answer:
+    def ask(path: str) -> MetadataAnswer:
         return service.ask(path, headers=AZURE_HEADERS)
 
     @cache

@@ -187,8 +187,8 @@ def wait_until_gone(
 class WaitNotice:
     """One wait, which begins when this is made."""
 
-    def __init__(self, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say = say
+    def __init__(self, print_line: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say = print_line
         self._clock = clock
         self._began_s = clock()
         self._next_s = self._began_s + FIRST_S

@@ -128,7 +128,7 @@ class NoticePoller:
             text = str(error) if isinstance(error, MetadataError) else f"{type(error).__name__}: {error}"
             if self._errors.get(index) != text:
                 self._errors[index] = text
-                logger.warning("whether %s has a notice for this host is not known: %s", source.name, text)
+                logger.warning("cannot read the notices of %s: %s", source.name, text)
             return
         if self._errors.pop(index, ""):
             logger.info("%s answers again", source.name)

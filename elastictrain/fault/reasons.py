@@ -139,7 +139,7 @@ def leave_text(path: Path, text: str, *, only_if_none: bool = False) -> None:
         else:
             temporary.replace(path)
     except OSError as error:
-        logger.warning("the launcher cannot be told: %s", error)
+        logger.warning("cannot report to the launcher: %s", error)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

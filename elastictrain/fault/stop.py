@@ -121,7 +121,7 @@ class StopListener:
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         os.set_blocking(self._reader, True)
         self._previous_wakeup = -1
-        self._mute = False
+        self._quiet = False
         self._previous_handlers: dict[int, object] = {}
         self._thread = threading.Thread(target=self._listen, name="stop-listener", daemon=True)
 
@@ -144,9 +144,9 @@ class StopListener:
         self._thread.join(timeout=1.0)
         os.close(self._reader)
 
-    def mute(self) -> None:
+    def quiet(self) -> None:
         """Say nothing of requests: another process of this host does."""
-        self._mute = True
+        self._quiet = True
 
     def ask(self, reason: str, *, deadline: float | None = None) -> None:
         """Request a stop, to be over by `deadline` (unix seconds); the first reason stays, and the earliest deadline."""
@@ -155,7 +155,7 @@ class StopListener:
         with self._lock:
             self._adopt(brought_forward(self.request or StopRequest(reason, now_s), deadline_s))
 
-    def _hear(self, name: str) -> None:
+    def _on_signal(self, name: str) -> None:
         """In the listener's thread: a signal has come."""
         note = read_stop_note(self._stop_file)
         now_s, now = self._clock(), self._wall()
@@ -164,7 +164,7 @@ class StopListener:
 
     def _adopt(self, request: StopRequest) -> None:
         before, self.request = self.request, request
-        if not self._mute and is_news(request, before=before):
+        if not self._quiet and is_news(request, before=before):
             left = "" if request.deadline_s is None else f"; {request.deadline_s - self._clock():.0f} s are left"
             logger.warning("asked to stop (%s)%s", request.reason, left)
 
@@ -172,7 +172,7 @@ class StopListener:
         while data := os.read(self._reader, 64):
             for number in data:
                 if number in STOP_SIGNALS:
-                    self._hear(signal.Signals(number).name)
+                    self._on_signal(signal.Signals(number).name)
 
 
 def _ignore(number: int, frame: object) -> None:

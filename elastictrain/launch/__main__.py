@@ -88,17 +88,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if place.role == "idle":
             return wait_for_launcher(place.job)
         if place.kind == "slurm":
-            acquire_task_lock(place.job, say=say)
+            acquire_task_lock(place.job, print_line=print_line)
         return _launch(config, tuple(arguments), place, surroundings)
     except ElasticTrainError as error:
-        say(str(error))
+        print_line(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         # Before anything listens for it there is nothing to stop.
         return EXIT_STOPPED
 
 
-def say(text: str) -> None:
+def print_line(text: str) -> None:
     """To the person at the terminal."""
     sys.stderr.write(f"elastictrain: {text}\n")
     sys.stderr.flush()
@@ -114,9 +114,9 @@ def _find_place(config: RunConfig, surroundings: Surroundings) -> ClusterPlace:
         default_interface=default_interface(surroundings),
     )
     for sentence in place.conclusions:
-        say(sentence)
+        print_line(sentence)
     for sentence in place.warnings:
-        say(f"warning: {sentence}")
+        print_line(f"warning: {sentence}")
     return place
 
 
@@ -124,7 +124,7 @@ def _launch(config: RunConfig, arguments: tuple[str, ...], place: ClusterPlace, 
     with ExitStack() as ending:
         held = _hold(config, ending)
         if unfit := why_unfit(config, surroundings, processes=_processes(config, place)):
-            say(f"this host is unfit: {unfit}")
+            print_line(f"this host is unfit: {unfit}")
             return EXIT_UNFIT
         while (code := _supervise(config, arguments, place, surroundings, held=held)) is None:
             pass
@@ -165,7 +165,7 @@ def _supervise(
     with ExitStack() as ending:
         supervisor = _put_together(config, arguments, place, surroundings, held=held)
         ending.callback(supervisor.recorder.close)
-        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, say=say)
+        notices = watch_notices(config, place, listener=held.listener, recorder=supervisor.recorder, print_line=print_line)
         ending.callback(notices.close)
         try:
             return supervisor.run()
@@ -224,7 +224,7 @@ def _put_together(
         committed_step=partial(committed_step, store),
         remembered_step=partial(remembered_step, config),
         ask_to_flush=partial(ask_to_flush, config),
-        say=say,
+        print_line=print_line,
     )
 
 
@@ -240,7 +240,7 @@ def _first_answers(store: Store, config: RunConfig, listener: StopListener) -> t
 
     def ask() -> tuple[bytes, int]:
         token, chain = MembershipStore(store).token(), Chain(store)
-        newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, say, poll))
+        newest = wait_until_free(chain, LAUNCHER, Waiting(config.run.on_held, config.run.dir, print_line, poll))
         clean_up(chain, newest)
         return token, chain.number_on(newest)
 

@@ -115,7 +115,7 @@ def await_final_save(
     until_s: float,
     committed_step: Callable[[], int | None],
     ask: Callable[[], SaverConnection | None],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> FinalSave:
@@ -126,7 +126,7 @@ def await_final_save(
     saver = ask()
     if saver is None:
         return FinalSave(committed, wanted_step)
-    notice = WaitNotice(say, clock=clock)
+    notice = WaitNotice(print_line, clock=clock)
     try:
         # Asked before storage: what the saver has written by then is seen.
         while writes := saver.writes():

@@ -24,7 +24,7 @@ _TURN_S = 0.2
 _QUIET_S = 2.0
 
 
-def acquire_task_lock(job: str, *, say: Callable[[str], None]) -> int:
+def acquire_task_lock(job: str, *, print_line: Callable[[str], None]) -> int:
     """Held by the launcher of a job on its host as long as it lives; returns the descriptor. Waits for another one to end."""
     descriptor = _open_lock(f"{job}.lock")
     quiet_until = time.monotonic() + _QUIET_S
@@ -36,7 +36,7 @@ def acquire_task_lock(job: str, *, say: Callable[[str], None]) -> int:
             time.sleep(_TURN_S / 4)
         else:
             return descriptor
-    say("waiting for another launcher of this job to end on this host")
+    print_line("waiting for another launcher of this job to end on this host")
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     return descriptor
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from elastictrain.bounded_json import as_record
 from elastictrain.fault.exits import Process
 from elastictrain.fault.stop import STOP_FILE_VARIABLE
 from elastictrain.identity import FOLDER, GENERATION, LAUNCHER, RESTARTED, STORE_HOST
@@ -64,7 +65,7 @@ def encode(orders: Orders) -> bytes:
 
 def decode(line: bytes) -> Orders:
     """The orders in a line."""
-    return msgspec.convert(json.loads(line), Orders)
+    return as_record(json.loads(line), Orders)
 
 
 def write_answer(path: Path, answer: AgentAnswer) -> None:
@@ -75,7 +76,7 @@ def write_answer(path: Path, answer: AgentAnswer) -> None:
 def read_answer(path: Path) -> AgentAnswer:
     """An empty one if there is none that can be read."""
     try:
-        return msgspec.convert(json.loads(path.read_text()), AgentAnswer, str_keys=True)
+        return as_record(json.loads(path.read_text()), AgentAnswer)
     except (OSError, ValueError):
         return AgentAnswer()
 

@@ -133,7 +133,7 @@ class CloudSource:
 
 
 def watch_notices(
-    config: RunConfig, place: ClusterPlace, *, listener: StopListener, recorder: Recorder, say: Callable[[str], None]
+    config: RunConfig, place: ClusterPlace, *, listener: StopListener, recorder: Recorder, print_line: Callable[[str], None]
 ) -> NoticePoller:
     """Begin to ask, in a thread; what comes becomes a stop request, or is only told where it is a hint."""
 
@@ -142,7 +142,7 @@ def watch_notices(
         if notice.leave:
             listener.ask(notice.reason, deadline=notice.deadline)
         else:
-            say(f"this host may be taken away soon ({notice.reason}); training goes on")
+            print_line(f"this host may be taken away soon ({notice.reason}); training goes on")
 
     lead_s = max(config.fault.notice_s, _LEAD_S)
     limit = LimitSource(started=time.time(), max_hours=config.launch.max_hours, job_end=place.deadline, lead_s=lead_s)

@@ -82,7 +82,7 @@ class Supervisor:
     ask_to_flush: Callable[[], SaverConnection | None]
     """These three as in `final_save`."""
 
-    say: Callable[[str], None]
+    print_line: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
 
@@ -179,7 +179,7 @@ class Supervisor:
         self._said = ""
         names = tuple(member.name for member in generation.members)
         because = f", because {headline(generation.reason)}" if generation.reason else ""
-        self.say(f"generation {generation.number}: {generation.world_size} worker(s) on {listed(names)}{because}")
+        self.print_line(f"generation {generation.number}: {generation.world_size} worker(s) on {listed(names)}{because}")
         event = GenerationBegun(
             hosts=names, world_size=generation.world_size, reason=generation.reason, pause_s=generation.pause_s
         )
@@ -263,7 +263,7 @@ class Supervisor:
         )
         self.recorder.record(number, ended)
         if end.kind is not EndKind.DONE:
-            self.say(f"generation {number} has ended here: {headline(end.reason)}")
+            self.print_line(f"generation {number} has ended here: {headline(end.reason)}")
         self.registry.attentive = True
         if end.host == self.registry.record.host and end.exit_code == EXIT_UNFIT:
             self._leave_out(end.reason, ended=number)
@@ -289,7 +289,7 @@ class Supervisor:
         # Once: what makes restarts slower is no reason not to train.
         if unforked and unforked != self._unforked:
             self._unforked = unforked
-            self.say(f"each restart imports torch anew, which takes seconds longer: {unforked}")
+            self.print_line(f"each restart imports torch anew, which takes seconds longer: {unforked}")
             self.recorder.record(attempt.generation.number, WorkersNotForked(reason=unforked))
 
     def _leave_if_asked(self) -> int | None:
@@ -334,10 +334,10 @@ class Supervisor:
         if retry_s == 0:
             return self._leave(EXIT_UNFIT, self.registry.record.reason)
         if unfit := self.check_host():
-            self.say(f"this host is still unfit: {unfit}")
+            self.print_line(f"this host is still unfit: {unfit}")
             self._retry_s = self.clock() + retry_s
         else:
-            self.say("this host passes its checks again, and waits to be taken in")
+            self.print_line("this host passes its checks again, and waits to be taken in")
             self.registry.update(HostState.READY, master_port=free_port())
         return None
 
@@ -348,7 +348,7 @@ class Supervisor:
             self._waits_for, self._waits_since_s = decision.for_what, now_s
         if decision.for_what and decision.for_what != self._said and now_s - self._waits_since_s >= _WORTH_SAYING_S:
             self._said = decision.for_what
-            self.say(waiting_message(decision, now_s=now_s))
+            self.print_line(waiting_message(decision, now_s=now_s))
 
     def _leave(self, code: int, reason: str) -> int:
         self.torchrun.close()
@@ -356,7 +356,7 @@ class Supervisor:
         self.registry.update(HostState.GONE, reason=reason)
         final = self._final_save() if code != EXIT_OK else FinalSave(self.committed_step())
         # Before more is waited for: whoever ends this process at a deadline leaves no time after it.
-        self.say(exit_message(code, reason, run_dir=self.config.run.dir, final=final))
+        self.print_line(exit_message(code, reason, run_dir=self.config.run.dir, final=final))
         self.registry.close(limit_s=_LEAVING_LIMIT_S)
         self.heartbeat.close()
         request, left_s = self.stop_request(), PREVIOUS_EXIT_TIMEOUT_S
@@ -381,7 +381,7 @@ class Supervisor:
             until_s=until_s,
             committed_step=self.committed_step,
             ask=self.ask_to_flush,
-            say=self.say,
+            print_line=self.print_line,
             clock=self.clock,
             sleep=self.sleep,
         )

@@ -108,7 +108,7 @@ def clean_up(chain: Chain, before: LeaseClaim) -> None:
     try:
         chain.remove_signs(before)
     except StorageError as error:
-        logger.info("what the owner before left is not removed yet: %s", error)
+        logger.info("leftovers of the previous owner are not removed yet: %s", error)
 
 
 class Lease:
@@ -142,7 +142,7 @@ class Lease:
                 self._beat += 1
                 self._show(gone=True)
         except StorageError as error:
-            logger.warning("the lease is not given back, the next start may wait for it: %s", error)
+            logger.warning("lease not released; the next start may wait for it: %s", error)
 
     def _run(self) -> None:
         try:
@@ -159,7 +159,7 @@ class Lease:
                 self._beat += 1
                 self._show(gone=False)
             except StorageError as error:
-                logger.warning("no sign of life can be stored: %s", error)
+                logger.warning("cannot store the heartbeat of the lease: %s", error)
             except Exception:
                 # The edge of the thread: without it this run would be taken for dead.
                 logger.exception("the lease cannot be kept up")

@@ -52,7 +52,7 @@ Kind = Literal["stopped", "frozen", "stuck", "left behind"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ObservedRank:
     """One rank of this host, as it is seen from outside. Times are those in which the observer itself was awake."""
 
     marks: RankProgress
@@ -69,7 +69,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class KillDecision:
-    seen: Seen
+    seen: ObservedRank
     kind: Kind
     silent_s: float
     bound_s: float
@@ -80,14 +80,14 @@ class KillDecision:
         return self.kind != "left behind"
 
 
-def judge(seen: Sequence[Seen]) -> list[KillDecision]:
+def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
     """Those that must be ended now."""
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
     decisions = (_judge_one(one, gone_s=longest_gone_s) for one in seen if one.gone_s is None)
     return [decision for decision in decisions if decision is not None]
 
 
-def _judge_one(one: Seen, *, gone_s: float) -> KillDecision | None:
+def _judge_one(one: ObservedRank, *, gone_s: float) -> KillDecision | None:
     marks = one.marks
     if one.stopped and one.still_s > marks.stopped_s:
         return KillDecision(one, "stopped", one.still_s, marks.stopped_s)
@@ -117,9 +117,9 @@ class LiveWorker:
             raise
         self._poll = select.poll()
         self._poll.register(self._descriptor, select.POLLIN)
-        self._seen: Seen | None = None
+        self._seen: ObservedRank | None = None
 
-    def look(self, awake_s: float) -> Seen | None:
+    def look(self, awake_s: float) -> ObservedRank | None:
         """How it is, `awake_s` after the last look; None while it has nothing to show.
 
         Raises: ProcessLookupError if it is gone, and has never shown anything.
@@ -130,10 +130,10 @@ class LiveWorker:
             if self._poll.poll(0):
                 raise ProcessLookupError(self._reader.pid)
             return None
-        before = self._seen or Seen(marks, 0.0, 0.0)
+        before = self._seen or ObservedRank(marks, 0.0, 0.0)
         stat = read_stat(PROC / str(marks.pid))
         gone_s = 0.0 if self._poll.poll(0) or stat is None or stat.exiting else None
-        self._seen = Seen(
+        self._seen = ObservedRank(
             marks,
             unchanged_s=before.unchanged_s + awake_s if marks.sequence == before.marks.sequence else 0.0,
             still_s=before.still_s + awake_s if marks.pulse == before.marks.pulse else 0.0,
@@ -193,7 +193,7 @@ class RankMonitor:
             return now_s - self._began_s < _NOBODY_S
         return any(one is None or one.gone_s is None for one in looks)
 
-    def _look(self, awake_s: float) -> list[Seen | None]:
+    def _look(self, awake_s: float) -> list[ObservedRank | None]:
         looks = []
         for rank in self._facts.ranks:
             if rank not in self._workers and rank not in self._vanished:
@@ -207,7 +207,7 @@ class RankMonitor:
                     self._vanished.add(rank)
         return looks
 
-    def _carry_out(self, decisions: Sequence[KillDecision], seen: Sequence[Seen]) -> None:
+    def _carry_out(self, decisions: Sequence[KillDecision], seen: Sequence[ObservedRank]) -> None:
         alive = [one.marks for one in seen if one.gone_s is None]
         ended = {one.seen.marks.rank for one in decisions}
         waiting = [marks for marks in alive if marks.rank not in ended]

@@ -250,7 +250,7 @@ class ChannelServer:
             self._drop(oldest)
             return
         if not self._told_full:
-            logger.warning("a connection cannot be let in: %s", error)
+            logger.warning("cannot accept a connection: %s", error)
             self._told_full = True
         self._closing.wait(_FULL_S)
 

@@ -55,7 +55,7 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
         if not found.usable and not outcome.exit_code:
             # What hangs is a failure, whatever was said of the check.
             outcome = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
-    if identity.speaks:
+    if identity.is_log_rank:
         show(verdicts, as_json=as_json)
     if layout.leads_host and outcome.exit_code:
         sys.stderr.write(f"elastictrain: {layout.host}: {outcome.reason}\n")

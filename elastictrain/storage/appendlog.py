@@ -92,7 +92,7 @@ class _FileLog:
     def append(self, data: bytes) -> None:
         if self._descriptor < 0:
             if not self._told_closed:
-                logger.warning("%s is closed: records that come now are lost", self._path)
+                logger.warning("%s is closed: later records are lost", self._path)
             self._told_closed = True
             return
         if len(self._waiting) + len(data) > KEPT_BYTES:
@@ -179,7 +179,7 @@ class _SegmentLog:
         with self._changed:
             if self._closing:
                 if not self._told_closed:
-                    logger.warning("%s/%s is closed: records that come now are lost", self._store.url, self._stem)
+                    logger.warning("%s/%s is closed: later records are lost", self._store.url, self._stem)
                 self._told_closed = True
                 return
             if sum(map(len, self._segments)) + len(data) > KEPT_BYTES:

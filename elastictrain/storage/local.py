@@ -335,10 +335,10 @@ class LocalStore:
             return
         self._passed_over.add(path)
         if len(self._passed_over) > _TOLD_AT_MOST:
-            logger.warning("more is passed over than is told here")
+            logger.warning("more objects are skipped than are listed here")
         else:
             # A name may hold any bytes.
-            logger.warning("%s %s: passed over", path.encode(errors="backslashreplace").decode(), why)
+            logger.warning("%s %s: skipped", path.encode(errors="backslashreplace").decode(), why)
 
     def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
         check_key(key, url=self._url)

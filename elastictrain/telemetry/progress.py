@@ -145,9 +145,9 @@ class Progress:
             self._bar.set_postfix_str(text, refresh=True)
         elif self._shows_lines:
             # Steps are aligned.
-            self.say(f"step {reading.step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
+            self.print_line(f"step {reading.step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A message of one or more lines that stays on the terminal, above the bar; at once also through a pipe."""
         tqdm.write(text, file=self._stream)
         self._stream.flush()

@@ -199,7 +199,7 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             starts.write(StartRecord(number, incarnation, world_size))
             starts.trim(number)
         except StorageError as error:
-            logger.warning("the next start will know less of this one: %s", error)
+            logger.warning("cannot record this start: %s", error)
             return
         try:
             # Synced: what is merged is deleted.

@@ -54,11 +54,11 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
     tokens_per_sample, flops_per_sample = _arithmetic(context, state.model)
     observer = Observer()
-    if identity.speaks:
+    if identity.is_log_rank:
         flops_per_token = None if flops_per_sample is None else flops_per_sample / tokens_per_sample
         observer = SpeakingObserver(context, resume, flops_per_token=flops_per_token)
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
-        observer.say(sentence)
+        observer.print_line(sentence)
     ledger = _make_ledger(context)
     comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
@@ -127,7 +127,7 @@ def _restore(
         share_copies(wrapped)
         forget_steps(state.optimizer)
 
-    if identity.speaks:
+    if identity.is_log_rank:
         store_config(context.store, config)
         context.journal.record(_start_event(context))
     context.tracker.set_phase(Phase.RESTORE)
@@ -151,7 +151,7 @@ def _restore(
         resume = Resume(
             step=state.step, tier=result.tier, checkpoint=result.checkpoint, bytes=result.bytes, seconds=result.seconds
         )
-    if identity.speaks:
+    if identity.is_log_rank:
         context.journal.record(resume)
     if identity.local_rank == 0:
         context.job.begin(context.generation.name, step=resume.step)
@@ -162,7 +162,7 @@ def _build_state(context: TrainContext) -> tuple[Wrapped, TrainState]:
     config, identity = context.config, context.identity
     task, device = context.task, context.group.device
     model = build_model(task, seed=config.run.seed, device=device)
-    if identity.speaks and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
+    if identity.is_log_rank and (warning := too_slow(sum(map(Tensor.numel, model.parameters())), device=device)):
         sys.stderr.write(f"elastictrain: {warning}\n")
         sys.stderr.flush()
     shape = mesh_shape(

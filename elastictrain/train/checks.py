@@ -52,7 +52,7 @@ def check_alone(
     signing_key(config)
     backend, why_cpu = find_backend(config.parallel.backend, environment=os.environ, local_world_size=identity.local_world_size)
     if why_cpu and identity.local_rank == 0:
-        logger.warning("the CPU is used, and no GPU: %s", why_cpu)
+        logger.warning("training on the CPU, not on a GPU: %s", why_cpu)
     # torch opens it without a look at what is there.
     dump_prefix = f"{temporary_folder()}/flight-r"
     os.environ.update(plan_environment(config.fault, backend=backend, dump_prefix=dump_prefix, present=os.environ))

@@ -51,7 +51,7 @@ class Evaluator:
         return float("nan") if weight == 0 else loss_sum / weight
 
 
-def show_sample(context: TrainContext, wrapped: Wrapped, *, say: Callable[[str], None]) -> None:
+def show_sample(context: TrainContext, wrapped: Wrapped, *, print_line: Callable[[str], None]) -> None:
     """Let the task show what the model has learnt, if it can; a failure is shown too, and raises nothing. Collective: yes."""
     if not isinstance(context.task, ShowsSample):
         return
@@ -60,4 +60,4 @@ def show_sample(context: TrainContext, wrapped: Wrapped, *, say: Callable[[str],
             text = context.task.show_sample(wrapped.module, device=context.group.device, seed=context.config.run.seed)
     except Exception as error:  # noqa: BLE001  # the run is complete and saved: a text is not worth its exit code
         text = f"the task could not show a sample: {type(error).__name__}: {error}"
-    say(text)
+    print_line(text)

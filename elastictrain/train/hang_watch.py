@@ -48,7 +48,7 @@ class HangWatch:
         try:
             self._monitor_client = self._open_monitor(context)
         except OSError as error:
-            logger.warning("this rank is not watched from outside (%s): a hang that holds its locks is not ended", error)
+            logger.warning("no rank monitor (%s): a hang that holds the interpreter lock will not be ended", error)
             return
         self._tracker.follow(self._on_mark)
 

@@ -63,7 +63,7 @@ class Loop:
         state, total_steps = self.state, self.context.config.train.steps
         done = state.step >= total_steps
         if done:
-            self.observer.say(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
+            self.observer.print_line(f"nothing left to do: step {state.step} is done, and `train.steps` is {total_steps}")
         # Restoring took time, and compiling will.
         asked = self.context.any_stop_reason()
         if (done or asked) and not self.in_storage:
@@ -134,7 +134,7 @@ class Loop:
     def _finish(self, pending: PendingStep) -> StepFlags:
         """Take a step's figures: events, skip counts, and what the ranks agreed on."""
         config, record = self.context.config, self.context.journal.record
-        speaks = self.context.identity.speaks
+        is_log_rank = self.context.identity.is_log_rank
         result = pending.result()
         now = self.clock()
         step_s, self._last_finished_s = now - self._last_finished_s, now
@@ -147,11 +147,11 @@ class Loop:
             positions=((result.step - 1) * batch, result.step * batch),
             tokens_per_s=batch * self.tokens_per_sample / max(step_s, 1e-9),
         )
-        if speaks:
+        if is_log_rank:
             record(step)
         skipped_before = self.state.skips.total
         skips = self.state.skips = count_step(self.state.skips, loss=step.loss, grad_norm=step.grad_norm)
-        if skips.total > skipped_before and speaks:
+        if skips.total > skipped_before and is_log_rank:
             record(
                 Skip(
                     step=step.step,
@@ -161,7 +161,9 @@ class Loop:
                     in_a_row=skips.in_a_row,
                 )
             )
-            self.observer.say(f"step {step.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)")
+            self.observer.print_line(
+                f"step {step.step}: loss or gradient is not finite, update left out ({skips.in_a_row} in a row)"
+            )
         check_skips(skips, max_skipped=config.train.max_skipped, step=step.step, loss=step.loss)
         self.observer.on_step(step, step_s=step_s, skipped_total=skips.total)
         # Before saving counts the step as whole.
@@ -213,7 +215,7 @@ class Loop:
         loss = self.evaluator.run(step, leave=lambda: bool(self.context.any_stop_reason()))
         if loss is None:
             return False
-        if self.context.identity.speaks:
+        if self.context.identity.is_log_rank:
             seconds = self.clock() - began
             self.context.journal.record(Evaluated(step=step, loss=loss, samples=self.evaluator.num_samples, seconds=seconds))
         self.observer.on_eval(step, loss)

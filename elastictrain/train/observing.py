@@ -23,7 +23,7 @@ class Observer:
     def on_eval(self, step: int, loss: float) -> None:
         """An evaluation is done."""
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Show a line of text without tearing the progress bar."""
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class SpeakingObserver(Observer):
         self._seconds = 0.0
         self._tokens = 0.0
         if resume.checkpoint:
-            self.say(f"resumed at step {resume.step} from {_where(resume, context.store)}")
+            self.print_line(f"resumed at step {resume.step} from {_where(resume, context.store)}")
 
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         self._steps += 1
@@ -87,12 +87,12 @@ class SpeakingObserver(Observer):
             self._scalars.write(step.step, {**scalars_of(reading), **self._probe.scalars()})
 
     def on_eval(self, step: int, loss: float) -> None:
-        self._progress.say(f"step {step}: held-out loss {loss:.4f}")
+        self._progress.print_line(f"step {step}: held-out loss {loss:.4f}")
         if self._scalars is not None:
             self._scalars.write(step, {"loss/held_out": loss})
 
-    def say(self, text: str) -> None:
-        self._progress.say(text)
+    def print_line(self, text: str) -> None:
+        self._progress.print_line(text)
 
     def close(self) -> None:
         self._progress.close()

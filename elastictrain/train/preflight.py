@@ -97,9 +97,11 @@ class RunPreflight:
         self._plan = report.plan
         if report.plan is not None:
             self._record(_planned(report.plan))
-        if self._identity.speaks:
+        if self._identity.is_log_rank:
             self._record(_event("hosts", report.verdicts, level=level, reason=reason, seconds=report.seconds))
-            _say(report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report)))
+            _print_report(
+                report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report))
+            )
         if (error := report.outcome.error()) is not None:
             raise error
 
@@ -133,9 +135,9 @@ class RunPreflight:
         self._forget_nccl_log()
         verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
         outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
-        if self._identity.speaks:
+        if self._identity.is_log_rank:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
-            _say_verdicts("collectives", verdicts, seconds=seconds)
+            _print_verdicts("collectives", verdicts, seconds=seconds)
         if (error := outcome.error()) is not None:
             raise error
         if not found.usable:
@@ -169,7 +171,7 @@ class RunPreflight:
         wanted = self._config.preflight.level
         if wanted != "auto":
             return Chosen(Level(wanted), f"preflight={wanted}")
-        if self._identity.speaks:
+        if self._identity.is_log_rank:
             launcher = self._identity.launcher
             first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
             ended, world_size = ([], 1) if first_start else within(_READ_S, self._past.ended) or ([], 1)
@@ -222,16 +224,16 @@ def _event(stage: str, verdicts: Sequence[Verdict], *, level: Level, reason: str
     )
 
 
-def _say(report: Report, *, level: Level, reason: str, repeated: Sequence[str]) -> None:
+def _print_report(report: Report, *, level: Level, reason: str, repeated: Sequence[str]) -> None:
     """As the rank that speaks: one line if all is well, else what is not."""
-    _say_verdicts(f"{level}, {reason}", report.verdicts, seconds=report.seconds)
+    _print_verdicts(f"{level}, {reason}", report.verdicts, seconds=report.seconds)
     sys.stderr.write("".join(f"  again: {one}\n" for one in repeated))
     if report.plan is not None and (not report.alone or report.plan.kept):
         sys.stderr.write("".join(f"  {line}\n" for line in describe(report.plan)))
     sys.stderr.flush()
 
 
-def _say_verdicts(what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
+def _print_verdicts(what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
     sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
     if findings(verdicts):
         colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
@@ -339,5 +341,5 @@ def findings_in(data: bytes) -> list[PastFindings]:
             findings = as_record(row, _HostsPreflight).findings
             found.append([one for one in findings if isinstance(one, dict)])
     if num_skipped:
-        logger.warning("%d lines of an earlier start's events are no records, and are skipped", num_skipped)
+        logger.warning("skipped %d malformed lines in the events of an earlier start", num_skipped)
     return found

@@ -198,7 +198,7 @@ class ReplicaComparison:
         if divergence is None:
             return
         hosts = self._context.generation.hosts
-        if self._context.identity.speaks:
+        if self._context.identity.is_log_rank:
             self._context.journal.record(
                 ReplicasDiverged(
                     step=step,

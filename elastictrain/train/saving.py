@@ -176,7 +176,7 @@ class SynchronousSaving:
     def tell_failure(self, step: int, *, error: str, in_a_row: int) -> None:
         """As rank 0: record and show that a save failed."""
         self.context.journal.record(CheckpointFailed(step=step, error=error, in_a_row=in_a_row))
-        self.observer.say(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
+        self.observer.print_line(f"step {step}: checkpoint failed ({in_a_row} in a row): {error}")
 
     def check_failures(self, in_a_row: int, *, cause: Exception, kept: str = "") -> None:
         """Raises: SavesFailingError once as many saves in a row have failed as may. `kept`: where the newest state is then."""

@@ -82,7 +82,9 @@ def start_saver(context: TrainContext, *, agent: int) -> SaverLink | None:
     if options.buffers == 0:
         return None
     if not os.path.isdir(options.memory_dir) or platform.system() != "Linux":  # noqa: PTH112
-        logger.warning("no snapshots in host memory: `checkpoint.memory_dir` = %s is no folder here", options.memory_dir)
+        logger.warning(
+            "no snapshots in host memory: `checkpoint.memory_dir` = %s is not a folder on this host", options.memory_dir
+        )
         return None
     folder = run_folder(options.memory_dir, config.run.dir)
     make_private(folder)
@@ -139,8 +141,8 @@ def connect_savers(context: TrainContext, link: SaverLink | None) -> SnapshotMem
             error = _send_roster(link, SaverRoster(roster, own, token))
         # The others must not wait in vain for a rank whose saver took no note.
         trouble = next((str(one) for one in gather_json(error, group=group) if one), "")
-    if trouble and identity.speaks:
-        logger.warning("checkpoints are written while training waits: %s", trouble)
+    if trouble and identity.is_log_rank:
+        logger.warning("falling back to synchronous checkpoints: %s", trouble)
     restore = MemoryRestore(
         run_folder(config.checkpoint.memory_dir, config.run.dir),
         run=run_name(config.run.dir),
@@ -200,10 +202,10 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
     )
     _check_alike(tensors, group=group)
     buffers = _agree_on_buffers(memory, layout, context)
-    if buffers.shortage and identity.speaks:
+    if buffers.shortage and identity.is_log_rank:
         message = describe(buffers)
         context.journal.record(MemoryShort(buffers=buffers.per_rank, replicate=buffers.replicate, message=message))
-        synchronous.observer.say(message)
+        synchronous.observer.print_line(message)
     restored_step = None if in_storage else state.step
     indices = _choose_slots(memory, layout, context, wanted=buffers.per_rank, restored_step=restored_step)
     if not indices:
@@ -234,7 +236,7 @@ def make_saving(memory: SnapshotMemory | None, synchronous: SynchronousSaving, *
         ),
         steps=list(steps),
         flush_records=synchronous.flush_records,
-        record=context.journal.record if identity.speaks else None,
+        record=context.journal.record if identity.is_log_rank else None,
     )
     return SnapshotSaving(
         synchronous, snapshots, link, slots=indices, steps=steps, unusable=lambda: link.broken or arena.broken

@@ -245,7 +245,7 @@ class SnapshotSaving:
         for save in slow:
             trouble = f" ({save.trouble})" if save.trouble else ""
             text = f"step {save.step}: the checkpoint is not written yet after {save.seconds} s{trouble}"
-            self._synchronous.observer.say(text)
+            self._synchronous.observer.print_line(text)
         self._note_saved(saved)
         # What is newer than a success came after it.
         fates: list[Saved | SaveFailure] = [*failures, *saved]
@@ -291,7 +291,7 @@ class SnapshotSaving:
         If it has to go soon, the step is sent to other hosts as well. `deadline_s`: monotonic. Collective: yes.
         """
         replicating = False
-        notice = WaitNotice(self._synchronous.observer.say, clock=self._clock)
+        notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
             told = self._tell_all(self._save_status(step, deadline_s=deadline_s))
             decision = judge(told, replicating=replicating)
@@ -331,7 +331,7 @@ class SnapshotSaving:
         deadline_s = self._clock() + _SHARE * self._save_timeout_s
         # The step that is whole on two hosts stays as long as another slot can be had.
         safe = (self._rounds.safe,) if self._rounds is not None else ()
-        notice = WaitNotice(self._synchronous.observer.say, clock=self._clock)
+        notice = WaitNotice(self._synchronous.observer.print_line, clock=self._clock)
         while True:
             status = self._snapshots.status(due=True, none_had=self._none_had)
             error = self._unusable() or ("no slot is free" if self._clock() > deadline_s else "")
@@ -388,8 +388,8 @@ class SnapshotSaving:
     def _fall_back(self) -> None:
         if self._first:
             reason = self._trouble() or "another rank can take no snapshots"
-            message = f"no more snapshots in host memory ({reason}): checkpoints are written while training waits"
-            self._synchronous.observer.say(message)
+            message = f"no more snapshots in host memory ({reason}): falling back to synchronous checkpoints"
+            self._synchronous.observer.print_line(message)
         self._fallen_back = True
         # Another start of this run on this host may need them while we go on.
         self._snapshots.let_go()

@@ -85,7 +85,7 @@ class Worker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         if self._identity.local_rank > 0:
-            self._stop.mute()
+            self._stop.quiet()
         self._stop.start()
         if self._identity.launched and not follow_parent(self._parent):
             return EXIT_STOPPED
@@ -124,7 +124,7 @@ class Worker:
         try:
             loop.run()
             self._tracker.set_phase(Phase.EVAL, step=loop.state.step)
-            show_sample(context, loop.stepper.wrapped, say=loop.observer.say)
+            show_sample(context, loop.stepper.wrapped, print_line=loop.observer.print_line)
         except StopRequestedError as error:
             code, reason = EXIT_STOPPED, str(error)
         self._tracker.set_phase(Phase.END, step=loop.state.step)
@@ -147,15 +147,15 @@ class Worker:
         self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
         if code == EXIT_STOPPED:
             self._limit_stop()
-        if self._identity.speaks:
+        if self._identity.is_log_rank:
             seconds, saved = time.monotonic() - self._began_s, reached.tier
             context.journal.record(
                 Stop(step=step, reason=reason, exit_code=code, seconds=seconds, saved=saved, saved_step=reached.step)
             )
-        if self._identity.speaks and code == EXIT_STOPPED:
+        if self._identity.is_log_rank and code == EXIT_STOPPED:
             where = describe(reached, step=step, run_dir=self._config.run.dir, several_hosts=not self._identity.only_host)
             # Through the observer: on a terminal there is a bar to keep whole.
-            loop.observer.say(
+            loop.observer.print_line(
                 f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
             )
         loop.close(finished=code == EXIT_OK)
@@ -252,7 +252,7 @@ class Worker:
 
     def _announce(self, what: ExitClassification, *, stack: str) -> ProgressMark:
         """Tell the person at the terminal, and the launcher; returns where this rank is."""
-        if self._speaks(what):
+        if self._is_reporter(what):
             sys.stderr.write(f"elastictrain: rank {self._identity.rank} on {self._identity.host}: {what.sentence}\n{stack}")
             sys.stderr.flush()
         mark = self._tracker.mark
@@ -265,7 +265,7 @@ class Worker:
         if launcher is not None:
             leave_reason(launcher.folder, Reason(self._identity.rank, exit_code, str(mark.phase), step, sentence))
 
-    def _speaks(self, what: ExitClassification) -> bool:
+    def _is_reporter(self, what: ExitClassification) -> bool:
         """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
         local_rank = self._identity.local_rank
         if what.exit_code == EXIT_STOPPED:

@@ -47,7 +47,7 @@ AFTER = int(os.environ.get("AFTER", "5"))
 KILLS = int(os.environ.get("KILLS", "3"))
 
 
-def say(**figures: object) -> None:
+def print_line(**figures: object) -> None:
     print(json.dumps(figures), flush=True)
 
 
@@ -81,7 +81,7 @@ def snapshots(folder: Path) -> None:
             means[kind].append(statistics.fmean(window))
             if kind == "with":
                 report_snapshots(run_dir, took)
-    say(
+    print_line(
         what="throughput",
         step_with_s=means["with"],
         step_without_s=means["without"],
@@ -98,7 +98,7 @@ def report_snapshots(run_dir: Path, took: dict[int, float]) -> None:
     extra = [sum(took[step + offset] - quiet for offset in (0, 1, 2)) for step in steps]
     during = statistics.median(took[step + 1] for step in steps)
     rates = [row["bytes"] / row["copy_s"] / 1e9 for step, row in taken.items() if step in steps]
-    say(
+    print_line(
         what="snapshots",
         taken=sorted(taken),
         gb=next(iter(taken.values()))["bytes"] / 1e9 if taken else 0,
@@ -129,7 +129,7 @@ def persist(folder: Path) -> None:
         run.kill_tree()
     saved = events(run_dir, "checkpoint_saved")[:SAVES]
     ours = [row["seconds"]["write"] for row in saved]
-    say(
+    print_line(
         what="persist",
         gb=saved[0]["bytes"] / 1e9,
         seconds=[row["seconds"] for row in saved],
@@ -159,7 +159,7 @@ def restore(folder: Path, run_dir: Path) -> None:
             )
             run.kill_tree()
         resume = events(target, "resume")[-1]
-        say(
+        print_line(
             what="restore from disk",
             cold=cold,
             resume={name: resume[name] for name in ("step", "tier", "bytes", "seconds")},
@@ -275,7 +275,7 @@ def kill_one(run: Run, run_dir: Path, *, how: str) -> None:
     start = next(row for row in after if row["event"] == "start")
     steps = [row for row in after if row["event"] == "step" and row["incarnation"] == start["incarnation"]]
     new = new_steps(run_dir, before)[0]
-    say(
+    print_line(
         what="kill",
         how=how,
         step_at_kill=highest,
@@ -292,7 +292,9 @@ def kill_one(run: Run, run_dir: Path, *, how: str) -> None:
     losses: dict[int, set[float]] = {}
     for row in events(run_dir, "step"):
         losses.setdefault(row["step"], set()).add(row["loss"])
-    say(what="losses of repeated steps", differing={step: sorted(found) for step, found in losses.items() if len(found) > 1})
+    print_line(
+        what="losses of repeated steps", differing={step: sorted(found) for step, found in losses.items() if len(found) > 1}
+    )
 
 
 def main() -> None:
@@ -304,7 +306,7 @@ def main() -> None:
                 try:
                     run(folder)
                 except AssertionError as error:
-                    say(what=section, error=str(error)[:2000])
+                    print_line(what=section, error=str(error)[:2000])
     subprocess.run(
         "ls -la /dev/shm/elastictrain-*/* 2>/dev/null | head; ps aux | grep -c checkpoint.saver", shell=True, check=False
     )

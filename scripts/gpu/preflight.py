@@ -39,7 +39,7 @@ def main() -> int:
         init_timeout_s=120,
         save_timeout_s=120,
     )
-    say(identity, f"group of {identity.world_size} under {group.backend}: {time.perf_counter() - began:.2f} s")
+    print_line(identity, f"group of {identity.world_size} under {group.backend}: {time.perf_counter() - began:.2f} s")
     for name, full in (("quick", False), ("quick again", False), ("full", True), ("full again", True)):
         findings = check(name, group, identity, store, full=full)
         if not findings.usable:
@@ -52,13 +52,13 @@ def main() -> int:
     theirs = [by_hand(group.device, ours.num_bytes) for _ in range(3)]
     hand = sorted(theirs)[1]
     difference = ours.bus_gbs / hand - 1
-    say(
+    print_line(
         identity,
         f"all-reduce of {ours.num_bytes / 2**20:.0f} MB: {ours.bus_gbs:.2f} GB/s, by hand {hand:.2f} GB/s "
         f"({', '.join(f'{one:.2f}' for one in theirs)}), difference {100 * difference:+.1f} %",
     )
     if cuda:
-        say(identity, f"memory left in use: {torch.cuda.memory_reserved() / 2**20:.0f} MB")
+        print_line(identity, f"memory left in use: {torch.cuda.memory_reserved() / 2**20:.0f} MB")
     return 0 if good and (abs(difference) <= TOLERANCE or not cuda) else 1
 
 
@@ -68,15 +68,15 @@ def check(name: str, group: Group, identity: Identity, store: dist.Store, *, ful
     began = time.perf_counter()
     hosts = [identity.host] * identity.world_size
     findings = GroupChecks(group, exchange, identity, Request(full=full), hosts=hosts).run()
-    say(identity, f"\n{name}: {time.perf_counter() - began:.2f} s")
+    print_line(identity, f"\n{name}: {time.perf_counter() - began:.2f} s")
     for one in worst_first(findings.verdicts):
         expected = "" if one.expected is None else f", expected {one.expected}"
-        say(
+        print_line(
             identity,
             f"  {one.status:4} {one.check:14} {one.subject}: {one.measured} {one.unit}{expected} [{one.seconds:.3f} s]",
         )
         if one.remedy:
-            say(identity, f"       {one.remedy}")
+            print_line(identity, f"       {one.remedy}")
     return findings
 
 
@@ -105,7 +105,7 @@ def by_hand(device: torch.device, num_bytes: int) -> float:
     return num_bytes / seconds * 2 * (world_size - 1) / world_size / 1e9
 
 
-def say(identity: Identity, text: str) -> None:
+def print_line(identity: Identity, text: str) -> None:
     if identity.rank == 0:
         print(text, flush=True)
 

@@ -24,7 +24,7 @@ import torch.distributed.run  # noqa: F401
 import tests.process.paced  # noqa: F401
 
 
-def say(word: dict[str, Any]) -> None:
+def print_line(word: dict[str, Any]) -> None:
     """To the test."""
     os.write(1, json.dumps(word).encode() + b"\n")
 
@@ -75,7 +75,7 @@ def serve() -> dict[str, Any] | None:
                 hear.recv(4096)
                 while living and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                     living.discard(ended[0])
-                    say({"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
+                    print_line({"ended": ended[0], "code": os.waitstatus_to_exitcode(ended[1])})
             if 0 not in ready:
                 continue
             piece = os.read(0, 1 << 20)
@@ -89,7 +89,7 @@ def serve() -> dict[str, Any] | None:
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     return dict(json.loads(line))
                 living.add(child)
-                say({"started": child})
+                print_line({"started": child})
     for pid in living:
         os.kill(pid, signal.SIGKILL)
     return None

@@ -16,11 +16,11 @@ def test_without_torchrun_a_world_of_one() -> None:
 def test_reads_what_torchrun_sets() -> None:
     identity = read_identity(TORCHRUN)
     assert identity == Identity(5, 8, 1, 4, socket.gethostname(), launched=True)
-    assert not identity.speaks
+    assert not identity.is_log_rank
 
 
 def test_rank_zero_speaks() -> None:
-    assert read_identity(TORCHRUN | {"RANK": "0"}).speaks
+    assert read_identity(TORCHRUN | {"RANK": "0"}).is_log_rank
 
 
 def test_local_values_have_defaults() -> None:

@@ -141,7 +141,7 @@ def check_file(
         return ()
     second = _problems(store, key, file=file, placed=placed, advance=lambda _: None, stopped=stopped)
     if not second:
-        logger.warning("%s read wrong once, and right again: %s", f"{store.url}/{key}", first[0])
+        logger.warning("%s a second read returned the right bytes: %s", f"{store.url}/{key}", first[0])
         return ()
     lasting = tuple(problem for problem in second if problem in first)
     # What is damaged in the store stays where it is.

@@ -74,7 +74,7 @@ def least(choices: Sequence[Buffers]) -> Buffers:
 def describe(buffers: Buffers) -> str:
     """What a shortage means for the run, for a person."""
     if buffers.per_rank == 0:
-        consequence = "checkpoints are written while training waits, and nothing is kept in memory"
+        consequence = "checkpoints are synchronous, and nothing is kept in host memory"
     elif buffers.per_rank == 1:
         consequence = "one buffer per rank: a worker killed while it is being filled falls back to storage"
     else:

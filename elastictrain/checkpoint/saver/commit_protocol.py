@@ -223,7 +223,7 @@ class CommitProtocol:
         try:
             self._store.write(self._answer_key("failed"), encode_record(_FailureReason(reason)))
         except StorageError as error:
-            logger.warning("the other hosts could not be told of it: %s", error)
+            logger.warning("cannot notify the other hosts: %s", error)
 
     @property
     def attempt(self) -> str:
@@ -369,7 +369,7 @@ class RefusedSaves:
                     over.add(protocol.attempt)
                     may_begin = False
             except StorageError as error:
-                logger.warning("whether step %d is begun cannot be seen yet: %s", refused.step, error)
+                logger.warning("cannot see yet whether step %d was begun: %s", refused.step, error)
             except ElasticTrainError:
                 may_begin = False
             except Exception:

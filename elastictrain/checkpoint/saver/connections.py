@@ -124,7 +124,7 @@ class WorkerConnections:
         try:
             one.socket.sendall(encode(message))
         except OSError as error:
-            logger.warning("rank %d does not listen (%s)", one.rank, error)
+            logger.warning("rank %d does not read its messages (%s)", one.rank, error)
             self._drop(one)
 
     def stop_listening(self) -> None:

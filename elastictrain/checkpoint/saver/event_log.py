@@ -35,7 +35,7 @@ class SaverEventLogs:
         with self._lock:
             first_rank = self._first_rank.get(incarnation)
             if first_rank is None:
-                logger.warning("not recorded, as no worker of %r was ever here: %s", incarnation, event)
+                logger.warning("not recorded, no worker of %r was on this host: %s", incarnation, event)
                 return
             journal = self._open.get(incarnation)
             if journal is None:

@@ -134,7 +134,7 @@ def choose_final_save(
         except TransientStorageError as error:
             if clock() > give_up_s or needed_no_more():
                 raise
-            logger.warning("what is in memory only waits for storage: %s", error)
+            logger.warning("snapshots in host memory wait for storage: %s", error)
         sleep(_STORAGE_PAUSE_S)
     if not wanted or needed_no_more():
         return ()
@@ -151,7 +151,7 @@ def choose_final_save(
                 noted &= begun
                 deadline_s = clock() + config.grace_s
         except TransientStorageError as error:
-            logger.warning("whether the first host saves cannot be seen yet: %s", error)
+            logger.warning("cannot see yet whether the first host saves: %s", error)
             begun = noted
         common = next((one for one in wanted if one[0].facts.step in begun), ())
         if common or not wanted:
@@ -292,7 +292,7 @@ class FinalSaveLoop:
             # The edge of the thread.
             if not isinstance(error, ElasticTrainError):
                 logger.exception("what is in memory only cannot be saved")
-            logger.warning("what is in memory only cannot be saved: %s", error)
+            logger.warning("snapshots in host memory cannot be saved: %s", error)
             refused = str(error) if cause_of(error) is not Cause.OTHER else ""
         self._later(lambda: self._on_found(found, since_s, refused))
 
@@ -337,7 +337,7 @@ class FinalSaveLoop:
             # Who holds it lets go some time; what cannot be read stays so, and the step before it has waited long enough.
             self.failed(chosen[0].facts.incarnation, chosen[0].facts.step, cause=Cause.PASSING if readable else Cause.OTHER)
             return
-        logger.warning("all workers are gone: step %d is saved from memory", chosen[0].facts.step)
+        logger.warning("all workers have exited: saving step %d from host memory", chosen[0].facts.step)
         self._begin(tuple(replace(one, digests=load_digests(one.slot.path, one.facts)) for one in leased))
 
     def _lease_soon(self, held: Held) -> LeasedSnapshot | None:

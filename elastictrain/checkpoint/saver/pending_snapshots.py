@@ -66,7 +66,7 @@ def with_digests(leased: LeasedSnapshot) -> LeasedSnapshot:
             digests = compute_digests(leased.slot, leased.layout)
             store_digests(leased.slot.path, leased.facts, digests)
     except OSError as error:
-        logger.warning("the digests of %s cannot be kept: %s", leased.slot.path, error)
+        logger.warning("cannot store the digests of %s: %s", leased.slot.path, error)
     except Exception:
         # The edge of the thread. Digests are computed once more when it is written.
         logger.exception("%s cannot be digested", leased.slot.path)

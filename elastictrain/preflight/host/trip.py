@@ -28,13 +28,13 @@ FOLDER = "preflight/trips"
 _STALE_S = 3600.0
 """What an earlier trip left, because it was killed, is older than this. Both times are the store's own."""
 
-Say = Callable[[Mapping[str, object]], None]
+Send = Callable[[Mapping[str, object]], None]
 
 
-def travel(store: Store, *, name: str, say: Say) -> None:
+def travel(store: Store, *, name: str, send: Send) -> None:
     """A round trip, and what earlier ones that were killed have left goes. Raises: StorageError."""
     key = f"{FOLDER}/{name}"
-    modified = {info.key: info.modified for info in check_writable(store, key=key, step=partial(_step, say=say))}
+    modified = {info.key: info.modified for info in check_writable(store, key=key, step=partial(_step, send=send))}
     for other, modified_s in modified.items():
         if modified[key] - modified_s > _STALE_S:
             store.delete(other)
@@ -43,11 +43,11 @@ def travel(store: Store, *, name: str, say: Say) -> None:
 
 
 @contextmanager
-def _step(name: str, *, say: Say) -> Iterator[None]:
-    say({"begun": name})
+def _step(name: str, *, send: Send) -> Iterator[None]:
+    send({"begun": name})
     began = time.monotonic()
     yield
-    say({"done": name, "ms": round((time.monotonic() - began) * 1e3, 2)})
+    send({"done": name, "ms": round((time.monotonic() - began) * 1e3, 2)})
 
 
 @contextmanager
@@ -74,23 +74,23 @@ def main() -> int:
         return 0
     patience_s = float(order["patience_s"])
 
-    def say(word: Mapping[str, object]) -> None:
+    def send(word: Mapping[str, object]) -> None:
         sys.stdout.write(json.dumps(word) + "\n")
         sys.stdout.flush()
 
     retry = RetryOptions(attempts=3, base_s=0.1, total_s=patience_s / 3, answer_timeout_s=patience_s)
-    say({"begun": "open"})
+    send({"begun": "open"})
     try:
         # Whether it answers is the question: what is on its way to a disk already would make the answer wait.
         store = without_sync(open_store(str(order["url"]), retry=retry))
         with _leaving_as_found(store):
-            travel(store, name=f"trip-{secrets.token_hex(8)}", say=say)
+            travel(store, name=f"trip-{secrets.token_hex(8)}", send=send)
     except ConfigError as error:
-        say({"fault": "CONFIG", "errno": None, "message": str(error)})
+        send({"fault": "CONFIG", "errno": None, "message": str(error)})
     except StorageError as error:
-        say({"fault": fault_of(error).name, "errno": facts_of(error).errno, "message": str(error)})
+        send({"fault": fault_of(error).name, "errno": facts_of(error).errno, "message": str(error)})
     else:
-        say({"end": True})
+        send({"end": True})
     return 0
 
 

@@ -120,8 +120,8 @@ class World:
 
     def _hears(self, by: Launcher, host: str) -> bool:
         other = self.all[host]
-        speaks = other.live and not other.frozen and other is not by
-        return speaks and self._reaches(other, by)
+        is_log_rank = other.live and not other.frozen and other is not by
+        return is_log_rank and self._reaches(other, by)
 
     def _reaches(self, sender: Launcher, receiver: Launcher) -> bool:
         return self._passes(sender.name, receiver.name)

@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.data.cache import CacheFolder, Entry, choose_evictions, default_cache_dir, explained
+from elastictrain.data.cache import CachedFolder, CacheFolder, choose_evictions, default_cache_dir, explained
 from elastictrain.errors import DataError, HostUnfitError
 
 ENTRIES = st.lists(
-    st.builds(Entry, st.uuids().map(str), st.integers(0, 50), st.floats(0, 100), st.booleans()),
+    st.builds(CachedFolder, st.uuids().map(str), st.integers(0, 50), st.floats(0, 100), st.booleans()),
     max_size=8,
     unique_by=lambda entry: entry.name,
 )
 
 
 @given(entries=ENTRIES, needed=st.integers(0, 60), budget=st.integers(0, 200))
-def test_evictions_are_enough_and_no_more(entries: list[Entry], needed: int, budget: int) -> None:
+def test_evictions_are_enough_and_no_more(entries: list[CachedFolder], needed: int, budget: int) -> None:
     chosen = choose_evictions(entries, needed_bytes=needed, budget_bytes=budget)
     held = sum(entry.size_bytes for entry in entries if entry.in_use)
     if chosen is None:

@@ -208,7 +208,7 @@ def test_a_deadline_that_is_told_again_is_said_once_and_nothing_by_who_is_mute(c
         for deadline in (1142.0, 1141.99, 1141.5):
             listener.ask("AWS takes it", deadline=deadline)
         assert caplog.messages == ["asked to stop (AWS takes it); 100 s are left"]
-        listener.mute()
+        listener.quiet()
         listener.ask("AWS takes it", deadline=1072.0)
         assert len(caplog.messages) == 1
         assert listener.request is not None

@@ -133,7 +133,7 @@ class Group:
                 committed_step=lambda: 0,
                 remembered_step=lambda: 0,
                 ask_to_flush=lambda: None,
-                say=lambda text: None,
+                print_line=lambda text: None,
                 sleep=self._sleep,
             )
             registry.start()

@@ -315,7 +315,7 @@ class SupervisedHost:
             committed_step=self._committed_step,
             remembered_step=lambda: self.remembered_step,
             ask_to_flush=self._ask_to_flush,
-            say=lambda text: self.said.append((self.diary.elapsed_s, text)),
+            print_line=lambda text: self.said.append((self.diary.elapsed_s, text)),
             clock=self.diary.clock,
             sleep=self.diary.sleep,
         )

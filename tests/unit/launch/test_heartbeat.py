@@ -84,7 +84,7 @@ class Peer:
             return True
         return False
 
-    def say(self, heartbeat: HeartbeatMesh, generation: int, *, ended: bool = False, to: str = "") -> bytes:
+    def print_line(self, heartbeat: HeartbeatMesh, generation: int, *, ended: bool = False, to: str = "") -> bytes:
         """To the host of `heartbeat`; returns the datagram."""
         self.sent += 1
         data = seal(HeartbeatDatagram(self.host, to or heartbeat.host, self.sent, generation, ended), token=TOKEN)
@@ -182,7 +182,7 @@ def test_every_host_speaks_to_all_members_and_misses_each_of_them() -> None:
         clock.jump(LOST_S / 4)
         assert a.hear() == c.hear() == Said("b", 5, ended=False)
         for _ in range(8):
-            a.say(heartbeat, 5)
+            a.print_line(heartbeat, 5)
             clock.pass_s(LOST_S / 4)
         assert heartbeat.silent == {"c"}
 
@@ -205,7 +205,7 @@ def test_a_host_that_waits_speaks_to_those_that_it_is_told_of() -> None:
 def test_a_host_that_speaks_is_answered_at_once_wherever_it_is_and_only_while_it_speaks() -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("b") as (b,):
-        b.say(heartbeat, 0)
+        b.print_line(heartbeat, 0)
         assert b.hear() == Said("a", 0, ended=False)
         clock.pass_s(2 * LOST_S)
         while not b.hears_nothing():
@@ -219,18 +219,18 @@ def test_who_is_heard_is_known_with_the_time_since_when_member_or_not() -> None:
     with watching("a", clock) as heartbeat, peers("bz") as (b, z):
         heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         assert heartbeat.heard[0] == frozenset()
-        b.say(heartbeat, 1)
+        b.print_line(heartbeat, 1)
         eventually(lambda: heartbeat.heard == ({"b"}, clock.now_s))
         clock.jump(LOST_S / 4)
         # In this order: once `z` is heard, this word of `b` is heard, too.
-        b.say(heartbeat, 1)
-        z.say(heartbeat, 1)
+        b.print_line(heartbeat, 1)
+        z.print_line(heartbeat, 1)
         eventually(lambda: heartbeat.heard == ({"b", "z"}, clock.now_s))
         # A new group changes nothing about who gets through.
         heartbeat.follow(group(2, of(heartbeat, "a"), z.member))
         assert heartbeat.heard[0] == {"b", "z"}
         clock.pass_s(LOST_S / 4)
-        z.say(heartbeat, 1)
+        z.print_line(heartbeat, 1)
         clock.pass_s(LOST_S / 2)
         eventually(lambda: heartbeat.heard[0] == {"z"})
         assert heartbeat.silent == frozenset()
@@ -245,12 +245,12 @@ def test_what_a_group_without_this_host_says_for_ever_is_news_for_a_while() -> N
         heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
         told = []
         for _ in range(12):
-            b.say(heartbeat, 8)
+            b.print_line(heartbeat, 8)
             clock.jump(LOST_S / 4)
             told.append(heartbeat.pop_received()[0])
         assert told[0]
         assert not any(told[-4:])
-        b.say(heartbeat, 9)
+        b.print_line(heartbeat, 9)
         clock.jump(LOST_S / 4)
         assert heartbeat.pop_received()[0]
 
@@ -258,7 +258,7 @@ def test_what_a_group_without_this_host_says_for_ever_is_news_for_a_while() -> N
 def test_nobody_hears_himself() -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("a") as (echo,):
-        echo.say(heartbeat, 1)
+        echo.print_line(heartbeat, 1)
         clock.jump(LOST_S / 4)
         assert heartbeat.heard[0] == frozenset()
 
@@ -268,11 +268,11 @@ def test_a_sign_of_life_counts_for_the_host_that_gives_it() -> None:
     with watching("a", clock) as heartbeat, peers("bcz") as (b, c, z):
         heartbeat.follow(group(1, of(heartbeat, "a"), b.member, c.member))
         for _ in range(8):
-            b.say(heartbeat, 1)
-            z.say(heartbeat, 1)
+            b.print_line(heartbeat, 1)
+            z.print_line(heartbeat, 1)
             clock.pass_s(LOST_S / 4)
         assert heartbeat.silent == {"c"}
-        c.say(heartbeat, 1)
+        c.print_line(heartbeat, 1)
         eventually(lambda: heartbeat.silent == frozenset())
 
 
@@ -281,7 +281,7 @@ def test_a_host_that_is_a_generation_behind_lives() -> None:
     with watching("a", clock) as heartbeat, peers("b") as (b,):
         heartbeat.follow(group(4, of(heartbeat, "a"), b.member))
         for _ in range(8):
-            b.say(heartbeat, 3, ended=True)
+            b.print_line(heartbeat, 3, ended=True)
             clock.pass_s(LOST_S / 4)
         assert heartbeat.silent == frozenset()
         assert not heartbeat.pop_received()[0]
@@ -308,7 +308,7 @@ def test_what_is_no_word_is_not_heard_and_does_no_harm(data: bytes) -> None:
             clock.pass_s(LOST_S / 4)
         assert heartbeat.silent == {"b"}
         assert not heartbeat.pop_received()[0]
-        b.say(heartbeat, 1)
+        b.print_line(heartbeat, 1)
         eventually(lambda: heartbeat.silent == frozenset())
 
 
@@ -317,7 +317,7 @@ def test_what_was_sent_before_is_dropped_and_counted() -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("bz") as (b, z):
         heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
-        old = [b.say(heartbeat, 8, ended=ended) for ended in (False, True)]
+        old = [b.print_line(heartbeat, 8, ended=ended) for ended in (False, True)]
         eventually(lambda: heartbeat.heard[0] == {"b"})
         clock.jump(LOST_S / 4)
         heartbeat.pop_received()[0]
@@ -328,7 +328,7 @@ def test_what_was_sent_before_is_dropped_and_counted() -> None:
         assert (heartbeat.silent, heartbeat.heard[0]) == ({"b"}, frozenset())
         assert z.hears_nothing()
         assert not heartbeat.pop_received()[0]
-        b.say(heartbeat, 7)
+        b.print_line(heartbeat, 7)
         eventually(lambda: heartbeat.silent == frozenset())
 
 
@@ -338,7 +338,7 @@ def test_what_was_meant_for_another_start_of_a_launcher_is_dropped() -> None:
     with watching("a", clock) as heartbeat, peers("b") as (b,):
         heartbeat.follow(group(1, of(heartbeat, "a"), b.member))
         for _ in range(8):
-            b.say(heartbeat, 2, to="a, before it was started again")
+            b.print_line(heartbeat, 2, to="a, before it was started again")
             clock.pass_s(LOST_S / 4)
         assert heartbeat.silent == {"b"}
         assert not heartbeat.pop_received()[0]
@@ -355,7 +355,7 @@ def test_a_member_that_cannot_be_reached_does_not_keep_the_others_from_being_tol
         clock.jump(LOST_S / 4)
         clock.jump(LOST_S / 4)
         assert c.hear() == Said("a", 1, ended=False)
-        c.say(heartbeat, 1)
+        c.print_line(heartbeat, 1)
         heartbeat.send_end(record("a"))
         eventually(lambda: c.hear() == Said("a", 1, ended=True))
 
@@ -368,7 +368,7 @@ def test_news(number: int, ended: bool, news: int) -> None:
     clock = Clock()
     with watching("a", clock) as heartbeat, peers("b") as (b,):
         heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
-        b.say(heartbeat, number, ended=ended)
+        b.print_line(heartbeat, number, ended=ended)
         clock.jump(LOST_S / 4)
         assert heartbeat.pop_received()[0] == news
         assert not heartbeat.pop_received()[0]
@@ -379,10 +379,10 @@ def test_an_end_that_this_host_has_told_itself_is_no_news_but_a_newer_generation
     with watching("a", clock) as heartbeat, peers("b") as (b,):
         heartbeat.follow(group(7, of(heartbeat, "a"), b.member))
         heartbeat.send_end(record("a"))
-        b.say(heartbeat, 7, ended=True)
+        b.print_line(heartbeat, 7, ended=True)
         clock.jump(LOST_S / 4)
         assert not heartbeat.pop_received()[0]
-        b.say(heartbeat, 8)
+        b.print_line(heartbeat, 8)
         clock.jump(LOST_S / 4)
         assert heartbeat.pop_received()[0]
 

@@ -32,7 +32,7 @@ def job() -> str:
 
 
 def test_who_is_idle_ends_with_the_launcher(job: str) -> None:
-    descriptor = acquire_task_lock(job, say=QUIET.append)
+    descriptor = acquire_task_lock(job, print_line=QUIET.append)
     ended_s: list[float] = []
 
     def end() -> None:
@@ -52,7 +52,7 @@ def test_a_launcher_may_come_a_little_later(job: str) -> None:
 
     def launch() -> None:
         time.sleep(0.1)
-        descriptor = acquire_task_lock(job, say=QUIET.append)
+        descriptor = acquire_task_lock(job, print_line=QUIET.append)
         time.sleep(0.1)
         came.append(time.monotonic())
         os.close(descriptor)
@@ -71,7 +71,7 @@ def test_a_launcher_that_never_comes_is_not_waited_for(job: str) -> None:
 
 
 def test_the_launcher_of_another_job_does_not_count(job: str) -> None:
-    descriptor = acquire_task_lock(job, say=QUIET.append)
+    descriptor = acquire_task_lock(job, print_line=QUIET.append)
     assert wait_for_launcher(secrets.token_hex(4), comes_s=0.02) == 0
     os.close(descriptor)
 
@@ -85,21 +85,21 @@ def test_nothing_is_held_afterwards(job: str) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     wait_for_launcher(job, comes_s=0.0)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-    os.close(acquire_task_lock(job, say=QUIET.append))
+    os.close(acquire_task_lock(job, print_line=QUIET.append))
 
 
 def test_a_link_that_somebody_else_has_put_there_is_not_followed(job: str, tmp_path: Path) -> None:
     (tmp_path / f"elastictrain-{os.getuid()}-{job}.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(HostUnfitError, match=rf"elastictrain-{os.getuid()}-{job}.lock must be a file that user"):
-        acquire_task_lock(job, say=QUIET.append)
+        acquire_task_lock(job, print_line=QUIET.append)
     assert not (tmp_path / "precious").exists()
 
 
 def test_another_launcher_is_waited_for_and_that_is_said(job: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("elastictrain.launch.locks._QUIET_S", 0.02)
-    first, said = acquire_task_lock(job, say=QUIET.append), list[str]()
+    first, said = acquire_task_lock(job, print_line=QUIET.append), list[str]()
     taken: list[int] = []
-    second = threading.Thread(target=lambda: taken.append(acquire_task_lock(job, say=said.append)))
+    second = threading.Thread(target=lambda: taken.append(acquire_task_lock(job, print_line=said.append)))
     second.start()
     while not said:
         time.sleep(0.005)

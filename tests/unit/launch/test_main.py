@@ -329,7 +329,7 @@ def test_the_configuration_that_is_shown_is_one(capsys: pytest.CaptureFixture[st
 def test_the_launcher_of_a_slurm_job_holds_its_turn_and_others_need_none(
     monkeypatch: pytest.MonkeyPatch, launch: Launch
 ) -> None:
-    monkeypatch.setattr(launching, "acquire_task_lock", lambda job, *, say: launch.calls.append(f"take {job}"))
+    monkeypatch.setattr(launching, "acquire_task_lock", lambda job, *, print_line: launch.calls.append(f"take {job}"))
     for kind in ("slurm", "plain"):
         monkeypatch.setattr(launching, "detect", lambda *_, kind=kind, **__: ClusterPlace(kind, job="17"))
         main(RUN)

@@ -82,7 +82,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> FakeCloud:
 def watching(config: RunConfig, watched: Watched, place: ClusterPlace = PLACE) -> Iterator[NoticePoller]:
     log = open_append_log(open_store(str(watched.folder)), "events/l.jsonl", flush_s=1.0)
     listener = cast(StopListener, watched.listener)
-    poller = watch_notices(config, place, listener=listener, recorder=Recorder(log), say=watched.said.put)
+    poller = watch_notices(config, place, listener=listener, recorder=Recorder(log), print_line=watched.said.put)
     try:
         yield poller
     finally:

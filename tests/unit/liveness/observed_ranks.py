@@ -2,7 +2,7 @@
 
 from elastictrain.liveness.progress import Phase, ProgressMark
 from elastictrain.liveness.progress_file import RankProgress
-from elastictrain.liveness.rank_monitor import Seen
+from elastictrain.liveness.rank_monitor import ObservedRank
 
 
 def marks(rank: int = 0, *, phase: Phase = Phase.REDUCE, ending: bool = False, bound_s: float = 10.0) -> RankProgress:
@@ -29,5 +29,5 @@ def seen(
     stopped: bool = False,
     gone_s: float | None = None,
     ending: bool = False,
-) -> Seen:
-    return Seen(marks(rank, phase=phase, ending=ending), unchanged_s, still_s, stopped, gone_s)
+) -> ObservedRank:
+    return ObservedRank(marks(rank, phase=phase, ending=ending), unchanged_s, still_s, stopped, gone_s)

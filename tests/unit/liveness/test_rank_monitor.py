@@ -13,21 +13,21 @@ from elastictrain.fault.reasons import Reason, leave_reason, read_reasons
 from elastictrain.liveness import rank_monitor as module
 from elastictrain.liveness.monitor_client import MonitoredHost
 from elastictrain.liveness.progress import Phase
-from elastictrain.liveness.rank_monitor import ENDING_S, PULSE_S, SURVIVOR_S, RankMonitor, Seen, judge
+from elastictrain.liveness.rank_monitor import ENDING_S, PULSE_S, SURVIVOR_S, ObservedRank, RankMonitor, judge
 from tests.unit.liveness.observed_ranks import seen
 
 
 class FakeWorker:
     """Looks as it is told to."""
 
-    def __init__(self, look: Seen | None, *, on_kill: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, look: ObservedRank | None, *, on_kill: Callable[[], None] = lambda: None) -> None:
         self.now = look
         self.vanished = False
         self.on_kill = on_kill
         self.awake_s: list[float] = []
         self.killed = 0
 
-    def look(self, awake_s: float) -> Seen | None:
+    def look(self, awake_s: float) -> ObservedRank | None:
         self.awake_s.append(awake_s)
         if self.vanished:
             raise ProcessLookupError
@@ -171,7 +171,9 @@ def test_a_terminal_that_is_not_read_keeps_nobody_alive(tmp_path: Path, monkeypa
     ids=["ending", "end", "stopped at the end"],
 )
 @pytest.mark.parametrize("has_said", [True, False])
-def test_why_a_rank_ends_is_its_own_to_say(ends: Seen, has_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_why_a_rank_ends_is_its_own_to_say(
+    ends: ObservedRank, has_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = Reason(0, 70, "update", 7, "a bug")
     if has_said:
         leave_reason(str(tmp_path), own)

@@ -136,7 +136,7 @@ def test_a_closed_log_loses_what_comes_and_says_so_once(kind: str, tmp_path: Pat
         log.flush()
     log.close()
     (record,) = caplog.records
-    assert record.getMessage().endswith(f"/{'a.jsonl' if kind == 'local' else 'a'} is closed: records that come now are lost")
+    assert record.getMessage().endswith(f"/{'a.jsonl' if kind == 'local' else 'a'} is closed: later records are lost")
     assert list(read_appended(store, "")) == [b"1"]
 
 

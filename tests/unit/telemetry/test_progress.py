@@ -52,7 +52,7 @@ def test_off_still_gives_messages() -> None:
     progress = Progress("off", stream=stream, total_steps=10, start_step=0, clock=counting_clock())
     progress.advance(1)
     progress.show(reading(1))
-    progress.say("hello")
+    progress.print_line("hello")
     assert stream.getvalue() == "hello\n"
 
 
@@ -95,7 +95,7 @@ def test_messages_and_log_records_do_not_tear_the_bar() -> None:
     bar = Progress("bar", stream=stream, total_steps=100, start_step=0, clock=counting_clock(), width=140)
     bar.advance(10)
     bar.show(reading(10))
-    bar.say("saved a checkpoint\nof two lines")
+    bar.print_line("saved a checkpoint\nof two lines")
     handler = WorkerHandler(stream, prefix=LogPrefix(rank=0))
     handler.emit(logging.makeLogRecord({"msg": "a record", "levelname": "WARNING"}))
     *messages, last = screen(stream.getvalue())

@@ -62,7 +62,7 @@ class FakeObserver(Observer):
 
     said: list[str] = field(default_factory=list)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.said.append(text)
 
 

@@ -28,7 +28,7 @@ def shown(task: Task) -> list[str]:
     wrapped = Wrapped(model, model, MeshShape(1, 1), 1, nullcontext)
     plain = config(steps=5)
     context = context_of(task=task, config=replace(plain, run=replace(plain.run, seed=7)))
-    show_sample(context, wrapped, say=said.append)
+    show_sample(context, wrapped, print_line=said.append)
     return said
 
 

@@ -203,7 +203,7 @@ class _Observer(Observer):
     def on_step(self, step: Step, *, step_s: float, skipped_total: int) -> None:
         self.world.shown.append((step.step, skipped_total))
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.world.said.append(text)
 
 

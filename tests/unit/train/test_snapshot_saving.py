@@ -295,7 +295,7 @@ def test_a_save_that_is_pending_for_too_long_is_made_while_training_waits() -> N
     one.step(6)
     assert one.saving.requires_finished_step
     reason = "no slot was free for 100 s"
-    assert one.said == [f"no more snapshots in host memory ({reason}): checkpoints are written while training waits"]
+    assert one.said == [f"no more snapshots in host memory ({reason}): falling back to synchronous checkpoints"]
     assert one.snapshots.let_go_of == 1
     assert (one.checkpointer.saved, one.snapshots.began) == ([6], [])
     assert not one.saving.save_pending

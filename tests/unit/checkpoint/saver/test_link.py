@@ -191,15 +191,15 @@ def test_a_successor_is_told_what_its_predecessor_knew(folder: Path, saver: Fake
 
 def test_a_saver_that_is_about_to_end_is_not_a_lost_one(folder: Path) -> None:
     """It hangs up before it has said a word: nothing is recorded, and the next knock is not at once."""
-    mute = FakeSaver(folder, answers=False)
+    quiet = FakeSaver(folder, answers=False)
     with linked(folder, starts=True) as (_, events):
-        until(lambda: "hello" in mute.ops())
+        until(lambda: "hello" in quiet.ops())
         for _ in range(5):
-            mute.hang_up()
+            quiet.hang_up()
             time.sleep(0.03)
-        assert len(mute.connections) <= 12
+        assert len(quiet.connections) <= 12
         assert events == []
-    mute.end()
+    quiet.end()
 
 
 def test_what_is_to_be_sent_while_there_is_no_saver_has_failed(folder: Path) -> None:
@@ -222,11 +222,11 @@ def test_a_run_that_ends_without_its_saver_leaves_nothing_in_memory(folder: Path
 
 
 def test_a_refusal_is_final(folder: Path) -> None:
-    mute = FakeSaver(folder, answers=False)
+    quiet = FakeSaver(folder, answers=False)
     with linked(folder) as (link, events):
-        until(lambda: "hello" in mute.ops())
+        until(lambda: "hello" in quiet.ops())
         link.announce(0, 30, durable=True)
-        mute.say({"op": "refused", "reason": "incarnation 1 is past"})
+        quiet.say({"op": "refused", "reason": "incarnation 1 is past"})
         until(lambda: link.broken)
         assert "it refuses this worker: incarnation 1 is past" in link.broken
         assert not link.needs(0, 30)
@@ -234,25 +234,25 @@ def test_a_refusal_is_final(folder: Path) -> None:
         with pytest.raises(CheckpointError, match="refuses this worker"):
             link.wait(1)
         time.sleep(0.1)
-        assert len(mute.connections) == 1
+        assert len(quiet.connections) == 1
         assert events == []
         link.announce(1, 31, durable=True)
         assert not link.needs(1, 31)
         assert [one.step for one in link.take_failures()] == [31]
-    mute.end()
+    quiet.end()
 
 
 @pytest.mark.parametrize(
     "words", [b"nonsense\n", b'{"op": "welcome"}\n', b'{"op": "saved", "step": "x"}\n', b'{"op": "what"}\n']
 )
 def test_a_saver_that_talks_nonsense_is_none(words: bytes, folder: Path) -> None:
-    mute = FakeSaver(folder, answers=False)
+    quiet = FakeSaver(folder, answers=False)
     with linked(folder) as (link, _):
-        until(lambda: "hello" in mute.ops())
-        mute.connections[-1].sendall(words)
+        until(lambda: "hello" in quiet.ops())
+        quiet.connections[-1].sendall(words)
         until(lambda: link.broken)
         assert "does not run" in link.broken
-    mute.end()
+    quiet.end()
 
 
 def test_a_saver_that_hangs_is_given_up_when_a_save_is_overdue(folder: Path, saver: FakeSaver) -> None:

@@ -41,7 +41,7 @@ def remains(path: Path) -> list[str]:
 
 def test_every_step_is_said_and_nothing_remains(tmp_path: Path) -> None:
     words = Words()
-    travel(local(tmp_path), name="a", say=words)
+    travel(local(tmp_path), name="a", send=words)
     assert [word["done"] for word in words.said if "done" in word] == STEPS
     assert [word["begun"] for word in words.said if "begun" in word] == STEPS
     assert remains(tmp_path) == []
@@ -49,7 +49,7 @@ def test_every_step_is_said_and_nothing_remains(tmp_path: Path) -> None:
 
 def test_memory_store() -> None:
     store = open_store("memory://trips/run")
-    travel(store, name="a", say=Words())
+    travel(store, name="a", send=Words())
     assert list(store.list()) == []
 
 
@@ -59,7 +59,7 @@ def test_leftovers_of_killed_trips_go_in_time(tmp_path: Path) -> None:
     for name, age_s in (("old", 4000.0), ("of-another-host", 10.0)):
         (folder / name).write_text("x")
         os.utime(folder / name, (time.time() - age_s,) * 2)
-    travel(local(tmp_path), name="a", say=Words())
+    travel(local(tmp_path), name="a", send=Words())
     assert [one.name for one in folder.iterdir()] == ["of-another-host"]
 
 
@@ -69,7 +69,7 @@ def test_nothing_remains_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(StorageFullError):
-        travel(local(tmp_path), name="a", say=Words())
+        travel(local(tmp_path), name="a", send=Words())
     monkeypatch.undo()
     assert remains(tmp_path) == []
 
@@ -77,20 +77,20 @@ def test_nothing_remains_of_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
 def test_store_that_replaces_what_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "create", LocalStore.write)
     with pytest.raises(PermanentStorageError, match="must fail, but succeeded"):
-        travel(local(tmp_path), name="a", say=Words())
+        travel(local(tmp_path), name="a", send=Words())
     assert remains(tmp_path) == []
 
 
 def test_store_that_forgets_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "write", lambda self, key, data: None)
     with pytest.raises(PermanentStorageError, match="must be read back as it was written"):
-        travel(local(tmp_path), name="a", say=Words())
+        travel(local(tmp_path), name="a", send=Words())
 
 
 def test_store_that_does_not_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalStore, "list", lambda self, prefix="": iter(()))
     with pytest.raises(PermanentStorageError, match="must be listed"):
-        travel(local(tmp_path), name="a", say=Words())
+        travel(local(tmp_path), name="a", send=Words())
     assert remains(tmp_path) == []
 
 
@@ -101,7 +101,7 @@ def test_failed_create_says_what_failed(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(LocalStore, "create", exists)
     words = Words()
     with pytest.raises(ObjectExistsError):
-        travel(local(tmp_path), name="a", say=words)
+        travel(local(tmp_path), name="a", send=words)
     assert words.said == [{"begun": "create"}]
 
 

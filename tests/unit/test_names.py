@@ -1,0 +1,63 @@
+"""Names are the field's words: a class name exists once, and the words of an earlier vocabulary do not come back."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "elastictrain"
+
+CLASSES = """
+    Aftermath Answer Asked Beat Blame Board Built Claim Desk Entry Flush Incarnation KeptObjects Keeper Lane Lookout
+    LoopParts Mark Met Offer Outpost Outstanding Parts Past Patience Pets Pins Recall Refusals Registry Rest
+    SavingParts Seat Seen Sentence Standing Started Station Together View Walk Watcher Whereabouts Word
+""".split()  # noqa: SIM905
+
+FUNCTIONS_AND_FIELDS = """
+    buddy_of bury carried deserted fall fallen fleeting form hear hurry last_words mute needs_settled owes say
+    second_look see settled speaker speaks votes wards_of
+""".split()  # noqa: SIM905
+
+FILES = ["guilty", "kept", "meaning", "meeting", "pets", "predecessors", "sight", "sole", "turns", "words"]
+
+
+def _definitions() -> Iterator[tuple[Path, ast.AST]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield path, node
+
+
+def _name(node: ast.AST) -> str:
+    """The name that this node introduces; empty if none."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return name.lstrip("_")
+        case ast.arg(arg=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return name.lstrip("_")
+        case _:
+            return ""
+
+
+def test_a_class_name_exists_once() -> None:
+    names = Counter(node.name for _, node in _definitions() if isinstance(node, ast.ClassDef))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_class_has_a_name_of_the_earlier_vocabulary() -> None:
+    found = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path, node in _definitions()
+        if isinstance(node, ast.ClassDef) and node.name in CLASSES
+    ]
+    assert found == []
+
+
+def test_no_function_parameter_or_field_has_one() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {_name(node)}" for path, node in _definitions() if _name(node) in FUNCTIONS_AND_FIELDS
+    }
+    assert sorted(found) == []
+
+
+def test_no_file_has_one() -> None:
+    assert [str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if path.stem in FILES] == []
