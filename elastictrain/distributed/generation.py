@@ -80,7 +80,7 @@ class _Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class _Proposal:
+class _NameProposal:
     """What rank 0 publishes."""
 
     name: str
@@ -209,7 +209,7 @@ class _Participant:
         self._identity = identity
         self._nonce = nonce
         self._number = number
-        self._proposal: _Proposal | None = None
+        self._proposal: _NameProposal | None = None
         """As rank 0: the newest that it has published."""
 
         self._acknowledged: set[int] = set()
@@ -240,7 +240,7 @@ class _Participant:
         if decision == "publish":
             name, said = f"{self._number:06d}-{uuid.uuid4().hex[:8]}", [hellos[rank] for rank in range(world_size)]
             nonces, ranks = tuple(one.nonce for one in said), tuple(one.introduction for one in said)
-            self._publish(_Proposal(name, nonces, ranks))
+            self._publish(_NameProposal(name, nonces, ranks))
         elif decision == "go" and proposal is not None:
             self._set(f"go/{proposal.name}", "")
 
@@ -268,13 +268,13 @@ class _Participant:
 
     def _join(self, heading: _Heading) -> None:
         pieces = [self._get(f"proposal/{heading.name}/{number}") for number in range(heading.pieces)]
-        proposal = parse_record(unpack(pieces), _Proposal, limits=DOCUMENT)
+        proposal = parse_record(unpack(pieces), _NameProposal, limits=DOCUMENT)
         rank = self._identity.rank
         if len(proposal.nonces) == self._identity.world_size and proposal.nonces[rank] == self._nonce:
             self._joined = AgreedGeneration(proposal.name, proposal.ranks)
             self._set(f"ack/{proposal.name}/{rank}", "")
 
-    def _publish(self, proposal: _Proposal) -> None:
+    def _publish(self, proposal: _NameProposal) -> None:
         """In pieces, each waited for: on a network that drops large frames this is what must still pass, to find that out."""
         self._proposal, self._acknowledged = proposal, set()
         pieces = pack(encode_record(proposal).decode())

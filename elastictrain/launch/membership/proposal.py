@@ -48,9 +48,9 @@ def propose_generation(cluster: ClusterState, options: LaunchGroup) -> Decision 
     """
     newest = cluster.newest
     if newest is None or newest.terminal:
-        return _Proposal(cluster, options, None, cluster.began_s).decide()
+        return _GenerationProposal(cluster, options, None, cluster.began_s).decide()
     since_s = _ended_since_s(cluster, newest, options)
-    return None if since_s is None else _Proposal(cluster, options, newest, since_s).decide()
+    return None if since_s is None else _GenerationProposal(cluster, options, newest, since_s).decide()
 
 
 def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGroup) -> float | None:
@@ -65,7 +65,7 @@ def _ended_since_s(cluster: ClusterState, newest: Generation, options: LaunchGro
 
 
 @dataclass(frozen=True, slots=True)
-class _Proposal:
+class _GenerationProposal:
     cluster: ClusterState
     options: LaunchGroup
     previous: Generation | None

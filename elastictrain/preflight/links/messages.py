@@ -127,7 +127,7 @@ def _better(one: Contact, other: Contact) -> Contact:
     )
 
 
-class Task(StrEnum):
+class LinkTask(StrEnum):
     """What the first host of each link does."""
 
     CONTACT = "contact"
@@ -144,10 +144,10 @@ class Task(StrEnum):
 class Order:
     """What the first host has the others do next."""
 
-    task: Task
+    task: LinkTask
     links: tuple[Link, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
 
     def concerns(self, place: int) -> bool:
         """Whether this host reports; of a measurement both hosts do, so that one that is gone is known by its silence."""
-        return any(place in (link if self.task is Task.MEASURE else link[:1]) for link in self.links)
+        return any(place in (link if self.task is LinkTask.MEASURE else link[:1]) for link in self.links)

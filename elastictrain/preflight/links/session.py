@@ -24,9 +24,9 @@ from elastictrain.preflight.links.messages import (
     HostIntroduction,
     Link,
     LinkFindings,
+    LinkTask,
     Order,
     Roster,
-    Task,
     merged,
 )
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
@@ -54,7 +54,7 @@ _AT_A_TIME = 16
 _ALL_PAIRS_UP_TO = 16
 """Up to so many hosts a full check contacts every pair; above, distances of 1, 2, 4, 8 and so on along the ring."""
 
-_DOING = {Task.CONTACT: "contacts were made", Task.MEASURE: "bandwidth was measured"}
+_DOING = {LinkTask.CONTACT: "contacts were made", LinkTask.MEASURE: "bandwidth was measured"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class LinkSession:
             return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
         complete = time.monotonic()
         responder.set_token(bytes.fromhex(roster.token))
-        part = _Participant(self, roster, roster.hosts.index(own))
+        part = _LinkMember(self, roster, roster.hosts.index(own))
         verdicts = part.lead() if leads else part.follow()
         seconds = round(time.monotonic() - complete, 4)
         return LinkReport(verdicts=verdicts, roster=roster, num_rounds=part.num_rounds, seconds=seconds)
@@ -156,7 +156,7 @@ class LinkSession:
         return roster
 
 
-class _Participant:
+class _LinkMember:
     """What the host at `place` of the roster does in a session. All methods raise TransportError."""
 
     def __init__(self, session: LinkSession, roster: Roster, place: int) -> None:
@@ -179,7 +179,7 @@ class _Participant:
             order = self._session.get(f"order/{number}", Order, limit_s=patience_s)
             if order is None:
                 return (leaderless(self._session.host.name, waited_s=patience_s, leader=self._session.names[0]),)
-            if order.task is Task.END:
+            if order.task is LinkTask.END:
                 return order.verdicts
             self._check_places(order.links)
             self._carry_out(number, order)
@@ -188,7 +188,7 @@ class _Participant:
 
     def _limit_s(self, order: Order) -> float:
         """When all must have carried it out."""
-        return self._options.limits.contact_s if order.task is Task.CONTACT else self._options.measure_s()
+        return self._options.limits.contact_s if order.task is LinkTask.CONTACT else self._options.measure_s()
 
     def _carry_out(self, number: int, order: Order) -> None:
         """Do what concerns this host, and report what it found."""
@@ -196,7 +196,7 @@ class _Participant:
             return
         self._session.put(f"taken/{number}/{self._place}", True)
         probes = [self._probe(target) for source, target in order.links if source == self._place]
-        if order.task is Task.MEASURE:
+        if order.task is LinkTask.MEASURE:
             found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
         else:
             with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
@@ -237,7 +237,7 @@ class _Participant:
                 names=self._session.names,
             )
         )
-        self._session.put(f"order/{self._num_orders}", Order(Task.END, verdicts=verdicts))
+        self._session.put(f"order/{self._num_orders}", Order(LinkTask.END, verdicts=verdicts))
         return verdicts
 
     def _make_contact(self, links: Iterable[Link]) -> None:
@@ -246,7 +246,7 @@ class _Participant:
             links = tuple(link for link in links if not self._silences.keys() & set(link))
             if not links:
                 return
-            found = self._order(Order(Task.CONTACT, links))
+            found = self._order(Order(LinkTask.CONTACT, links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
             heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
             links = sorted(suspicious_contacts(heard, thresholds=self._options.thresholds) & set(links))
@@ -266,7 +266,7 @@ class _Participant:
             usable = tuple(pair for pair in pairs if self._is_usable(pair))
             if usable:
                 self.num_rounds += 1
-                flows += (flow for report in self._order(Order(Task.MEASURE, usable)) for flow in report.flows)
+                flows += (flow for report in self._order(Order(LinkTask.MEASURE, usable)) for flow in report.flows)
         return tuple(flows)
 
     def _is_usable(self, pair: Pair) -> bool:

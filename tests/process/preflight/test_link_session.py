@@ -10,7 +10,7 @@ import pytest
 from elastictrain.bounded_json import encode_record
 from elastictrain.config.preflight import PreflightLimits
 from elastictrain.errors import TransportError
-from elastictrain.preflight.links.messages import Order, Roster, Task
+from elastictrain.preflight.links.messages import LinkTask, Order, Roster
 from elastictrain.preflight.links.session import LinkReport, LinkSession
 from elastictrain.preflight.verdict import Scope, Status, Verdict, failures
 from tests.unit.preflight.links.groups import QUICK, host, names, run_group
@@ -170,7 +170,7 @@ def test_a_host_that_reports_garbage_counts_as_silent(monkeypatch: pytest.Monkey
 
 
 def test_an_order_about_hosts_that_are_not_there_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    order = encode_record(Order(Task.CONTACT, ((1, 7),)))
+    order = encode_record(Order(LinkTask.CONTACT, ((1, 7),)))
     monkeypatch.setattr("tests.unit.preflight.links.groups.Table", lambda: Garbling("links/order/0", order))
     reports = run_group(2, options=replace(QUICK, take_s=0.2, grace_s=0.1, limits=PreflightLimits(contact_s=0.5)))
     assert failed(reports[1]) == [("roster", "h2")]

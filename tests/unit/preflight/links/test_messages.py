@@ -12,9 +12,9 @@ from elastictrain.preflight.links.messages import (
     Flow,
     HostIntroduction,
     LinkFindings,
+    LinkTask,
     Order,
     Roster,
-    Task,
     merged,
 )
 from tests.unit.examples import examples
@@ -29,9 +29,9 @@ RECORDS = [
     introduction(1, mtu=None),
     roster(3, absent=(3,)),
     FINDINGS,
-    Order(Task.CONTACT, ((0, 1), (1, 0))),
-    Order(Task.MEASURE, ((0, 1),)),
-    Order(Task.END, verdicts=(verdict(), verdict("fail", measured=0.5))),
+    Order(LinkTask.CONTACT, ((0, 1), (1, 0))),
+    Order(LinkTask.MEASURE, ((0, 1),)),
+    Order(LinkTask.END, verdicts=(verdict(), verdict("fail", measured=0.5))),
 ]
 
 
@@ -88,8 +88,8 @@ def test_other_json_is_an_error(value: object) -> None:
 
 def test_of_a_measurement_both_hosts_report() -> None:
     links = ((0, 1),)
-    assert [Order(Task.CONTACT, links).concerns(place) for place in range(3)] == [True, False, False]
-    assert [Order(Task.MEASURE, links).concerns(place) for place in range(3)] == [True, True, False]
+    assert [Order(LinkTask.CONTACT, links).concerns(place) for place in range(3)] == [True, False, False]
+    assert [Order(LinkTask.MEASURE, links).concerns(place) for place in range(3)] == [True, True, False]
 
 
 def test_the_better_of_two_contacts_counts() -> None:
