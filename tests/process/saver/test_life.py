@@ -58,7 +58,7 @@ def test_not_startable_at_all(tmp_path: Path, undisturbed: dict[int, float]) -> 
         extra_environment=with_faults([Fault(FACTS, "exit", always=True)], tmp_path / "f"),
     )
     assert code == 0, output
-    assert "checkpoints are written while training waits" in output
+    assert "falling back to synchronous checkpoints" in output
     assert "broken on purpose" in output
     assert losses(run_dir) == undisturbed
     assert [row["step"] for row in events(run_dir, "checkpoint_saved")] == [6, 12, 18, 24, 30, 36, 40]

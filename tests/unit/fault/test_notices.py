@@ -89,7 +89,7 @@ def test_errors_are_survived_and_told_when_they_change(caplog: pytest.LogCapture
     with polling(script) as heard:
         assert script.done.wait(5.0)
         assert all_of(heard) == [NOTICE]
-    unknown = "whether the script has a notice for this host is not known"
+    unknown = "cannot read the notices of the script"
     assert caplog.messages == [
         f"{unknown}: no answer",
         f"{unknown}: KeyError: 'bug'",

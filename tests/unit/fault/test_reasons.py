@@ -121,7 +121,7 @@ def test_leaving_word_never_raises(tmp_path: Path, caplog: pytest.LogCaptureFixt
     with caplog.at_level(logging.WARNING):
         leave_reason(str(tmp_path / "nowhere"), REASON)
         leave_begun(str(tmp_path / "nowhere"), resumed_step=1)
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["the launcher cannot be told"] * 2
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["cannot report to the launcher"] * 2
 
 
 @pytest.mark.parametrize("only_if_none", [True, False])
