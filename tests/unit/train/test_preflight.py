@@ -375,5 +375,5 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(line: bytes, caplog: py
     start = b'{"event":"start","world_size":3}'
     data = b"\n".join([line + b'"preflight""start"', start, good, line + b'"preflight"', b""])
     assert findings_in(data) == [[{"check": "mtu"}]]
-    assert "2 lines" in caplog.text
+    assert "2 malformed lines" in caplog.text
     assert last_word(line, rank=0) is None

@@ -63,7 +63,7 @@ def test_all_hosts_do_what_the_least_can() -> None:
 
 
 def test_a_person_is_told_what_follows() -> None:
-    assert "training waits" in describe(Buffers(0, False, "why"))
+    assert "checkpoints are synchronous" in describe(Buffers(0, False, "why"))
     assert "one buffer per rank" in describe(Buffers(1, True, "why"))
     assert describe(Buffers(2, False, "why")) == "why; no replicas on other hosts"
 
