@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
-from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts
+from elastictrain.lease.chain import KEPT, LINEAGE_KEPT, Chain, LeaseClaim, StartRecord, Starts, point_at
 from elastictrain.lease.holder import Owner, Waiting, take
 from elastictrain.lease.merge import EVENTS, FINISHED_S, merge_finished
 from elastictrain.storage.opening import open_store
@@ -40,7 +40,7 @@ def fill(store: Store, num_objects: int) -> int:
 
         list(pool.map(event_of, range(1, num_objects + 1)))
         list(pool.map(records_of, range(first, num_objects + 1)))
-    Chain(store).point_at(num_objects)
+    point_at(store, num_objects)
     return num_objects
 
 
