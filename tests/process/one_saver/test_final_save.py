@@ -85,7 +85,7 @@ def test_who_comes_back_while_the_last_step_is_looked_for_is_let_in(memory: Path
         until(lambda: not saver._final_save.busy)
         assert time.monotonic() - began < 5
         assert (memory / "own-r00001-s0").exists()
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
     assert checkpoints(run) == []
 
@@ -142,7 +142,7 @@ def test_storage_that_is_away_for_a_moment_does_not_cost_what_is_in_memory(
         worker.socket.close()
     assert checkpoints(run) == [5]
     assert next(fails, None) is None, "a listing of the save itself failed, too"
-    assert "waits for storage: 503" in caplog.text
+    assert "wait for storage: 503" in caplog.text
 
 
 def is_leased(slot: Slot) -> bool:
@@ -166,7 +166,7 @@ def test_a_slot_that_cannot_be_leased_holds_no_other_one(memory: Path, run: Path
         until(lambda: is_leased(slots[0]))
         again = Worker(memory, ranks=(0, 1), incarnation="000002-bb")
         until(lambda: slots[0].lock(shared=False))
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
     for slot in slots:
         slot.close()
@@ -262,7 +262,7 @@ def test_who_is_at_the_door_when_the_last_look_ends_is_let_in(memory: Path, run:
         until(lambda: came)
         came[0].hear("welcome")
         assert (memory / "own-r00000-s0").exists()
-        came[0].print_line(op="finish")
+        came[0].send(op="finish")
         came[0].bye()
 
 
@@ -276,7 +276,7 @@ def test_what_a_host_has_said_is_not_taken_back_when_all_are_gone(
     with keeping(memory, run):
         worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
         put(memory, facts_of(5, rank=1, world_size=2, reason="interval"))
-        worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+        worker.send(op="snapshot", slot=0, step=5, durable=True)
         until(lambda: any("host-00001-" in info.key for info in store.list(PENDING)))
         worker.socket.close()
     assert not any("failed-" in info.key for info in store.list(PENDING))

@@ -56,7 +56,7 @@ def test_what_is_only_in_memory_is_written_while_the_launcher_lives(config: RunC
         worker = Worker(memory, agent=os.getpid())
         facts = facts_of(40)
         put(memory, facts)
-        worker.print_line(op="snapshot", slot=0, step=40, durable=False)
+        worker.send(op="snapshot", slot=0, step=40, durable=False)
         worker.bye()
         assert checkpoints(run) == []
         saver = ask_to_flush(config)
@@ -68,7 +68,7 @@ def test_what_is_only_in_memory_is_written_while_the_launcher_lives(config: RunC
         assert (memory / "own-r00000-s0").exists()
         saver.close()
         again = Worker(memory)
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
 
 
@@ -84,7 +84,7 @@ def test_what_storage_refuses_is_waited_for(
         (run / "checkpoints").write_text("in the way")
         worker = Worker(memory, agent=os.getpid())
         put(memory, facts_of(40))
-        worker.print_line(op="snapshot", slot=0, step=40, durable=False)
+        worker.send(op="snapshot", slot=0, step=40, durable=False)
         worker.bye()
         saver = ask_to_flush(config)
         assert saver is not None
@@ -96,7 +96,7 @@ def test_what_storage_refuses_is_waited_for(
         assert checkpoints(run) == [40]
         saver.close()
         again = Worker(memory)
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
 
 

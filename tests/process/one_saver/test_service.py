@@ -26,7 +26,7 @@ def test_a_durable_snapshot_is_saved_and_its_slot_released(memory: Path, run: Pa
         worker = Worker(memory)
         assert worker.hear("welcome")["pid"] == os.getpid()
         put(memory, facts_of(5, reason="interval"), digests=False)
-        worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+        worker.send(op="snapshot", slot=0, step=5, durable=True)
         assert worker.hear("seen") == {"op": "seen", "slot": 0, "step": 5}
         assert worker.hear("released")["step"] == 5
         assert worker.hear("saved")["checkpoint"] == "step-000000005"
@@ -34,7 +34,7 @@ def test_a_durable_snapshot_is_saved_and_its_slot_released(memory: Path, run: Pa
         slot = Slot.make(str(memory / "own-r00000-s0"), size_bytes=layout_of().size_bytes)
         until(lambda: slot.lock(shared=False))
         slot.close()
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
     assert checkpoints(run) == [5]
 
@@ -45,9 +45,9 @@ def test_the_ranks_of_other_hosts_are_told_that_no_more_will_be_said(memory: Pat
         CommitProtocol(open_store(str(run)), "000001-aa", 5, first_rank=0).prepare(lambda: "step-000000005")
         other = Worker(memory, rank=1, ranks=(1,), world_size=2)
         put(memory, facts_of(5, rank=1, world_size=2, reason="interval"))
-        other.print_line(op="snapshot", slot=0, step=5, durable=True)
+        other.send(op="snapshot", slot=0, step=5, durable=True)
         assert other.hear("released") == {"op": "released", "step": 5, "done": True}
-        other.print_line(op="finish")
+        other.send(op="finish")
         other.bye()
 
 
@@ -56,13 +56,13 @@ def test_who_comes_again_is_told_what_was_saved_meanwhile(memory: Path, run: Pat
         first, second = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2))
         for rank, worker in enumerate((first, second)):
             put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
-            worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+            worker.send(op="snapshot", slot=0, step=5, durable=True)
             worker.hear("seen")
         first.hear("saved")
         second.socket.close()
         again = Worker(memory, rank=1, ranks=(0, 1))
         assert again.hear("saved")["step"] == 5
-        first.print_line(op="finish")
+        first.send(op="finish")
         first.bye()
         again.bye()
 
@@ -75,19 +75,19 @@ def test_what_becomes_of_a_save_of_the_past_is_not_told_to_those_who_train_now(
         with held_up(monkeypatch) as go_on:
             old = Worker(memory)
             put(memory, facts_of(9, reason="interval"))
-            old.print_line(op="snapshot", slot=0, step=9, durable=True)
+            old.send(op="snapshot", slot=0, step=9, durable=True)
             until(lambda: saver._writer.under_way)
             old.bye()
             new = Worker(memory, incarnation="000002-bb")
             go_on.set()
             until(lambda: checkpoints(run) == [9] and not saver._writer.busy)
-        new.print_line(op="snapshot", slot=8, step=0, durable=False)
+        new.send(op="snapshot", slot=8, step=0, durable=False)
         new.hear("seen")
         assert not [message for message in new._waiting if message["op"] in ("saved", "released", "failed")]
         put(memory, replace(facts_of(8, reason="interval"), incarnation="000002-bb"), index=1)
-        new.print_line(op="snapshot", slot=1, step=8, durable=True)
+        new.send(op="snapshot", slot=1, step=8, durable=True)
         assert new.hear("saved")["step"] == 8
-        new.print_line(op="finish")
+        new.send(op="finish")
         new.bye()
 
 
@@ -97,10 +97,10 @@ def test_both_ranks_are_waited_for(memory: Path, run: Path) -> None:
         for rank, worker in enumerate(workers):
             assert checkpoints(run) == []
             put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
-            worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+            worker.send(op="snapshot", slot=0, step=5, durable=True)
             worker.hear("seen")
         assert [worker.hear("saved")["step"] for worker in workers] == [5, 5]
-        workers[0].print_line(op="finish")
+        workers[0].send(op="finish")
         for worker in workers:
             worker.bye()
 
@@ -121,19 +121,19 @@ def test_a_snapshot_that_cannot_be_read_is_answered(damage: str, memory: Path, r
             flip(memory, name, at=60)
         else:
             next(memory.glob("layout-*")).unlink()
-        worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+        worker.send(op="snapshot", slot=0, step=5, durable=True)
         assert worker.hear("seen")["step"] == 5
         failed = worker.hear("failed")
         assert failed["step"] == 5
         assert str(failed["error"]).startswith("the snapshot of rank 0: own-r00000-s0 ")
         # One that was to stay in memory is no failed save.
-        worker.print_line(op="snapshot", slot=0, step=5, durable=False)
+        worker.send(op="snapshot", slot=0, step=5, durable=False)
         assert worker.hear("seen")["step"] == 5
         put(memory, facts_of(6, reason="interval"))
-        worker.print_line(op="snapshot", slot=0, step=6, durable=True)
+        worker.send(op="snapshot", slot=0, step=6, durable=True)
         assert worker.hear("saved")["step"] == 6
         assert not any(message["op"] == "failed" for message in worker._waiting)
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -150,12 +150,12 @@ def test_a_save_that_failed_may_be_tried_again_with_the_same_step(
         put(memory, facts_of(5, reason="stop"))
         with monkeypatch.context() as patched:
             patched.setattr(saving, "check_files", broken)
-            worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+            worker.send(op="snapshot", slot=0, step=5, durable=True)
             assert worker.hear("failed") == {"op": "failed", "step": 5, "error": "full"}
         put(memory, facts_of(5, reason="stop"), index=1)
-        worker.print_line(op="snapshot", slot=1, step=5, durable=True)
+        worker.send(op="snapshot", slot=1, step=5, durable=True)
         assert worker.hear("saved")["step"] == 5
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -167,7 +167,7 @@ def test_a_file_that_is_not_as_it_was_written_keeps_the_commit_back(
         worker = Worker(memory)
         put(memory, facts_of(5, reason="stop"))
         with held_up(monkeypatch) as go_on:
-            worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+            worker.send(op="snapshot", slot=0, step=5, durable=True)
             until(lambda: list(run.glob("checkpoints/*/*.safetensors")))
             shard = next(run.glob("checkpoints/*/*.safetensors"))
             if size_bytes is None:
@@ -177,7 +177,7 @@ def test_a_file_that_is_not_as_it_was_written_keeps_the_commit_back(
             go_on.set()
             assert worker.hear("failed")["step"] == 5
         assert checkpoints(run) == []
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -188,11 +188,11 @@ def test_a_rank_gives_up_its_own_old_slots_only(memory: Path, run: Path) -> None
         for index in range(3):
             for rank in range(3):
                 put(memory, facts_of(index, rank=rank, world_size=3), index=index)
-        worker.print_line(op="old", slots=0b011)
+        worker.send(op="old", slots=0b011)
         until(lambda: not (memory / "own-r00002-s2").exists())
         left = sorted(path.name for path in memory.glob("own-*") if path.suffix != ".digests")
         assert left == ["own-r00000-s0", "own-r00000-s1", "own-r00001-s0", "own-r00001-s1", "own-r00001-s2"]
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -203,14 +203,14 @@ def test_a_worker_of_the_past_is_refused(memory: Path, run: Path) -> None:
         new = Worker(memory, incarnation="000002-bb")
         new.hear("welcome")
         put(memory, facts_of(5))
-        old.print_line(op="snapshot", slot=0, step=5, durable=False)
+        old.send(op="snapshot", slot=0, step=5, durable=False)
         assert "no worker of the present incarnation" in str(old.hear("refused")["reason"])
         assert old.socket.recv(10) == b""
         late = Worker(memory, settle=False)
         assert "is past" in str(late.hear("refused")["reason"])
         old.socket.close()
         late.socket.close()
-        new.print_line(op="finish")
+        new.send(op="finish")
         new.bye()
 
 
@@ -230,7 +230,7 @@ def test_a_later_life_may_have_the_same_number(memory: Path, run: Path) -> None:
         assert "is past" in str(late.hear("refused")["reason"])
         late.socket.close()
         again = Worker(memory, incarnation="000002-aa")
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
 
 
@@ -249,7 +249,7 @@ def test_who_only_hangs_up_is_not_lost(memory: Path, run: Path, monkeypatch: pyt
             again.socket.close()
             assert first.hear("lost") == {"op": "lost", "rank": 1}
         assert not [message for message in first._waiting if message["op"] == "lost"]
-        first.print_line(op="finish")
+        first.send(op="finish")
         first.bye()
 
 
@@ -270,9 +270,9 @@ def test_a_save_that_begins_when_the_group_is_broken_does_not_wait_long_for_othe
         put(memory, facts_of(5, rank=1, world_size=3, reason="interval"))
         put(memory, facts_of(5, world_size=3, reason="interval"))
         again = Worker(memory, rank=1, ranks=(0, 1), world_size=3)
-        first.print_line(op="snapshot", slot=0, step=5, durable=True)
+        first.send(op="snapshot", slot=0, step=5, durable=True)
         assert "the hosts of ranks 2 did not say" in str(first.hear("failed")["error"])
-        first.print_line(op="finish")
+        first.send(op="finish")
         first.bye()
         again.bye()
 
@@ -282,14 +282,14 @@ def test_another_incarnation_may_begin_at_an_older_step(memory: Path, run: Path)
     with keeping(memory, run):
         worker = Worker(memory)
         put(memory, facts_of(9, reason="interval"))
-        worker.print_line(op="snapshot", slot=0, step=9, durable=True)
+        worker.send(op="snapshot", slot=0, step=9, durable=True)
         worker.hear("saved")
         worker.socket.close()
         worker = Worker(memory, incarnation="000002-bb")
         put(memory, replace(facts_of(7, reason="interval"), incarnation="000002-bb"))
-        worker.print_line(op="snapshot", slot=0, step=7, durable=True)
+        worker.send(op="snapshot", slot=0, step=7, durable=True)
         assert worker.hear("saved")["step"] == 7
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
     assert checkpoints(run) == [7, 9]
 
@@ -310,13 +310,13 @@ def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
     with keeping(memory, run):
         worker = Worker(memory)
         put(memory, facts_of(5, reason="interval"))
-        worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+        worker.send(op="snapshot", slot=0, step=5, durable=True)
         slow = worker.hear("slow")
         assert (slow["step"], slow["trouble"]) == (5, "503: slow down")
         time.sleep(0.6)
         go_on.set()
         assert worker.hear("saved")["step"] == 5
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
     (told,) = events(run, "checkpoint_slow")
     assert (told["step"], told["trouble"]) == (5, "503: slow down")
@@ -352,15 +352,15 @@ def test_a_step_that_some_ranks_lack_is_told_once(memory: Path, run: Path) -> No
         workers = [Worker(memory, rank=rank, ranks=ranks) for rank in ranks]
         for rank in (0, 1):
             put(memory, facts_of(5, rank=rank, world_size=3, reason="interval"))
-            workers[rank].print_line(op="snapshot", slot=0, step=5, durable=True)
+            workers[rank].send(op="snapshot", slot=0, step=5, durable=True)
             workers[rank].hear("seen")
         for rank in ranks:
             put(memory, facts_of(6, rank=rank, world_size=3, reason="interval"), index=1)
-            workers[rank].print_line(op="snapshot", slot=1, step=6, durable=True)
+            workers[rank].send(op="snapshot", slot=1, step=6, durable=True)
         workers[0].hear("saved")
         told = [message for message in workers[0]._waiting if message["op"] == "failed"]
         assert told == [{"op": "failed", "step": 5, "error": "a rank has no snapshot of this step"}]
-        workers[0].print_line(op="finish")
+        workers[0].send(op="finish")
         for worker in workers:
             worker.bye()
 
@@ -375,7 +375,7 @@ def test_a_successor_takes_the_steps_in_their_order(memory: Path, run: Path) -> 
         workers = [Worker(memory, rank=rank, ranks=ranks) for rank in ranks]
         assert [workers[0].hear("saved")["step"] for _ in ranks] == [10, 20]
         assert not [message for message in workers[0]._waiting if message["op"] == "failed"]
-        workers[0].print_line(op="finish")
+        workers[0].send(op="finish")
         for worker in workers:
             worker.bye()
     assert checkpoints(run) == [10, 20]
@@ -388,12 +388,12 @@ def test_a_successor_does_not_write_again_what_a_later_save_has_made_needless(me
     with keeping(memory, run, facts=facts):
         worker = Worker(memory)
         assert [worker.hear("saved")["step"] for _ in range(2)] == [10, 20]
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
     with keeping(memory, run, facts=facts):
         worker = Worker(memory)
         assert [worker.hear("saved")["step"] for _ in range(2)] == [10, 20]
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
     assert [event["step"] for event in events(run, "checkpoint_saved")] == [10, 20]
     assert checkpoints(run) == [20]
@@ -417,8 +417,8 @@ def test_words_of_the_past_do_not_count(memory: Path, run: Path) -> None:
         old = Worker(memory)
         new = Worker(memory, incarnation="000002-bb")
         put(memory, replace(facts_of(5), incarnation="000002-bb"))
-        old.print_line(op="finish")
-        old.print_line(op="replicate", on=False, unpaced=False)
+        old.send(op="finish")
+        old.send(op="replicate", on=False, unpaced=False)
         assert "no worker of the present incarnation" in str(old.hear("refused")["reason"])
         old.socket.close()
         new.socket.close()
@@ -434,10 +434,10 @@ def test_who_comes_again_before_the_end_of_its_old_connection_is_not_lost(
             patched.setattr(connections.os, "pidfd_open", _no_such_process)
             old.socket.close()
             for worker in (first, again):
-                worker.print_line(op="snapshot", slot=8, step=0, durable=False)
+                worker.send(op="snapshot", slot=8, step=0, durable=False)
                 worker.hear("seen")
         assert not [message for message in first._waiting if message["op"] == "lost"]
-        first.print_line(op="finish")
+        first.send(op="finish")
         first.bye()
         again.bye()
 
@@ -450,7 +450,7 @@ def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, 
             patched.setattr(saving, "check_files", _full)
             for rank, worker in enumerate((first, second)):
                 put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
-                worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+                worker.send(op="snapshot", slot=0, step=5, durable=True)
             second.hear("failed")
         first.socket.close()
         again = Worker(memory, rank=0, ranks=(0, 1))
@@ -459,13 +459,13 @@ def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, 
         with held_up(monkeypatch):
             for rank, worker in enumerate((again, second)):
                 put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"), index=1)
-                worker.print_line(op="snapshot", slot=1, step=5, durable=True)
+                worker.send(op="snapshot", slot=1, step=5, durable=True)
             until(lambda: saver._writer.under_way)
             second.socket.close()
             third = Worker(memory, rank=1, ranks=(0, 1))
             assert not [message for message in third._waiting if message["op"] == "failed"]
         assert again.hear("saved")["step"] == 5
-        again.print_line(op="finish")
+        again.send(op="finish")
         again.bye()
         third.bye()
 
@@ -483,11 +483,11 @@ def test_a_host_takes_part_in_the_second_attempt_at_a_step(memory: Path, run: Pa
             leader = CommitProtocol(store, "000001-aa", 5, first_rank=0)
             leader.prepare(lambda: "step-000000005")
             put(memory, facts_of(5, rank=1, world_size=2, reason="stop"), index=slot)
-            worker.print_line(op="snapshot", slot=slot, step=5, durable=True)
+            worker.send(op="snapshot", slot=slot, step=5, durable=True)
             worker.hear("released")
             until(lambda: any(f"host-00001-{leader.attempt}" in info.key for info in store.list(PENDING)))  # noqa: B023
             leader.clear()
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -498,10 +498,10 @@ def test_a_host_that_gives_a_step_up_says_so(memory: Path, run: Path) -> None:
     with keeping(memory, run):
         worker = Worker(memory, rank=1, ranks=(1,), world_size=2)
         flip(memory, put(memory, facts_of(5, rank=1, world_size=2, reason="interval")), at=60)
-        worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+        worker.send(op="snapshot", slot=0, step=5, durable=True)
         worker.hear("failed")
         until(lambda: any("failed-00001-" in info.key for info in store.list(PENDING)))
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()
 
 
@@ -514,11 +514,11 @@ def test_what_the_first_host_never_begins_does_not_hold_up_the_end(memory: Path,
         workers = [Worker(memory, rank=rank, ranks=(1, 2), world_size=3, agent=os.getpid()) for rank in (1, 2)]
         for rank, worker in enumerate(workers, 1):
             flip(memory, put(memory, facts_of(5, rank=rank, world_size=3, reason="interval")), at=60)
-            worker.print_line(op="snapshot", slot=0, step=5, durable=True)
+            worker.send(op="snapshot", slot=0, step=5, durable=True)
             worker.hear("failed")
         until(lambda: any("failed-00001-" in info.key for info in store.list(PENDING)))
         leader.clear()
-        workers[0].print_line(op="finish")
+        workers[0].send(op="finish")
         for worker in workers:
             worker.bye()
         began = time.monotonic()
@@ -536,5 +536,5 @@ def test_a_worker_with_another_key_is_refused(memory: Path, run: Path, name: str
         stranger.socket.close()
         worker = Worker(memory, key=proof_of(key))
         assert worker.hear("welcome")["pid"] == os.getpid()
-        worker.print_line(op="finish")
+        worker.send(op="finish")
         worker.bye()

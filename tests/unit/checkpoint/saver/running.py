@@ -45,7 +45,7 @@ class Worker:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.settimeout(10)
         self.socket.connect(str(folder / "keeper.sock"))
-        self.say(
+        self.send(
             op="hello",
             rank=rank,
             ranks=list(ranks),
@@ -57,10 +57,10 @@ class Worker:
             key=key,
         )
         if settle:
-            self.say(op="snapshot", slot=9, step=0, durable=False)
+            self.send(op="snapshot", slot=9, step=0, durable=False)
             self.hear("seen")
 
-    def say(self, **message: object) -> None:
+    def send(self, **message: object) -> None:
         self.socket.sendall(encode(message))  # type: ignore[arg-type]
 
     def hear(self, op: str) -> dict[str, object]:
@@ -74,7 +74,7 @@ class Worker:
             self._waiting += list(self._lines.feed(data))
 
     def bye(self) -> None:
-        self.say(op="bye")
+        self.send(op="bye")
         self.socket.close()
 
 

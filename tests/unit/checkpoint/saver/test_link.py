@@ -53,7 +53,7 @@ class FakeSaver:
                 if self.deaf:
                     return
 
-    def say(self, message: dict[str, object]) -> None:
+    def send(self, message: dict[str, object]) -> None:
         self.connections[-1].sendall(encode(message))
 
     def hang_up(self) -> None:
@@ -117,12 +117,12 @@ def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, saver
         until(lambda: "snapshot" in saver.ops())
         assert saver.heard[-1] == {"op": "snapshot", "slot": 1, "step": 30, "durable": True}
         assert link.needs(1, 30)
-        saver.say({"op": "seen", "slot": 1, "step": 29})
-        saver.say({"op": "released", "step": 30})
-        saver.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
+        saver.send({"op": "seen", "slot": 1, "step": 29})
+        saver.send({"op": "released", "step": 30})
+        saver.send({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
         until(lambda: link._pending_saves.saved_checkpoints)
         assert link.needs(1, 30), "another one was seen"
-        saver.say({"op": "seen", "slot": 1, "step": 30})
+        saver.send({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
         assert [(one.step, one.checkpoint, one.bytes) for one in link.take_saved()] == [(30, "c", 5)]
         assert link.take_saved() == []
@@ -136,8 +136,8 @@ def test_who_is_told_no_more_of_a_step_does_not_wait_for_it(folder: Path, saver:
         link.wait(5)
         link.announce(1, 30, durable=True)
         until(lambda: "snapshot" in saver.ops())
-        saver.say({"op": "released", "step": 30, "done": True})
-        saver.say({"op": "seen", "slot": 1, "step": 30})
+        saver.send({"op": "released", "step": 30, "done": True})
+        saver.send({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
         now[0] += 1000
         assert link.take_failures() == []
@@ -151,8 +151,8 @@ def test_a_step_that_was_written_and_not_committed_has_failed_when_its_saver_is_
         for slot, step in enumerate((30, 31)):
             link.announce(slot, step, durable=True)
         until(lambda: saver.ops().count("snapshot") == 2)
-        saver.say({"op": "released", "step": 30, "done": False})
-        saver.say({"op": "seen", "slot": 0, "step": 30})
+        saver.send({"op": "released", "step": 30, "done": False})
+        saver.send({"op": "seen", "slot": 0, "step": 30})
         until(lambda: not link.needs(0, 30))
         link.announce(0, 32, durable=False)
         saver.hang_up()
@@ -170,7 +170,7 @@ def test_a_failure_is_told_once(folder: Path, saver: FakeSaver) -> None:
         link.wait(5)
         link.announce(0, 30, durable=True)
         until(lambda: "snapshot" in saver.ops())
-        saver.say({"op": "failed", "step": 30, "error": "full"})
+        saver.send({"op": "failed", "step": 30, "error": "full"})
         until(lambda: link._pending_saves.failures)
         assert [(one.step, one.error) for one in link.take_failures()] == [(30, "full")]
         assert link.take_failures() == []
@@ -226,7 +226,7 @@ def test_a_refusal_is_final(folder: Path) -> None:
     with linked(folder) as (link, events):
         until(lambda: "hello" in quiet.ops())
         link.announce(0, 30, durable=True)
-        quiet.say({"op": "refused", "reason": "incarnation 1 is past"})
+        quiet.send({"op": "refused", "reason": "incarnation 1 is past"})
         until(lambda: link.broken)
         assert "it refuses this worker: incarnation 1 is past" in link.broken
         assert not link.needs(0, 30)
@@ -281,8 +281,8 @@ def test_what_was_saved_or_failed_is_not_overdue(folder: Path, saver: FakeSaver)
         link.announce(0, 30, durable=True)
         link.announce(1, 31, durable=True)
         until(lambda: saver.ops().count("snapshot") == 2)
-        saver.say({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
-        saver.say({"op": "failed", "step": 31, "error": "full"})
+        saver.send({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
+        saver.send({"op": "failed", "step": 31, "error": "full"})
         until(lambda: link._pending_saves.failures)
         now[0] += 1000
         assert [one.error for one in link.take_failures()] == ["full"]
@@ -306,7 +306,7 @@ def test_a_lost_rank_is_known(folder: Path, saver: FakeSaver) -> None:
     with linked(folder) as (link, _):
         link.wait(5)
         assert link.lost is None
-        saver.say({"op": "lost", "rank": 3})
+        saver.send({"op": "lost", "rank": 3})
         until(lambda: link.lost)
         assert link.lost is not None
         assert link.lost[0] == 3
