@@ -71,7 +71,7 @@ def from_first(act: Callable[[], bytes], *, group: dist.ProcessGroup | None) -> 
         return answer[1:]
     try:
         answer = act()
-    except Exception as error:
+    except BaseException as error:
         # Whatever it is, the others wait for an answer.
         broadcast_bytes(b"!" + json.dumps(describe(error)).encode(), group=group)
         raise

@@ -193,9 +193,12 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
     slot = Slot.hold(path, wait_s=_LETTING_GO_S)
     if slot is None:
         raise InvalidCheckpointError(f"{path} is held by a worker that is not gone yet")
-    if slot.facts != facts:
+    try:
+        if slot.facts != facts:
+            raise InvalidCheckpointError(f"{path} holds another snapshot now")
+    except BaseException:
         slot.close()
-        raise InvalidCheckpointError(f"{path} holds another snapshot now")
+        raise
     return slot
 
 

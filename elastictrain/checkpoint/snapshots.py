@@ -206,7 +206,10 @@ class Snapshots:
             self._forget(taking)
             return
         with self._changed:
-            self._changed.wait_for(lambda: taking.state is not None or self._closing)
+            # In the order in which they were begun: the saver gives up a step that a newer one has overtaken.
+            self._changed.wait_for(
+                lambda: self._closing or (taking.state is not None and next(iter(self._taking.values()), None) is taking)
+            )
         if taking.state is None:
             return
         try:

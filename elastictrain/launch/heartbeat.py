@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record, parse_json
-from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord
+from elastictrain.launch.membership.records import Generation, GenerationMember, HostRecord, known_record
 from elastictrain.net.channel import SIGNATURE_BYTES, is_signed, signature
 
 _LARGEST_BYTES = 512
@@ -83,10 +83,12 @@ def unseal(data: bytes, *, token: bytes) -> HeartbeatDatagram | None:
     try:
         fields = as_record(parse_json(body), list[Any])
         host, to, counter, generation, ended = as_record(fields[:5], tuple[str, str, int, int, bool])
-        record = as_record(fields[5], HostRecord) if len(fields) > 5 else None
+        record = known_record(HostRecord, fields[5]) if len(fields) > 5 else None
     except MalformedJsonError:
         return None
-    if len(fields) > 6 or (record is None and len(data) > _LARGEST_BYTES) or (record is not None and record.host != host):
+    if record is None and (len(fields) > 5 or len(data) > _LARGEST_BYTES):
+        return None
+    if len(fields) > 6 or (record is not None and record.host != host):
         return None
     return HeartbeatDatagram(host, to, counter, generation, ended, record)
 

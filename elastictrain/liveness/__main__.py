@@ -1,5 +1,6 @@
 """The monitor's process: `python -m elastictrain.liveness FOLDER FACTS`, started by a worker, for nobody else to use."""
 
+import json
 import logging
 import os
 import signal
@@ -8,7 +9,7 @@ from typing import NoReturn
 
 import msgspec
 
-from elastictrain.bounded_json import parse_record
+from elastictrain.bounded_json import as_record
 from elastictrain.errors import EXIT_OK
 from elastictrain.events import Hang, Journal
 from elastictrain.liveness.monitor_client import MonitoredHost, remove_folder, sweep
@@ -45,4 +46,5 @@ def keep(hang: Hang, stacks: str, facts: MonitoredHost) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], parse_record(sys.argv[2], MonitoredHost))
+    # Paths that are not UTF-8 stay what they are, which `parse_record` refuses.
+    main(sys.argv[1], as_record(json.loads(sys.argv[2]), MonitoredHost))

@@ -225,7 +225,9 @@ class RankMonitor:
             self._workers[marks.rank].kill()
         if hanging:
             guilty = tuple(self._status(one.seen.marks, one.silent_s, one.bound_s) for one in hanging)
-            found = HangDiagnosis(hanging[0].kind, guilty, tuple(self._status(marks, 0.0, 0.0) for marks in waiting))
+            at_fault = {one.seen.marks.rank for one in hanging}
+            others = tuple(self._status(marks, 0.0, 0.0) for marks in alive if marks.rank not in at_fault)
+            found = HangDiagnosis(hanging[0].kind, guilty, others)
             event = found.event(text, stacks=None)
             # Storage may be what hangs.
             self._start(lambda: self._record(event, stacks))

@@ -28,6 +28,7 @@ OWN = {
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
     "liveness/heartbeats.py": "workers of the same group, through torch's store",
+    "liveness/__main__.py": "the worker that started this process",
     "liveness/diagnosis.py": "torch's trace of this process",
     "launch/forks.py": "the process that forks this one",
     "launch/orders.py": "a file in the launcher's own folder",

@@ -153,7 +153,6 @@ def _problems(
 ) -> tuple[str, ...]:
     spans = coalesced_reads(one.chunk for one in placed if one.chunk.size_bytes)
     names = {one.chunk: one.name for one in placed}
-    buffer = memoryview(bytearray(max(file.header_bytes, *(span.end - span.start for span in spans), 0)))
     whole = xxhash.xxh3_128()
 
     def read(start: int, end: int) -> memoryview:
@@ -169,6 +168,8 @@ def _problems(
         size_bytes = store.stat(key).size_bytes
         if size_bytes != file.size_bytes:
             return (f"must have {file.size_bytes} bytes, but has {size_bytes}",)
+        # Only now: a manifest may claim any size.
+        buffer = memoryview(bytearray(max(file.header_bytes, *(span.end - span.start for span in spans), 0)))
         header = bytes(read(0, file.header_bytes))
         right = has_digest(header, file.header_digest, sha256=file.header_sha256)
         wrong = [] if right else ["its header does not have its digest"]

@@ -99,12 +99,12 @@ def compute_digests(slot: Slot, layout: RankLayout, *, threads: int = DIGEST_THR
         + [(start + placed.start + chunk.begin, chunk.size_bytes) for placed in file.items for chunk in placed.chunks]
         for file, start in zip(layout.template, layout.starts, strict=True)
     ]
-    longest = max((size_bytes for ranges in files for _, size_bytes in ranges), default=0)
     buffers = local()
 
     def digest(ranges: Sequence[tuple[int, int]]) -> tuple[str, list[str]]:
         """Of all of them together, and of each."""
-        if not hasattr(buffers, "buffer"):
+        longest = max(size_bytes for _, size_bytes in ranges)
+        if len(getattr(buffers, "buffer", b"")) < longest:
             buffers.buffer = memoryview(bytearray(longest))
         whole, each = xxhash.xxh3_128(), []
         for begin, size_bytes in ranges:

@@ -169,11 +169,15 @@ class Slot:
         Raises: OSError.
         """
         slot, deadline = cls.open(path), time.monotonic() + wait_s
-        while not slot.lock(shared=True):
-            if time.monotonic() >= deadline:
-                slot.close()
-                return None
-            time.sleep(_POLL_S)
+        try:
+            while not slot.lock(shared=True):
+                if time.monotonic() >= deadline:
+                    slot.close()
+                    return None
+                time.sleep(_POLL_S)
+        except BaseException:
+            slot.close()
+            raise
         return slot
 
     def is_current(self) -> bool:

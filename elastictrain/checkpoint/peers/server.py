@@ -269,7 +269,7 @@ class PeerServer:
             )
         except RequestError as error:
             self._refuse(channel, "malformed", str(error))
-        except (RefusedError, CheckpointError, OSError) as error:
+        except (RefusedError, CheckpointError, OSError, MemoryError) as error:
             # Before the first byte of the replica, or after its last: the next request is read from its beginning.
             self._refuse(channel, "refused", str(error))
         else:

@@ -4,9 +4,11 @@ A *generation* is one attempt of an ordered set of hosts to train together. Gene
 one with the largest number is the current one, and each is created once, atomically, by whichever host comes first.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TypeVar
+
+import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, parse_json
 from elastictrain.lease.chain import LAUNCHER
@@ -227,12 +229,28 @@ T = TypeVar("T", HostRecord, End, Generation)
 def decode(kind: type[T], data: bytes | str) -> T | None:
     """The record in `data`, or None if that is none: torn, garbled, or of a later release."""
     try:
-        value = parse_json(data)
-        if not isinstance(value, dict) or not value.keys() <= {field.name for field in fields(kind)}:
-            return None
-        return as_record({"owner": "", **value} if kind is Generation else value, kind)
+        return known_record(kind, parse_json(data))
     except MalformedJsonError:
         return None
+
+
+def known_record(kind: type[T], value: object) -> T | None:
+    """The same of what was parsed before. A later release may mean something by a key that is unknown here."""
+    try:
+        record = as_record({"owner": "", **value} if kind is Generation and isinstance(value, dict) else value, kind)
+    except MalformedJsonError:
+        return None
+    return record if _has_only(value, msgspec.to_builtins(record)) else None
+
+
+def _has_only(value: object, known: object) -> bool:
+    """Whether no object in `value` has a key that the one at the same place in `known` lacks."""
+    match value, known:
+        case dict(), dict():
+            return value.keys() <= known.keys() and all(_has_only(one, known[key]) for key, one in value.items())
+        case list(), list() | tuple():
+            return all(map(_has_only, value, known))
+    return True
 
 
 @dataclass(frozen=True, slots=True)

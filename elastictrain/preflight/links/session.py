@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
+from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
 from elastictrain.errors import HostUnfitError, TransportError
 from elastictrain.preflight.links.judge import judge, suspect_rounds, suspicious_contacts
 from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, no_port, unheard
@@ -106,7 +106,7 @@ class LinkSession:
         """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
         data = self.exchange.get(f"{_PREFIX}/{key}", limit_s=max(limit_s, _AT_ONCE_S))
         try:
-            return None if data is None else parse_record(data, kind)
+            return None if data is None else parse_record(data, kind, limits=DOCUMENT)
         except MalformedJsonError as error:
             raise MalformedJsonError(f"{key} {error}") from error
 

@@ -3,10 +3,12 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
 import pytest
+from msgspec import structs
 
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands.survey import locate, survey
@@ -191,3 +193,14 @@ def test_what_reads_wrong_once_is_read_again(places: list[int], problems: int, r
     assert not store.places
     if len(set(places)) == 2:
         assert "reads differently each time" in found[0]
+
+
+def test_a_file_of_which_terabytes_are_claimed_costs_no_memory(run: Path) -> None:
+    manifest, huge = manifest_of(newest(run)), 1 << 60
+    file = structs.replace(manifest.files[1], size_bytes=huge)
+    first, *_ = chunks_by_file(manifest)[FILE]
+    placed = [replace(first, chunk=structs.replace(first.chunk, size_bytes=huge - first.chunk.start))]
+    store = FakeStore({"x": shard(newest(run), 1).read_bytes()})
+    found = check_file(store, "x", file=file, placed=placed, advance=lambda _: None, stopped=Event())
+    assert len(found) == 1
+    assert str(huge) in found[0]

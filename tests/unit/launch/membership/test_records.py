@@ -121,6 +121,17 @@ def test_what_no_release_writes_is_refused(record: HostRecord | End | Generation
     assert decode(type(record), json.dumps({**fields, **changes}).encode()) is None
 
 
+@pytest.mark.parametrize(
+    ("record", "name"), [(GENERATION, "members"), (GENERATION, "failures"), (replace(ENTRY, end=END), "end")], ids=str
+)
+def test_a_key_of_a_later_release_is_refused_wherever_it_stands(record: HostRecord | Generation, name: str) -> None:
+    fields = json.loads(encode_record(record))
+    assert decode(type(record), json.dumps(fields)) == record
+    inner = fields[name][0] if isinstance(fields[name], list) else fields[name]
+    inner["more"] = 1
+    assert decode(type(record), json.dumps(fields)) is None
+
+
 @pytest.mark.parametrize("name", ["host", "beat", "ended"])
 def test_a_record_of_another_release_that_lacks_a_field_is_none(name: str) -> None:
     fields = json.loads(encode_record(ENTRY))
