@@ -2,6 +2,8 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 from torchruns import TINY, Run, events, kill, last_step, losses, torchrun, train, wait_until
+
+from elastictrain.bounded_json import encode_record
+from elastictrain.liveness.monitor_client import MonitoredHost
 
 STEPS = 30
 HANGS_IN_STEP = 14
@@ -157,3 +162,11 @@ def test_nothing_outlives_a_run_whose_processes_are_all_killed(tmp_path: Path) -
         wait_until(lambda: not watcher.is_running(), timeout_s=5, what="end of the watcher")
     assert not folder.exists()
     assert watcher.pid not in before
+
+
+def test_a_monitor_starts_whatever_bytes_are_in_the_name_of_its_run(tmp_path: Path) -> None:
+    facts = MonitoredHost("000001-aa", "b", (0,), f"{tmp_path}/\udcff", 1.0, 1.0)
+    command = [sys.executable, "-m", "elastictrain.liveness", f"{tmp_path}/marks", encode_record(facts).decode()]
+    (tmp_path / "marks").mkdir()
+    # Nobody is there to be watched, so it ends by itself after ten seconds.
+    assert subprocess.run(command, timeout=60, check=False).returncode == 0

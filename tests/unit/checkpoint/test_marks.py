@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 import torch.distributed as dist
 
 from elastictrain.checkpoint import checkpointer as module
+from elastictrain.checkpoint import exchange
 from elastictrain.checkpoint.exchange import from_first
 from elastictrain.checkpoint.folders import BEGUN_KEY, COMMITTED_KEY, ROOT
 from elastictrain.checkpoint.manifest import digest_of
@@ -235,3 +237,20 @@ def test_files_that_a_saver_of_the_same_incarnation_may_still_write_are_left_alo
     bench.store.objects[other] = b"of a dead one"
     assert bench.checkpointer("inc1").save(2, tensors=state_of(2), state={}, reason="step").checkpoint == "step-000000002"
     assert other not in bench.store.objects
+
+
+def test_an_interrupt_of_rank_0_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(exchange.dist, "get_rank", lambda group: 0)
+
+    def broadcast(data: bytes, *, group: object) -> None:
+        sent.append(data)
+
+    monkeypatch.setattr(exchange, "broadcast_bytes", broadcast)
+
+    def act() -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        exchange.from_first(act, group=cast(dist.ProcessGroup, object()))
+    assert [data[:1] for data in sent] == [b"!"]

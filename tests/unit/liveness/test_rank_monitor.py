@@ -49,7 +49,7 @@ class Host:
         self.found: list[int] = []
         self.asked: list[tuple[int, int]] = []
         monkeypatch.setattr(module, "take_stacks", self._stacks)
-        facts = MonitoredHost("000001-abc", "b", (0, 1), "/run", 1.0, 1.0, launcher_folder=str(folder))
+        facts = MonitoredHost("000001-abc", "b", tuple(sorted({0, 1, *workers})), "/run", 1.0, 1.0, launcher_folder=str(folder))
         self.rank_monitor = RankMonitor("/folder", facts, find=self._find, record=self._record, clock=lambda: self.now_s)  # type: ignore[arg-type]
 
     def turn(self, after_s: float = 0.2) -> bool:
@@ -238,6 +238,20 @@ def test_who_is_stopped_is_given_the_time_to_be_continued(still_s: float, expect
 )
 def test_who_cannot_end_itself_is_ended(unchanged_s: float, still_s: float, expected: list[tuple[int, str]]) -> None:
     assert kinds(seen(0, unchanged_s=unchanged_s, still_s=still_s)) == expected
+
+
+def test_a_rank_that_is_ended_as_left_behind_is_among_those_that_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = FakeWorker(seen(1, phase=Phase.FORWARD, unchanged_s=10.5, still_s=10.4))
+    behind, gone = FakeWorker(seen(0)), FakeWorker(seen(2, gone_s=SURVIVOR_S + 0.1))
+    host = Host(tmp_path, {0: behind, 1: frozen, 2: gone}, monkeypatch)
+    host.turn()
+    assert host.recorded.wait(5)
+    assert (behind.killed, frozen.killed) == (1, 1)
+    ((hang, _),) = host.hangs
+    assert hang.guilty == ("rank 1 on b",)
+    assert list(hang.waiting) == ["rank 0 on b"]
 
 
 def test_who_says_why_it_ends_is_not_taken_for_frozen() -> None:

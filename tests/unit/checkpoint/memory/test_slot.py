@@ -7,7 +7,7 @@ import pytest
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.errors import CheckpointError
-from tests.unit.checkpoint.memory.madeslots import facts_of, fill, layout_of
+from tests.unit.checkpoint.memory.madeslots import facts_of, fill, layout_of, put
 
 LAYOUT = layout_of()
 
@@ -137,3 +137,18 @@ def test_the_lock_outlives_no_process(tmp_path: Path) -> None:
     os.waitpid(child, 0)
     assert slot.lock(shared=False)
     slot.close()
+
+
+def test_a_slot_that_cannot_be_locked_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = put(tmp_path, facts_of(4))
+    closed: list[str] = []
+    close = Slot.close
+
+    def refuse(slot: Slot, *, shared: bool = False) -> bool:
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(Slot, "lock", refuse)
+    monkeypatch.setattr(Slot, "close", lambda slot: (closed.append(slot.path), close(slot)))
+    with pytest.raises(OSError, match="locks"):
+        Slot.hold(f"{tmp_path}/{name}")
+    assert closed == [f"{tmp_path}/{name}"]
