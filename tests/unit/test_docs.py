@@ -81,3 +81,17 @@ def test_readme_names_every_recipe_and_choice_that_exists() -> None:
     for document in DOCUMENTS:
         for name in re.findall(r"\brecipe=([a-z_0-9]+)", document.read_text()):
             assert name in {*choices["recipe"], "sines", "again"}, f"{document}: recipe={name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_python_files_that_a_document_names_exist(document: Path) -> None:
+    files = [
+        f"/{path.relative_to(ROOT)}"
+        for top in ("elastictrain", "recipes", "scripts", "tests")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    past = document.name == "CHANGELOG.md"
+    named = re.findall(r"`([\w/]+\.py)\b[^`]*`", document.read_text())
+    assert (
+        past or [name for name in named if name not in OWN_TASK and not any(file.endswith(f"/{name}") for file in files)] == []
+    )
