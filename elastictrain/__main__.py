@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, EXIT_USAGE
 from elastictrain.version import __version__
 
@@ -55,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def script() -> NoReturn:
     """The console script: like `main`, but ends the process as a worker must end."""
-    leave: Callable[[int], NoReturn] = import_module("elastictrain.run").leave_process
-    leave(main())
+    leave_process(main())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Entry point of a worker: `python -m elastictrain.run recipe=...`, under torchrun or alone."""
 
-import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
 
+from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.fault.reasons import Reason, elect_reporter, leave_reason
 from elastictrain.fault.stop import STOP_SIGNALS
@@ -54,18 +53,6 @@ def complain(error: ElasticTrainError, identity: Identity | None = None) -> int:
     if identity is None or elect_reporter(identity.local_rank, ending=lambda: False):
         sys.stderr.write(f"elastictrain: {error}\n")
     return error.exit_code
-
-
-def leave_process(code: int) -> NoReturn:
-    """End this process now.
-
-    Gloo's threads abort the interpreter in its own shutdown now and then, even after the group was destroyed, and torchrun
-    would count that as a failure. Everything that matters is durable by now.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

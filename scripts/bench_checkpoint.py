@@ -45,10 +45,11 @@ from checkpoint_methods import Bench, FailedError, Method, methods_of
 from elastictrain.checkpoint.exchange import gather_json
 from elastictrain.config.load import load
 from elastictrain.data.assignment import Share
+from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_BUG, EXIT_OK, ElasticTrainError
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.run import complain, leave_process
+from elastictrain.run import complain
 from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.snapshot_memory import start_saver

@@ -25,11 +25,12 @@ import torch.distributed as dist
 
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
+from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, ElasticTrainError, UsageError
 from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.run import complain, leave_process
+from elastictrain.run import complain
 from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.loop import Loop

@@ -30,11 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.load import load
 from elastictrain.config.task_signature import build_task
+from elastictrain.entry_point import leave_process
 from elastictrain.errors import EXIT_OK, ElasticTrainError
 from elastictrain.events import Step
 from elastictrain.identity import Identity, read_identity
 from elastictrain.liveness.progress import ProgressTracker
-from elastictrain.run import complain, leave_process
+from elastictrain.run import complain
 from elastictrain.train.bringup import form_group, meet_ranks
 from elastictrain.train.build import build
 from elastictrain.train.context import TrainContext

@@ -6,19 +6,16 @@ Needs no GPU and no process group, and may be used while the run is training. UR
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+from elastictrain.entry_point import run_command
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_EXIT_INTERRUPTED = 130
-_EXIT_PIPE = 141
 _THREADS = 4
 _DEFAULT_MEMORY_DIR = "/dev/shm"  # noqa: S108  # the default of `checkpoint.memory_dir`
 _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path or any fsspec URL"
@@ -27,26 +24,11 @@ _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    try:
-        parsed = _parser().parse_args(arguments)
-    except SystemExit as stop:
-        # argparse ends with 2 for a wrong command line, and with 0 after --help.
-        return EXIT_USAGE if stop.code else EXIT_OK
-    try:
-        code = _run(parsed)
-        sys.stdout.flush()
-    except ElasticTrainError as error:
-        sys.stderr.write(f"elastictrain: {error}\n")
-        return error.exit_code
-    except KeyboardInterrupt:
-        remnants = f"; delete {parsed.out} before trying again" if parsed.command == "export" else ""
-        sys.stderr.write(f"elastictrain: interrupted{remnants}\n")
-        return _EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read the output, `head` for one, has seen enough; the interpreter must not try to write the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _EXIT_PIPE
-    return code
+    return run_command(_parser(), arguments, _run, if_interrupted=_tell_remnants)
+
+
+def _tell_remnants(parsed: argparse.Namespace) -> str:
+    return f"; delete {parsed.out} before trying again" if parsed.command == "export" else ""
 
 
 def _run(parsed: argparse.Namespace) -> int:

@@ -13,32 +13,20 @@ from elastictrain.data.cache import read_shard
 from elastictrain.data.index import TokenIndex, read_index, stored_type
 from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, discover, plan_digest, prepare
 from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file, tokenizer_of
-from elastictrain.errors import EXIT_OK, EXIT_STORAGE, EXIT_USAGE, ElasticTrainError, UsageError
+from elastictrain.entry_point import run_command
+from elastictrain.errors import EXIT_OK, EXIT_STORAGE, UsageError
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 
-_EXIT_INTERRUPTED = 130
 _SHOWN_CHARACTERS = 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        parsed = _parser().parse_args(arguments)
-    except SystemExit as stop:
-        # argparse ends with 2 for a wrong command line, and with 0 after --help.
-        return EXIT_USAGE if stop.code else EXIT_OK
-    try:
-        if parsed.command == "prepare":
-            return _prepare(parsed)
-        return _inspect(parsed)
-    except ElasticTrainError as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr)  # noqa: T201
-        return _EXIT_INTERRUPTED
+    return run_command(
+        _parser(), arguments, lambda parsed: int(parsed.act(parsed)), if_interrupted=lambda _: "; the same command continues"
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         help="turn text files into token files",
         description="Turn text files into token files. Interrupted, the same command continues where it was.",
     )
+    making.set_defaults(act=_prepare)
     making.add_argument("input", nargs="+", help="text file, folder, or quoted pattern such as 'books/**/*.txt'")
     making.add_argument("--out", required=True, metavar="URL", help="folder of the token files: a path or any fsspec URL")
     making.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
@@ -56,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     making.add_argument("--shard-tokens", type=int, default=DEFAULT_SHARD_TOKENS, metavar="N", help="tokens per file")
     making.add_argument("--pattern", action="append", metavar="GLOB", help="files to take from folders (*.txt); repeatable")
     showing = commands.add_parser("inspect", help="show token files", description="Show what a folder of token files holds.")
+    showing.set_defaults(act=_inspect)
     showing.add_argument("url", help="folder of the token files: a path or any fsspec URL")
     showing.add_argument("--verify", action="store_true", help="read every byte and compare the digests")
     showing.add_argument("--sample", type=int, metavar="I", help="show the text of sample I")

@@ -9,7 +9,7 @@ import os
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while the rest is imported needs no traceback: 130, as below.
+    # Ctrl-C while the rest is imported needs no traceback: 130, as `run_command` has it.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
@@ -23,7 +23,8 @@ from dataclasses import fields
 from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.config.preflight import PreflightChecks, PreflightGroup
-from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+from elastictrain.entry_point import leave_process, run_command
+from elastictrain.errors import EXIT_OK
 from elastictrain.identity import pods_without_workers
 from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
 from elastictrain.preflight.links.speedtest import PORT, listen, measure_speed, parse_size
@@ -31,7 +32,6 @@ from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import show
 
-_EXIT_INTERRUPTED = 130
 MEMORY_DIR = CheckpointGroup().memory_dir
 _MODES = ("fail", "warn", "off")
 
@@ -41,34 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        parsed = _parser().parse_args(arguments)
-    except SystemExit as stop:
-        # argparse ends with 2 for a wrong command line, and with 0 after --help.
-        return EXIT_USAGE if stop.code else EXIT_OK
-    under_torchrun = "RANK" in os.environ and parsed.command != "speed"
+    return run_command(_parser(), arguments, _run)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.command == "speed":
+        return _run_speed(parsed)
+    under_torchrun = "RANK" in os.environ
     if under_torchrun and pods_without_workers(os.environ):
         sys.stderr.write("elastictrain: RANK and WORLD_SIZE are the cluster's and not torchrun's: this host is checked alone\n")
         under_torchrun = False
-    try:
-        code = _dispatch(parsed, under_torchrun=under_torchrun)
-    except ElasticTrainError as error:
-        sys.stderr.write(f"elastictrain: {error}\n")
-        code = error.exit_code
-    except KeyboardInterrupt:
-        sys.stderr.write("elastictrain: interrupted\n")
-        code = _EXIT_INTERRUPTED
-    if under_torchrun:
-        # Threads of gloo abort the interpreter's own end now and then, and a collective may be stuck in one of ours.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
-
-
-def _dispatch(parsed: argparse.Namespace, *, under_torchrun: bool) -> int:
-    if parsed.command == "speed":
-        return _run_speed(parsed)
     settings = PreflightGroup(checks=as_record(dict(parsed.check), PreflightChecks), ports=tuple(parsed.port))
     asked = OwnChecks(level=Level(parsed.level), settings=settings, run_dir=parsed.run_dir, memory_dir=parsed.memory_dir)
     if under_torchrun:
@@ -169,4 +151,4 @@ def _port(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_process(main())

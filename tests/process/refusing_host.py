@@ -12,7 +12,8 @@ from typing import Any
 import torch.distributed.checkpoint  # noqa: F401
 
 import elastictrain.train.worker  # noqa: F401
-from elastictrain.run import leave_process, main
+from elastictrain.entry_point import leave_process
+from elastictrain.run import main
 from elastictrain.storage.failures import RetryOptions
 
 

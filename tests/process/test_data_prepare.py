@@ -68,5 +68,5 @@ def test_ends_with_one_line_and_no_traceback(tmp_path: Path) -> None:
         command(tmp_path / "missing", "out"), capture_output=True, text=True, env=environment(), check=False
     )
     assert result.returncode == 78
-    assert result.stderr.startswith("error: input ")
+    assert result.stderr.startswith("elastictrain: input ")
     assert result.stderr.count("\n") == 1

@@ -129,7 +129,8 @@ def test_missing_extra(package: str, url: str, extra: str, host: RefusingHost, t
 LATE_RANK_0 = """
 import os, time
 time.sleep(2.0 if os.environ["RANK"] == "0" else 0.0)
-from elastictrain.run import leave_process, main
+from elastictrain.entry_point import leave_process
+from elastictrain.run import main
 leave_process(main())
 """
 

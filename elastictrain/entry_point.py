@@ -1,0 +1,54 @@
+"""What the entry points of the commands have in common: how they end, and what they say then."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from elastictrain.errors import EXIT_OK, EXIT_USAGE, ElasticTrainError
+
+_EXIT_INTERRUPTED = 130
+_EXIT_PIPE = 141
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    act: Callable[[argparse.Namespace], int],
+    *,
+    if_interrupted: Callable[[argparse.Namespace], str] = lambda _: "",
+) -> int:
+    """Call `act` with the parsed arguments; returns the exit code. `if_interrupted`: what to do after Ctrl-C, for a person."""
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as stop:
+        # argparse ends with 2 for a wrong command line, and with 0 after --help.
+        return EXIT_USAGE if stop.code else EXIT_OK
+    try:
+        code = act(parsed)
+        sys.stdout.flush()
+    except ElasticTrainError as error:
+        sys.stderr.write(f"elastictrain: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write(f"elastictrain: interrupted{if_interrupted(parsed)}\n")
+        return _EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output, `head` for one, has seen enough; the interpreter must not try to write the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_PIPE
+    return code
+
+
+def leave_process(code: int) -> NoReturn:
+    """End this process now; what matters is durable by now.
+
+    Gloo's threads abort the interpreter in its own shutdown now and then, even after the group was destroyed, and torchrun
+    would count that as a failure. A collective may be stuck in another thread, too.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
