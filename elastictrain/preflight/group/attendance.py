@@ -1,20 +1,16 @@
 """A part of the checks that all ranks do at once: run under a deadline, told to each other, and who is to blame if not all came
-through.
+through."""
 
-All collectives run in one thread, so that whoever waits for one need not wait for ever.
-"""
-
-import queue
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from elastictrain.bounded_json import DOCUMENT, as_record, encode_record, parse_record
+from elastictrain.distributed.bounded import within
 from elastictrain.preflight.group.members import GroupMember
 from elastictrain.preflight.surroundings import Exchange
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
@@ -47,57 +43,25 @@ Act = Callable[[Callable[[str], None]], object]
 """Does a part; tells its argument what is about to begin; returns records."""
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far an act has come; written by its thread, read by the one that waits."""
-
-    what: str = ""
-    num_begun: int = 0
-
-    def tell(self, what: str) -> None:
-        self.what = what
-        self.num_begun += 1
-
-
-class DeadlineThread:
-    """Runs acts one after the other. After one that did not come back, nothing can run any more.
+def run_act(act: Act, *, limit_s: float) -> RankResult:
+    """What it comes to, after `limit_s` at the latest. Never raises.
 
     A collective that hangs cannot be woken from outside: its thread stays, and ends with the process.
     """
+    begun: list[str] = []
 
-    def __init__(self, prepare: Callable[[], None]) -> None:
-        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=(prepare,), name="group-checks", daemon=True).start()
-
-    def run(self, act: Act, *, limit_s: float) -> RankResult:
-        """Its word, after `limit_s` at the latest. Never raises."""
-        answer: queue.SimpleQueue[RankResult] = queue.SimpleQueue()
-        progress = _Progress()
-        self._acts.put(lambda: answer.put(_do(act, progress)))
+    def run() -> RankResult:
         try:
-            return answer.get(timeout=limit_s)
-        except queue.Empty:
-            return RankResult(PartState.STUCK, detail=progress.what, num_begun=progress.num_begun)
+            figure = msgspec.to_builtins(act(begun.append))
+            encode_record(figure)
+        except Exception as error:  # noqa: BLE001  # the edge of a thread: every rank hears of it
+            first_line = (str(error).splitlines() or [""])[0][:300]
+            detail = f"{type(error).__name__}: {first_line}" + (f" ({begun[-1]})" if begun else "")
+            return RankResult(PartState.BROKEN, detail=detail, num_begun=len(begun))
+        return RankResult(PartState.DONE, figure, num_begun=len(begun))
 
-    def close(self) -> None:
-        """No more acts."""
-        self._acts.put(None)
-
-    def _work(self, prepare: Callable[[], None]) -> None:
-        prepare()
-        while (act := self._acts.get()) is not None:
-            act()
-
-
-def _do(act: Act, progress: _Progress) -> RankResult:
-    try:
-        figure = msgspec.to_builtins(act(progress.tell))
-        encode_record(figure)
-    except Exception as error:  # noqa: BLE001  # the edge of a thread: every rank hears of it
-        first_line = (str(error).splitlines() or [""])[0][:300]
-        detail = f"{type(error).__name__}: {first_line}" + (f" ({progress.what})" if progress.what else "")
-        return RankResult(PartState.BROKEN, detail=detail, num_begun=progress.num_begun)
-    return RankResult(PartState.DONE, figure, num_begun=progress.num_begun)
+    result = within(limit_s, run)
+    return result or RankResult(PartState.STUCK, detail=begun[-1] if begun else "", num_begun=len(begun))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +96,6 @@ class Entries:
     rank: int
     world_size: int
     grace_s: float
-    clock: Callable[[], float] = time.monotonic
 
     def enter(self, part: str) -> None:
         """Leave word that this rank is about to begin."""
@@ -145,34 +108,22 @@ class Entries:
         # Also if this rank came out in trouble: only the words of the others tell who is the cause, and who is stuck with it.
         until = began + limit_s + self.grace_s
         if self.rank != 0:
-            data = self.exchange.get(published, limit_s=max(0.0, until + 2 * self.grace_s - self.clock()))
+            data = self.exchange.get(published, limit_s=max(0.0, until + 2 * self.grace_s - time.monotonic()))
             if data is not None:
-                return _decode(data)
-            until = self.clock()
-        attendance = self._collect(part, word, began=began, until=until, limit_s=limit_s)
-        if self.rank == 0:
-            self.exchange.put(published, encode_record(attendance))
-        return attendance
-
-    def _collect(self, part: str, word: RankResult, *, began: float, until: float, limit_s: float) -> Attendance:
+                return parse_record(data, Attendance, limits=DOCUMENT)
+            until = time.monotonic()
         words, entered = {self.rank: word}, {self.rank}
-        for rank in range(self.world_size):
-            if rank == self.rank:
-                continue
-            data = self.exchange.get(f"group/{part}/word/{rank}", limit_s=max(0.0, until - self.clock()))
+        for rank in set(range(self.world_size)) - {self.rank}:
+            data = self.exchange.get(f"group/{part}/word/{rank}", limit_s=max(0.0, until - time.monotonic()))
             if data is not None:
                 words[rank] = parse_record(data, RankResult)
             if data is not None or self.exchange.get(f"group/{part}/in/{rank}", limit_s=0.0) is not None:
                 entered.add(rank)
-        seconds = round(self.clock() - began, 4)
-        return Attendance(part, self.world_size, limit_s, words, frozenset(entered), seconds)
-
-
-def _decode(data: bytes) -> Attendance:
-    row = parse_record(data, dict[str, Any], limits=DOCUMENT)
-    # Keys of JSON are texts.
-    words = {int(rank): word for rank, word in row["words"].items()}
-    return as_record({**row, "words": words}, Attendance)
+        seconds = round(time.monotonic() - began, 4)
+        attendance = Attendance(part, self.world_size, limit_s, words, frozenset(entered), seconds)
+        if self.rank == 0:
+            self.exchange.put(published, encode_record(attendance))
+        return attendance
 
 
 def scope_of(culprits: Collection[int], members: Sequence[GroupMember]) -> Scope:
@@ -189,7 +140,7 @@ def judge_attendance(check: str, attendance: Attendance, members: Sequence[Group
     """
     if attendance.complete:
         return []
-    culprits, words = dict(_culprits(attendance)), attendance.words
+    culprits, words = _culprits(attendance), attendance.words
     # What a rank raises is often about the other end of a connection.
     raised = any(rank in words and words[rank].state is PartState.BROKEN for rank in culprits)
     scope = Scope.GROUP if raised else scope_of(culprits, members)
@@ -218,18 +169,19 @@ def _remedy(member: GroupMember, *, was_there: bool) -> str:
     return f"on {member.host} see where rank {member.rank} is: {dump}; {waiting}; {without}"
 
 
-def _culprits(attendance: Attendance) -> Iterator[tuple[int, str]]:
+def _culprits(attendance: Attendance) -> dict[int, str]:
     part, limit, words = attendance.part, f"within {attendance.limit_s:g} s", attendance.words
     ranks = range(attendance.world_size)
     if absent := [rank for rank in ranks if rank not in attendance.entered]:
-        yield from ((rank, f"did not enter {part} {limit}") for rank in absent)
-    elif silent := [rank for rank in ranks if rank not in words]:
-        yield from ((rank, f"entered {part} and gave no word {limit}") for rank in silent)
-    elif broken := [rank for rank in ranks if words[rank].state is PartState.BROKEN]:
-        yield from ((rank, f"broke in {part}: {words[rank].detail}") for rank in broken)
-    else:
-        stuck = {rank: words[rank] for rank in ranks if words[rank].state is PartState.STUCK}
-        least = min(word.num_begun for word in stuck.values())
-        for rank, word in stuck.items():
-            if word.num_begun == least:
-                yield rank, f"no answer from {part}{f' at {word.detail}' if word.detail else ''} {limit}"
+        return dict.fromkeys(absent, f"did not enter {part} {limit}")
+    if silent := [rank for rank in ranks if rank not in words]:
+        return dict.fromkeys(silent, f"entered {part} and gave no word {limit}")
+    if broken := [rank for rank in ranks if words[rank].state is PartState.BROKEN]:
+        return {rank: f"broke in {part}: {words[rank].detail}" for rank in broken}
+    stuck = {rank: words[rank] for rank in ranks if words[rank].state is PartState.STUCK}
+    least = min(word.num_begun for word in stuck.values())
+    return {
+        rank: f"no answer from {part}{f' at {word.detail}' if word.detail else ''} {limit}"
+        for rank, word in stuck.items()
+        if word.num_begun == least
+    }

@@ -4,9 +4,10 @@ Every rank's values are a row of a table that all ranks can make; a message repe
 that parts of a message differ wherever it is cut, and a part in the wrong place is found.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,13 @@ _EXACT = 256
 """Whole numbers up to here are exact in bfloat16, and so is every partial sum of them, in whatever order."""
 
 
+@dataclass(frozen=True, slots=True)
 class Collectives:
-    """What ranks of the default group do together, on flat tensors of the group's device. Collective: yes, all of them."""
+    """What ranks of the default group do together, on flat tensors of this rank's device. Collective: yes, all of them."""
+
+    rank: int
+    world_size: int
+    device: torch.device
 
     def all_reduce(self, buffer: Tensor) -> None:
         """The sum over all ranks, in place."""
@@ -178,64 +184,50 @@ class WrongResult:
     source: int | None
 
 
-class Examination:
-    """The trials that every rank makes, in the same order."""
+def examine(collective: Collective, at: Callable[[str], None], *, collectives: Collectives, full: bool) -> list[WrongResult]:
+    """All trials of one collective, which every rank makes in the same order; `at` is told what is about to begin.
 
-    def __init__(self, collectives: Collectives, *, rank: int, world_size: int, device: torch.device, full: bool) -> None:
-        self._collectives = collectives
-        self._rank = rank
-        self._world_size = world_size
-        full_bytes, quick_bytes = (64 * MB, MB) if device.type == "cuda" else (4 * MB, MB // 4)
+    Collective: yes.
+    """
+    rank, world_size, device = collectives.rank, collectives.world_size, collectives.device
+    if collective is Collective.SEND_RECV and world_size == 1:
+        return []
+    full_bytes, quick_bytes = (64 * MB, MB) if device.type == "cuda" else (4 * MB, MB // 4)
+    found = []
+    for dtype, values in product(DTYPES, Values):
+        rows = table(values, dtype, world_size=world_size, seed=_SEED).to(device)
         # Of all ranks' parts together.
-        self._large_bytes = full_bytes if full else quick_bytes
-        self._rows = {
-            (values, dtype): table(values, dtype, world_size=world_size, seed=_SEED).to(device)
-            for dtype in DTYPES
-            for values in Values
-        }
+        large = max(1, (full_bytes if full else quick_bytes) // (dtype.itemsize * world_size))
+        for size, part in (("small", _SMALL), ("large", large)):
+            trial, name = Trial(collective, values, part), f"{values} {str(dtype).removeprefix('torch.')}, {size}"
+            at(name)
+            received = _call(collectives, trial, give(trial, rows, rank=rank))
+            right = answer(trial, rows, rank=rank)
+            if (wrong := find_wrong(received, right)) is not None:
+                num, index = wrong
+                text = f"{num} of {received.numel()} elements ({name}), the first at {index}: {float(received[index]):g}"
+                found.append(WrongResult(f"{text} instead of {float(right.expected[index]):g}", right.source(index)))
+    return found
 
-    def run(self, collective: Collective, *, at: Callable[[str], None]) -> list[WrongResult]:
-        """All trials of one collective; `at` is told what is about to begin. Collective: yes."""
-        if collective is Collective.SEND_RECV and self._world_size == 1:
-            return []
-        return [fault for trial, rows, name in self._trials(collective) if (fault := self._try(trial, rows, name, at))]
 
-    def _trials(self, collective: Collective) -> Iterator[tuple[Trial, Tensor, str]]:
-        for (values, dtype), rows in self._rows.items():
-            large = max(1, self._large_bytes // (dtype.itemsize * self._world_size))
-            for size, part in (("small", _SMALL), ("large", large)):
-                yield Trial(collective, values, part), rows, f"{values} {str(dtype).removeprefix('torch.')}, {size}"
-
-    def _try(self, trial: Trial, rows: Tensor, name: str, at: Callable[[str], None]) -> WrongResult | None:
-        at(name)
-        received = self._call(trial, give(trial, rows, rank=self._rank))
-        right = answer(trial, rows, rank=self._rank)
-        wrong = find_wrong(received, right)
-        if wrong is None:
-            return None
-        num, index = wrong
-        text = f"{num} of {received.numel()} elements ({name}), the first at {index}: {float(received[index]):g}"
-        return WrongResult(f"{text} instead of {float(right.expected[index]):g}", right.source(index))
-
-    def _call(self, trial: Trial, given: Tensor) -> Tensor:
-        collectives, world_size = self._collectives, self._world_size
-        if trial.collective is Collective.ALL_REDUCE:
+def _call(collectives: Collectives, trial: Trial, given: Tensor) -> Tensor:
+    rank, world_size = collectives.rank, collectives.world_size
+    parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
+    # What nobody writes to must not look right by accident.
+    output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
+    match trial.collective:
+        case Collective.ALL_REDUCE:
             collectives.all_reduce(given)
             return given
-        if trial.collective is Collective.BROADCAST:
+        case Collective.BROADCAST:
             collectives.broadcast(given, root=root(trial, world_size=world_size))
             return given
-        parts = {Collective.ALL_GATHER: world_size * trial.part, Collective.REDUCE_SCATTER: trial.part}
-        # What nobody writes to must not look right by accident.
-        output = given.new_full((parts.get(trial.collective, len(given)),), float("nan"))
-        match trial.collective:
-            case Collective.ALL_GATHER:
-                collectives.all_gather(output, given)
-            case Collective.REDUCE_SCATTER:
-                collectives.reduce_scatter(output, given)
-            case Collective.ALL_TO_ALL:
-                collectives.all_to_all(output, given)
-            case Collective.SEND_RECV:
-                before, after = (self._rank - 1) % world_size, (self._rank + 1) % world_size
-                collectives.send_recv(output, given, source=before, target=after)
-        return output
+        case Collective.ALL_GATHER:
+            collectives.all_gather(output, given)
+        case Collective.REDUCE_SCATTER:
+            collectives.reduce_scatter(output, given)
+        case Collective.ALL_TO_ALL:
+            collectives.all_to_all(output, given)
+        case Collective.SEND_RECV:
+            collectives.send_recv(output, given, source=(rank - 1) % world_size, target=(rank + 1) % world_size)
+    return output

@@ -1,7 +1,7 @@
 """Verdicts from the figures of all ranks; every rank has the same figures, and so comes to the same verdicts. Pure."""
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from elastictrain.preflight.group.attendance import scope_of
@@ -9,7 +9,7 @@ from elastictrain.preflight.group.collectives import Collective, WrongResult
 from elastictrain.preflight.group.measurements import Point, Reach, size_text
 from elastictrain.preflight.group.members import GroupMember, group_limit
 from elastictrain.preflight.policy import host_of
-from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict
+from elastictrain.preflight.verdict import Figure, Reporter, Scope, Status, Verdict, failures
 
 SLACK_S = 5e-5
 """What a collective takes, and varies by, whatever its size. Source: 64 MB between 2 H200 took 40 to 60 microseconds longer
@@ -29,13 +29,13 @@ def judge_results(
 ) -> list[Verdict]:
     """Check `collectives`, one of them. If all that is wrong came from one rank, and several got it, that rank is named, else
     those that got something wrong; where all did, the group."""
-    report = Reporter("collectives", scope=Scope.GROUP)
     found = {rank: some for rank, some in faults.items() if some}
     if not found:
-        return [report.passed("right", unit=collective)]
+        return [Reporter("collectives", scope=Scope.GROUP).passed("right", unit=collective)]
     sources = {fault.source for some in found.values() for fault in some}
     source = next(iter(sources)) if len(sources) == 1 else None
     culprits = {source} if source is not None and len(found) > 1 else set(found)
+    report = Reporter("collectives", scope=scope_of(culprits, members))
     one, expected = next(iter(found.values()))[0].text, "the known result"
     if len(culprits) == len(members) > 1:
         remedy = f"on each host {_TESTS}"
@@ -44,7 +44,7 @@ def judge_results(
     for rank in sorted(culprits):
         measured, remedy = found[rank][0].text if rank in found else one, f"on {members[rank].host} {_TESTS}"
         verdicts.append(report(members[rank].name, Status.FAIL, measured, expected, remedy, unit=collective))
-    return _blaming(culprits, verdicts, members)
+    return verdicts
 
 
 def judge_bandwidth(point: Point, members: Sequence[GroupMember], *, nccl: bool, least_ratio: float) -> Verdict:
@@ -77,19 +77,24 @@ def judge_rates(
 
     That is a failure among GPUs of one kind, where nothing else runs, and a warning on CPUs and where kinds are mixed.
     """
-    report = Reporter("matmul", scope=Scope.GROUP)
     rates = {rank: max(rate, again[rank]) if again else rate for rank, rate in first.items()}
     typical = _rounded(statistics.median(rates.values()))
     slow = stragglers(rates, ratio=ratio)
     if again is None or not slow:
-        return [report.passed(typical, unit="TFLOP/s")]
-    devices = {member.device for member in members}
+        return [Reporter("matmul", scope=Scope.GROUP).passed(typical, unit="TFLOP/s")]
+    report, devices = Reporter("matmul", scope=scope_of(slow, members)), {member.device for member in members}
     status = Status.WARN if devices == {"cpu"} or len(devices) > 1 else Status.FAIL
     verdicts = []
     for rank in sorted(slow):
-        member, measured = members[rank], _rounded(rates[rank])
-        verdicts.append(report(member.name, status, measured, typical, _slow_remedy(member), unit="TFLOP/s"))
-    return _blaming(slow, verdicts, members)
+        host, index = members[rank].host, members[rank].local_rank
+        remedy = (
+            f"on {host} look at `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {index}` and at other processes on "
+            f"GPU {index}; if it stays, replace the host"
+        )
+        if members[rank].device == "cpu":
+            remedy = f"on {host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
+        verdicts.append(report(members[rank].name, status, _rounded(rates[rank]), typical, remedy, unit="TFLOP/s"))
+    return verdicts
 
 
 def judge_pairs(reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupMember]) -> list[Verdict]:
@@ -123,31 +128,16 @@ def judge_pairs(reached: Mapping[int, Sequence[Reach]], members: Sequence[GroupM
 def agreed(verdicts: Sequence[Verdict]) -> list[Verdict]:
     """The verdicts of all parts of the checks. Where the parts of one check blame several hosts, no host is to blame."""
     blamed: dict[str, set[str]] = {}
-    for verdict in filter(_blames, verdicts):
-        blamed.setdefault(verdict.check, set()).add(host_of(verdict.subject))
+    for verdict in failures(verdicts):
+        if verdict.scope is Scope.HOST:
+            blamed.setdefault(verdict.check, set()).add(host_of(verdict.subject))
     return [
-        replace(verdict, scope=Scope.GROUP) if _blames(verdict) and len(blamed[verdict.check]) > 1 else verdict
+        replace(verdict, scope=Scope.GROUP)
+        if verdict.status is Status.FAIL and len(blamed.get(verdict.check, ())) > 1
+        else verdict
         for verdict in verdicts
     ]
 
 
-def _blames(verdict: Verdict) -> bool:
-    return verdict.scope is Scope.HOST and verdict.status is Status.FAIL
-
-
-def _blaming(culprits: Collection[int], verdicts: Sequence[Verdict], members: Sequence[GroupMember]) -> list[Verdict]:
-    """The same, about the host if there is one to blame."""
-    return [replace(verdict, scope=scope_of(culprits, members)) for verdict in verdicts]
-
-
 def _rounded(figure: float) -> float:
     return float(f"{figure:.4g}")
-
-
-def _slow_remedy(member: GroupMember) -> str:
-    if member.device == "cpu":
-        return f"on {member.host} look for other work (`top`), a CPU quota (`cat /sys/fs/cgroup/cpu.max`) and power saving"
-    return (
-        f"on {member.host} look at `nvidia-smi -q -d CLOCK,PERFORMANCE,POWER -i {member.local_rank}` and at other processes on "
-        f"GPU {member.local_rank}; if it stays, replace the host"
-    )

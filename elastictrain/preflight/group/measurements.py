@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -34,23 +34,15 @@ class Point:
 
     @property
     def bus_gbs(self) -> float:
-        """GB/s (1e9 bytes) over the bus."""
-        return self._bus_gbs(self.seconds)
+        """GB/s (1e9 bytes) over the bus. Of n parts, n - 1 have to leave their rank, and their sums to come back.
+
+        Source: the performance notes of nccl-tests.
+        """
+        return self.num_bytes / self.seconds * 2 * (self.world_size - 1) / self.world_size / 1e9
 
     def reachable_gbs(self, gbs: float, *, slack_s: float) -> float:
         """The figure of this message on a bus of `gbs` where an all-reduce takes `slack_s` before anything flows."""
-        return self._bus_gbs(self.seconds * self.bus_gbs / gbs + slack_s)
-
-    def _bus_gbs(self, seconds: float) -> float:
-        return self.num_bytes / seconds * factor(self.world_size) / 1e9
-
-
-def factor(world_size: int) -> float:
-    """What each link carries, as a share of the whole message.
-
-    Source: the performance notes of nccl-tests; of n parts, n - 1 have to leave their rank, and their sums to come back.
-    """
-    return 2 * (world_size - 1) / world_size
+        return replace(self, seconds=self.seconds * self.bus_gbs / gbs + slack_s).bus_gbs
 
 
 def sweep_sizes(*, cuda: bool, full: bool, free_bytes: int) -> tuple[int, ...]:
@@ -58,16 +50,6 @@ def sweep_sizes(*, cuda: bool, full: bool, free_bytes: int) -> tuple[int, ...]:
     sizes = (MB, 64 * MB, 1024 * MB) if cuda else (MB, 16 * MB)
     wanted = sizes if full else sizes[:-1]
     return tuple(size for size in wanted if 4 * size <= free_bytes) or sizes[:1]
-
-
-def num_rounds(once_s: float, *, budget_s: float) -> int:
-    """How often an all-reduce that takes `once_s` is repeated; the same on all ranks if they agree on that."""
-    return max(_FEWEST, min(_MOST, int(budget_s / max(once_s, 1e-6))))
-
-
-def has_time(once_s: float, *, growth: float, spent_s: float, budget_s: float) -> bool:
-    """Whether a message that is `growth` times larger than the one that took `once_s` is still affordable."""
-    return spent_s + once_s * growth * (_FEWEST + 2) <= budget_s
 
 
 def size_text(num_bytes: int) -> str:
@@ -80,16 +62,14 @@ def size_text(num_bytes: int) -> str:
 
 def measure_all_reduce(
     collectives: Collectives,
-    *,
-    rank: int,
-    world_size: int,
-    device: torch.device,
-    sizes: tuple[int, ...],
     at: Callable[[str], None],
+    *,
+    sizes: tuple[int, ...],
     clock: Callable[[], float] = time.perf_counter,
 ) -> Point:
     """All-reduce at growing sizes, until time is up; the largest that was measured counts. All ranks agree on what comes next,
     because they agree on the times. Collective: yes."""
+    device, world_size = collectives.device, collectives.world_size
     # Zeros, because a sum of anything else would grow from round to round.
     message = torch.zeros(sizes[-1] // 4, dtype=torch.float32, device=device)
 
@@ -101,19 +81,20 @@ def measure_all_reduce(
             collectives.all_reduce(buffer)
         _settle(device)
         times = torch.zeros(world_size, dtype=torch.float64, device=device)
-        times[rank] = (clock() - began) / rounds
+        times[collectives.rank] = (clock() - began) / rounds
         collectives.all_reduce(times)
         return float(times.max())
 
     spent_s, once_s, point = 0.0, 0.0, Point(sizes[0], 0.0, world_size)
     for size in sizes:
-        if not has_time(once_s, growth=size / point.num_bytes, spent_s=spent_s, budget_s=SWEEP_BUDGET_S):
+        # It takes as much longer as it is larger.
+        if spent_s + once_s * size / point.num_bytes * (_FEWEST + 2) > SWEEP_BUDGET_S:
             break
         at(f"all_reduce of {size} bytes")
         buffer = message[: size // 4]
         first_s = measure(buffer, rounds=1)
         once_s = measure(buffer, rounds=1)
-        rounds = num_rounds(once_s, budget_s=_POINT_BUDGET_S)
+        rounds = max(_FEWEST, min(_MOST, int(_POINT_BUDGET_S / max(once_s, 1e-6))))
         once_s = measure(buffer, rounds=rounds)
         spent_s += first_s + once_s * (rounds + 1)
         point = Point(size, once_s, world_size)
@@ -185,9 +166,7 @@ def pair_rounds(num: int) -> list[list[tuple[int, int]]]:
 def measure_pairs(
     collectives: Collectives,
     *,
-    rank: int,
     neighbours: Sequence[int],
-    device: torch.device,
     num_bytes: int = PAIR_BYTES,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Reach]:
@@ -195,7 +174,7 @@ def measure_pairs(
 
     Collective: within a host.
     """
-    own = neighbours.index(rank)
+    own, device = neighbours.index(collectives.rank), collectives.device
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     found = []
     for pairs in pair_rounds(len(neighbours)):

@@ -20,47 +20,39 @@ _NETWORK_SHARE = 0.96
 """Of a network port's rate, what is left for payload. Source: NCCL counts 12 GB/s for 100 Gb/s."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuModel:
-    """A GPU by a part of its name. `num_links`: NVLinks that are always connected; 0 where there are none, or a bridge is
-    optional."""
+MODELS = {
+    "GB300": (18, _NVLINK_5),
+    "GB200": (18, _NVLINK_5),
+    "B300": (18, _NVLINK_5),
+    "B200": (18, _NVLINK_5),
+    "B100": (18, _NVLINK_5),
+    "H200 NVL": (0, _PCIE_5),
+    "H200": (18, _NVLINK_4),
+    "H100 NVL": (0, _PCIE_5),
+    "H100 PCIe": (0, _PCIE_5),
+    "H100": (18, _NVLINK_4),
+    "H800 PCIe": (0, _PCIE_5),
+    "H800": (8, _NVLINK_4),
+    "H20": (18, _NVLINK_4),
+    "A100-SXM": (12, _NVLINK_3),
+    "A100": (0, _PCIE_4),
+    "A800-SXM": (8, _NVLINK_3),
+    "A800": (0, _PCIE_4),
+    "V100-SXM": (6, _NVLINK_2),
+    "V100": (0, _PCIE_3),
+    "L40S": (0, _PCIE_4),
+    "L40": (0, _PCIE_4),
+    "RTX PRO 6000": (0, _PCIE_5),
+    "RTX 6000 Ada": (0, _PCIE_4),
+    "RTX 5090": (0, _PCIE_5),
+    "RTX 4090": (0, _PCIE_4),
+    "A30": (0, _PCIE_4),
+    "T4": (0, _PCIE_3),
+}
+"""By a part of the GPU's name (the first one counts, so longer ones come first): how many NVLinks are always connected, and
+what one carries; or 0, where there are none or a bridge is optional, and what PCIe carries.
 
-    name: str
-    num_links: int
-    link_gbs: float
-    pcie_gbs: float
-
-
-# Longer names first: the first one that is part of the GPU's name counts. Source: the vendor's data sheets.
-MODELS = (
-    GpuModel("GB300", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("GB200", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("B300", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("B200", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("B100", 18, _NVLINK_5, _PCIE_5),
-    GpuModel("H200 NVL", 0, 0.0, _PCIE_5),
-    GpuModel("H200", 18, _NVLINK_4, _PCIE_5),
-    GpuModel("H100 NVL", 0, 0.0, _PCIE_5),
-    GpuModel("H100 PCIe", 0, 0.0, _PCIE_5),
-    GpuModel("H100", 18, _NVLINK_4, _PCIE_5),
-    GpuModel("H800 PCIe", 0, 0.0, _PCIE_5),
-    GpuModel("H800", 8, _NVLINK_4, _PCIE_5),
-    GpuModel("H20", 18, _NVLINK_4, _PCIE_5),
-    GpuModel("A100-SXM", 12, _NVLINK_3, _PCIE_4),
-    GpuModel("A100", 0, 0.0, _PCIE_4),
-    GpuModel("A800-SXM", 8, _NVLINK_3, _PCIE_4),
-    GpuModel("A800", 0, 0.0, _PCIE_4),
-    GpuModel("V100-SXM", 6, _NVLINK_2, _PCIE_3),
-    GpuModel("V100", 0, 0.0, _PCIE_3),
-    GpuModel("L40S", 0, 0.0, _PCIE_4),
-    GpuModel("L40", 0, 0.0, _PCIE_4),
-    GpuModel("RTX PRO 6000", 0, 0.0, _PCIE_5),
-    GpuModel("RTX 6000 Ada", 0, 0.0, _PCIE_4),
-    GpuModel("RTX 5090", 0, 0.0, _PCIE_5),
-    GpuModel("RTX 4090", 0, 0.0, _PCIE_4),
-    GpuModel("A30", 0, 0.0, _PCIE_4),
-    GpuModel("T4", 0, 0.0, _PCIE_3),
-)
+Source: the vendor's data sheets."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,12 +109,12 @@ class LinkLimit:
 
 def local_limit(gpu: str) -> LinkLimit | None:
     """Between the GPUs of a host; None for a GPU whose name is not in the table."""
-    model = next((model for model in MODELS if model.name.lower() in gpu.lower()), None)
-    if model is None:
-        return None
-    if model.num_links:
-        return LinkLimit(model.num_links * model.link_gbs, f"{model.num_links} NVLinks of {model.name}")
-    return LinkLimit(model.pcie_gbs, f"PCIe of {model.name}")
+    for name, (num_links, gbs) in MODELS.items():
+        if name.lower() in gpu.lower():
+            return (
+                LinkLimit(num_links * gbs, f"{num_links} NVLinks of {name}") if num_links else LinkLimit(gbs, f"PCIe of {name}")
+            )
+    return None
 
 
 def network_limit(gbps: float | None) -> LinkLimit | None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.group.members import GroupMember
+from elastictrain.preflight.group.members import GroupMember, Planned
 from elastictrain.preflight.verdict import Reporter, Scope, Verdict
 
 DEBUG, SUBSYSTEMS, FILE = "NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"
@@ -48,11 +48,12 @@ def debug_variables(path: str, *, present: Mapping[str, str]) -> dict[str, str]:
 def log_path(environment: Mapping[str, str], *, host: str, pid: int) -> str | None:
     """Where NCCL writes in this process; None if it writes to the terminal, or says nothing of its channels.
 
-    Source: NCCL's `ncclDebugInit`: %h, %p and %% are replaced, and % and slashes in a host's name become dashes.
+    Source: NCCL's `ncclDebugInit`: %h, %p and %% are replaced, and % and slashes in a host's name become dashes. Channels are
+    part of INIT, which is in the default list of subsystems; a list may begin with ^ for "all but".
     """
-    path = environment.get(FILE)
-    listens = environment.get(DEBUG, "").upper() in _LISTENING
-    if not path or not listens or not _covers(environment.get(SUBSYSTEMS)):
+    path, subsystems = environment.get(FILE), environment.get(SUBSYSTEMS, "INIT").upper()
+    named = not {"INIT", "ALL"}.isdisjoint(subsystems.removeprefix("^").split(","))
+    if not path or environment.get(DEBUG, "").upper() not in _LISTENING or named is subsystems.startswith("^"):
         return None
     values = {"%h": re.sub("[%/]", "-", host), "%p": str(pid), "%%": "%"}
     return re.sub("%[hp%]", lambda match: values[match[0]], path)
@@ -72,22 +73,10 @@ def parse_log(text: str) -> NcclChannels:
 
 def kinds(networks: Iterable[str]) -> set[str]:
     """ "rdma", "socket", or a plugin's own name: NCCL's IB covers RoCE, and plugins for it are called IBext and the like."""
-    return {_kind(name) for name in networks}
-
-
-def _kind(name: str) -> str:
-    if name.startswith("IB") or "libfabric" in name.lower():
-        return "rdma"
-    return "socket" if name == "Socket" else name
-
-
-def _covers(subsystems: str | None) -> bool:
-    """Whether channels are told of, which are part of INIT. That is in the default; a list may begin with ^ for "all but"."""
-    if subsystems is None:
-        return True
-    listed = subsystems.upper().removeprefix("^").split(",")
-    named = "INIT" in listed or "ALL" in listed
-    return not named if subsystems.startswith("^") else named
+    return {
+        "rdma" if name.startswith("IB") or "libfabric" in name.lower() else {"Socket": "socket"}.get(name, name)
+        for name in networks
+    }
 
 
 def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupMember]) -> list[Verdict]:
@@ -100,32 +89,31 @@ def judge_transport(chosen: Mapping[int, NcclChannels], members: Sequence[GroupM
     verdicts = []
     for host in dict.fromkeys(member.host for member in members):
         ranks = [member for member in members if member.host == host]
-        verdict = _judge_host([chosen[one.rank] for one in ranks], ranks[0], Reporter("nccl_transport", host, Scope.GROUP))
-        verdicts += [verdict] if verdict is not None else []
-    return verdicts or [report.passed(", ".join(sorted({_text(one) for one in known})))]
+        verdicts += _judge_host(
+            [chosen[one.rank] for one in ranks], ranks[0].planned, Reporter(report.check, host, report.scope)
+        )
+    texts = set()
+    for one in known:
+        names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]
+        texts.add("+".join([*names, *one.local]))
+    return verdicts or [report.passed(", ".join(sorted(texts)))]
 
 
-def _judge_host(chosen: Sequence[NcclChannels], member: GroupMember, report: Reporter) -> Verdict | None:
+def _judge_host(chosen: Sequence[NcclChannels], planned: Planned | None, report: Reporter) -> list[Verdict]:
     networks, host = {name for one in chosen for name in one.networks}, report.subject
     used = ", ".join(f"NET/{name}" for name in sorted(networks))
-    if member.planned is not None and kinds(networks) & {"rdma", "socket"} - {member.planned}:
-        if member.planned == "socket":
-            remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
-            return report.warned(used, expected="NET/Socket", remedy=remedy)
-        remedy = (
-            f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and /dev/infiniband "
-            f"visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not be 1"
-        )
-        return report.warned(used, expected="NET/IB", remedy=remedy)
+    if planned is not None and kinds(networks) & {"rdma", "socket"} - {planned}:
+        remedy = f"set NCCL_IB_DISABLE=1 on {host} if the plan is right; else see the check infiniband"
+        if planned == "rdma":
+            remedy = (
+                f"on {host} see why in NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET: libibverbs must be there and "
+                f"/dev/infiniband visible (in a container too), NCCL_IB_HCA name an active port, and NCCL_IB_DISABLE not be 1"
+            )
+        return [report.warned(used, expected="NET/Socket" if planned == "socket" else "NET/IB", remedy=remedy)]
     if kinds(networks) == {"rdma"} and any(one.direct is False for one in chosen):
         remedy = (
             f"on {host} `modprobe nvidia_peermem` (or a kernel and driver with DMA-BUF), and look at `nvidia-smi topo -m`: GPU "
             f"and port must be below one PCIe bridge, or NCCL_NET_GDR_LEVEL=SYS"
         )
-        return report.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy)
-    return None
-
-
-def _text(one: NcclChannels) -> str:
-    names = [f"NET/{name}" + ("/GDRDMA" if one.direct else "") for name in one.networks]
-    return "+".join([*names, *one.local])
+        return [report.warned(f"{used} without GDRDMA", expected="NET/IB with GDRDMA", remedy=remedy)]
+    return []

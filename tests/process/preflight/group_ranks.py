@@ -21,7 +21,7 @@ from elastictrain.config.preflight import PreflightChecks, PreflightGroup, Prefl
 from elastictrain.distributed.group import Group, connect, make_group
 from elastictrain.distributed.store import StoreExchange
 from elastictrain.identity import Identity, read_identity
-from elastictrain.preflight.group.checks import GroupChecks, GroupDevices, GroupFindings, Request
+from elastictrain.preflight.group.checks import GroupChecks, GroupFindings, Request
 from elastictrain.preflight.group.collectives import Collectives
 from elastictrain.preflight.group.measurements import matmul_tflops, measure_pairs
 
@@ -31,9 +31,6 @@ HASTY = Request(full=False, settings=PreflightGroup(limits=PreflightLimits(colle
 
 class Wrongly(Collectives):
     """Gathers wrong elements on rank 1, broadcasts wrong ones from rank 2, and adds nothing of rank 0."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
 
     def all_gather(self, output: Tensor, own: Tensor) -> None:
         super().all_gather(output, own)
@@ -54,9 +51,6 @@ class Wrongly(Collectives):
 
 class Freezing(Collectives):
     """Stops its whole process in an exchange of all with all."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
 
     def all_to_all(self, output: Tensor, buffer: Tensor) -> None:
         if self.rank == 1:
@@ -79,15 +73,23 @@ class Rank:
         name: str,
         request: Request,
         *,
-        devices: GroupDevices | None = None,
         on_part: Callable[[str], None] = lambda _: None,
+        collectives: type[Collectives] = Collectives,
+        matmul: Callable[..., float] = matmul_tflops,
     ) -> GroupFindings:
         dist.barrier()
         exchange = StoreExchange(dist.PrefixStore(name, self.store))
         hosts = [f"h{rank + 1}" for rank in range(self.identity.world_size)]
         began = time.monotonic()
         checks = GroupChecks(
-            self.group, exchange, self.identity, request, hosts=hosts, devices=devices or GroupDevices(), on_part=on_part
+            self.group,
+            exchange,
+            self.identity,
+            request,
+            hosts=hosts,
+            on_part=on_part,
+            collectives=collectives(self.identity.rank, self.identity.world_size, self.group.device),
+            matmul=matmul,
         )
         findings = checks.run()
         seconds = time.monotonic() - began
@@ -112,22 +114,20 @@ def healthy(rank: Rank) -> None:
 
 
 def wrong(rank: Rank) -> None:
-    rank.check("wrong", Request(full=False), devices=GroupDevices(Wrongly(rank.identity.rank)))
+    rank.check("wrong", Request(full=False), collectives=Wrongly)
 
 
 def slow(rank: Rank) -> None:
     def matmul(device: torch.device, *, budget_s: float) -> float:
         return 0.5 if rank.identity.rank == 1 else 1.0
 
-    rank.check("slow", Request(full=False), devices=GroupDevices(matmul=matmul))
+    rank.check("slow", Request(full=False), matmul=matmul)
 
 
 def pieces(rank: Rank) -> None:
     """What under gloo only a test calls, and what cannot be broken from outside."""
     own, world = rank.identity.rank, rank.identity.world_size
-    reached = measure_pairs(
-        Collectives(), rank=own, neighbours=list(range(world)), device=torch.device("cpu"), num_bytes=1 << 16
-    )
+    reached = measure_pairs(Collectives(own, world, torch.device("cpu")), neighbours=list(range(world)), num_bytes=1 << 16)
     rate = matmul_tflops(torch.device("cpu"), budget_s=0.01)
     rank.write("pieces", {"reached": [asdict(one) for one in reached], "rate": rate})
 
@@ -150,7 +150,7 @@ def late(rank: Rank) -> None:
 
 
 def frozen(rank: Rank) -> None:
-    rank.check("frozen", HASTY, devices=GroupDevices(Freezing(rank.identity.rank)))
+    rank.check("frozen", HASTY, collectives=Freezing)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 from elastictrain.preflight.group.attendance import (
     Attendance,
-    DeadlineThread,
     Entries,
     PartState,
     RankResult,
     judge_attendance,
+    run_act,
     scope_of,
 )
 from elastictrain.preflight.group.members import strangers
@@ -104,8 +104,8 @@ def test_parts_do_not_mix() -> None:
     assert not second.complete
 
 
-def test_a_lane_answers_whatever_happens() -> None:
-    lane, gate = DeadlineThread(lambda: None), threading.Event()
+def test_an_act_has_a_result_whatever_happens() -> None:
+    gate = threading.Event()
 
     def fine(at: Callable[[str], None]) -> object:
         at("one")
@@ -124,20 +124,11 @@ def test_a_lane_answers_whatever_happens() -> None:
         gate.wait(30)
         return None
 
-    assert lane.run(fine, limit_s=10) == RankResult(PartState.DONE, [1, 2], num_begun=2)
-    assert lane.run(broken, limit_s=10) == RankResult(PartState.BROKEN, detail="ValueError: first line (three)", num_begun=1)
-    assert lane.run(unspeakable, limit_s=10).state is PartState.BROKEN
-    assert lane.run(endless, limit_s=0.1) == RankResult(PartState.STUCK, detail="four", num_begun=1)
-    assert lane.run(fine, limit_s=0.1).state is PartState.STUCK
+    assert run_act(fine, limit_s=10) == RankResult(PartState.DONE, [1, 2], num_begun=2)
+    assert run_act(broken, limit_s=10) == RankResult(PartState.BROKEN, detail="ValueError: first line (three)", num_begun=1)
+    assert run_act(unspeakable, limit_s=10).state is PartState.BROKEN
+    assert run_act(endless, limit_s=0.1) == RankResult(PartState.STUCK, detail="four", num_begun=1)
     gate.set()
-    lane.close()
-
-
-def test_a_lane_prepares_its_own_thread() -> None:
-    names = []
-    lane = DeadlineThread(lambda: names.append(threading.current_thread().name))
-    assert lane.run(lambda _: threading.current_thread().name, limit_s=10).figure == names[0] == "group-checks"
-    lane.close()
 
 
 GROUP = members("h1", "h1", "h2", "h2")

@@ -13,8 +13,8 @@ from torch import Tensor
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits
 from elastictrain.distributed.group import Group
 from elastictrain.identity import Identity
-from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupDevices, GroupFindings, Request
-from elastictrain.preflight.group.collectives import MB
+from elastictrain.preflight.group.checks import CHECKS, GroupChecks, GroupFindings, Request
+from elastictrain.preflight.group.collectives import MB, Collectives
 from elastictrain.preflight.group.measurements import free_memory, matmul_tflops, measure_all_reduce, pair_rounds, sweep_sizes
 from elastictrain.preflight.group.members import neighbours
 from elastictrain.preflight.verdict import Status
@@ -23,9 +23,10 @@ from tests.unit.preflight.made import settings
 from tests.unit.preflight.table import Table
 
 CPU = torch.device("cpu")
+PLACE = (0, 1, CPU)
 
 
-class Alone:
+class Alone(Collectives):
     """Collectives of one rank."""
 
     def all_reduce(self, buffer: Tensor) -> None: ...
@@ -61,12 +62,14 @@ class Other(Alone):
 def run(collectives: Alone, request: Request) -> GroupFindings:
     group = Group(cast(dist.ProcessGroup, None), "gloo", CPU)
     identity = Identity(0, 1, 0, 1, "h1", launched=False)
-    devices = GroupDevices(collectives, lambda device, *, budget_s: 1.0)
-    return GroupChecks(group, Table(), identity, request, hosts=["h1"], devices=devices).run()
+    checks = GroupChecks(
+        group, Table(), identity, request, hosts=["h1"], collectives=collectives, matmul=lambda device, *, budget_s: 1.0
+    )
+    return checks.run()
 
 
 def test_a_world_of_one() -> None:
-    findings = run(Alone(), Request(full=True))
+    findings = run(Alone(*PLACE), Request(full=True))
     assert findings.usable
     assert {verdict.check for verdict in findings.verdicts} == {"present", "collectives", "matmul"}
     assert all(verdict.status is Status.PASS for verdict in findings.verdicts)
@@ -76,7 +79,7 @@ def test_a_world_of_one() -> None:
 @pytest.mark.parametrize("check", ["present", "collectives", "matmul"])
 def test_each_can_be_left_out(check: str) -> None:
     assert check in CHECKS
-    findings = run(Alone(), Request(full=True, settings=settings(**{check: "off"})))
+    findings = run(Alone(*PLACE), Request(full=True, settings=settings(**{check: "off"})))
     assert check not in {verdict.check for verdict in findings.verdicts}
     assert len({verdict.check for verdict in findings.verdicts}) == 2
 
@@ -85,7 +88,7 @@ def test_a_collective_that_does_nothing_is_wrong() -> None:
     class Lazy(Alone):
         def all_gather(self, output: Tensor, own: Tensor) -> None: ...
 
-    [bad] = [one for one in run(Lazy(), Request(full=False)).verdicts if one.status is not Status.PASS]
+    [bad] = [one for one in run(Lazy(*PLACE), Request(full=False)).verdicts if one.status is not Status.PASS]
     assert (bad.status, bad.subject, bad.unit) == (Status.FAIL, "rank 0 on h1", "all_gather")
     assert "nan instead of" in str(bad.measured)
 
@@ -100,7 +103,7 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
 
     began = time.monotonic()
     findings = run(
-        Hanging(), Request(full=False, settings=PreflightGroup(limits=PreflightLimits(collective_s=1.0)), grace_s=0.1)
+        Hanging(*PLACE), Request(full=False, settings=PreflightGroup(limits=PreflightLimits(collective_s=1.0)), grace_s=0.1)
     )
     gate.set()
     assert time.monotonic() - began < 5
@@ -113,7 +116,7 @@ def test_a_collective_that_hangs_ends_the_checks_in_time() -> None:
 def test_the_largest_message_counts() -> None:
     measured: list[str] = []
     sizes = sweep_sizes(cuda=False, full=True, free_bytes=1 << 30)
-    point = measure_all_reduce(Other(), rank=0, world_size=2, device=CPU, sizes=sizes, at=measured.append)
+    point = measure_all_reduce(Other(0, 2, CPU), measured.append, sizes=sizes)
     assert point.num_bytes == 16 * MB
     assert measured == [f"all_reduce of {MB} bytes", f"all_reduce of {16 * MB} bytes"]
 
@@ -121,16 +124,24 @@ def test_the_largest_message_counts() -> None:
 def test_a_sweep_over_a_slow_link_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter(range(10_000))
     monkeypatch.setattr("elastictrain.preflight.group.measurements.SWEEP_BUDGET_S", 20.0)
-    point = measure_all_reduce(
-        Other(),
-        rank=0,
-        world_size=2,
-        device=CPU,
-        sizes=(MB, 16 * MB),
-        at=lambda _: None,
-        clock=lambda: float(next(ticks)),
-    )
+    clock = lambda: float(next(ticks))  # noqa: E731
+    point = measure_all_reduce(Other(0, 2, CPU), lambda _: None, sizes=(MB, 16 * MB), clock=clock)
     assert point.num_bytes == MB
+
+
+@pytest.mark.parametrize(("once_s", "rounds"), [(0.01, 5), (5.0, 3), (0.0, 40)])
+def test_what_is_quick_is_repeated_more_often(once_s: float, rounds: int) -> None:
+    calls: list[int] = []
+
+    class Timed(Other):
+        def all_reduce(self, buffer: Tensor) -> None:
+            # The times of all ranks are one float64 each.
+            if buffer.dtype == torch.float32:
+                calls.append(len(buffer))
+
+    point = measure_all_reduce(Timed(0, 2, CPU), lambda _: None, sizes=(MB,), clock=lambda: once_s * len(calls))
+    assert len(calls) == 2 + rounds
+    assert point.seconds == pytest.approx(once_s)
 
 
 def test_large_messages_are_few_where_memory_is() -> None:
