@@ -35,24 +35,24 @@ def open_append_log(store: Store, key: str, *, flush_s: float, close_s: float = 
     return _SegmentLog(store, key, flush_s=flush_s, close_s=close_s)
 
 
-def last_part(store: Store, stem: str) -> int:
+def last_part(store: Store, stem: str, suffix: str = ".jsonl") -> int:
     """The number of the last segment of a remote log; 0 if there is none.
 
     A folder may hold those of many logs: it is not listed. Segments are numbered without gaps. Raises: StorageError.
     """
     missing = 1
-    while exists(store, part_key(stem, missing)):
+    while exists(store, part_key(stem, missing, suffix)):
         missing *= 2
     there = missing // 2
     while missing - there > 1:
         middle = (there + missing) // 2
-        there, missing = (middle, missing) if exists(store, part_key(stem, middle)) else (there, middle)
+        there, missing = (middle, missing) if exists(store, part_key(stem, middle, suffix)) else (there, middle)
     return there
 
 
-def part_key(stem: str, number: int) -> str:
+def part_key(stem: str, number: int, suffix: str = ".jsonl") -> str:
     """Of one segment of a remote log."""
-    return f"{stem}.part-{number:05d}.jsonl"
+    return f"{stem}.part-{number:05d}{suffix}"
 
 
 class LostLog:
@@ -85,7 +85,7 @@ class _FileLog:
         except OSError as error:
             raise storage_error(fault_of(error), action="append to", url=path, reason=reason_of(error)) from error
         size_bytes = os.fstat(self._descriptor).st_size
-        if size_bytes and os.pread(self._descriptor, 1, size_bytes - 1) != b"\n":
+        if key.endswith(".jsonl") and size_bytes and os.pread(self._descriptor, 1, size_bytes - 1) != b"\n":
             # A full disk or a lost host can cut a record short; what follows must not become part of it.
             self._waiting += b"\n"
 
@@ -158,6 +158,7 @@ class _SegmentLog:
     def __init__(self, store: Store, key: str, *, flush_s: float, close_s: float) -> None:
         self._store = store
         self._stem = key.removesuffix(".jsonl")
+        self._suffix = key.removeprefix(self._stem)
         self._flush_s = flush_s
         self._close_s = close_s
         self._changed = Condition()
@@ -234,13 +235,13 @@ class _SegmentLog:
     def _send_all(self) -> None:
         if self._number is None:
             # Segments of an earlier log under the same key stay.
-            self._number = last_part(self._store, self._stem) + 1
+            self._number = last_part(self._store, self._stem, self._suffix) + 1
         while True:
             with self._changed:
                 segment = bytes(self._segments[0])
                 if len(segment) == self._sent_bytes:
                     return
-            self._store.write(part_key(self._stem, self._number), segment)
+            self._store.write(part_key(self._stem, self._number, self._suffix), segment)
             with self._changed:
                 self._sent_bytes = len(segment)
                 # It may have grown meanwhile, and is sent again then.

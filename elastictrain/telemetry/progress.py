@@ -43,26 +43,13 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def count_text(count: float) -> str:
-    """Three digits and a power of a thousand: `999`, `12.3k`, `1.5M`, `2.0G`."""
-    if not math.isfinite(count):
-        return "?"
-    power = 0
-    while abs(count) >= 999.5 and power < 4:
-        count /= 1000
-        power += 1
-    # 99.95 would be rounded to 100.0.
-    digits = 1 if power and abs(count) < 99.95 else 0
-    return f"{count:.{digits}f}{('', 'k', 'M', 'G', 'T')[power]}"
-
-
 def reading_text(reading: Reading, *, eta_s: float | None) -> str:
     """The figures of a logged step in one line."""
     parts = [
         f"loss {reading.loss:.4f}",
         f"lr {reading.lr:.2e}",
         f"grad norm {reading.grad_norm:.3f}",
-        f"{count_text(reading.tokens_per_s)} tokens/s",
+        f"{tqdm.format_sizeof(reading.tokens_per_s)} tokens/s",
     ]
     if reading.mfu is not None:
         parts.append(f"MFU {reading.mfu:.1%}")

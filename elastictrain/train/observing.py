@@ -9,7 +9,7 @@ from elastictrain.events import Resume, Step
 from elastictrain.storage.store import Store
 from elastictrain.telemetry.flops import mfu, peak_flops
 from elastictrain.telemetry.progress import Progress, Reading
-from elastictrain.telemetry.tensorboard import HostProbe, ScalarWriter, scalars_of
+from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars, scalars_of
 from elastictrain.train.context import TrainContext
 from elastictrain.train.step import is_logged
 
@@ -38,7 +38,7 @@ class SpeakingObserver(Observer):
         config, device = context.config, context.group.device
         self._config = config
         self._first_step = resume.step + 1
-        self._probe = HostProbe(device)
+        self._device = device
         self._progress = Progress(
             config.telemetry.progress,
             stream=sys.stderr,
@@ -48,7 +48,10 @@ class SpeakingObserver(Observer):
         )
         self._scalars: ScalarWriter | None = None
         if config.telemetry.tensorboard:
-            self._scalars = ScalarWriter(context.store, purge_step=self._first_step, flush_s=config.telemetry.flush_s)
+            flush_s, close_s = config.telemetry.flush_s, config.fault.close_s
+            self._scalars = ScalarWriter(context.store, purge_step=self._first_step, flush_s=flush_s, close_s=close_s)
+            # What it measures is since the call before.
+            host_scalars(device)
         # Times tokens/s this is the MFU; None if the peak or the model's arithmetic is not known.
         self._utilisation_per_token: float | None = None
         peak_flops_per_s = _peak_flops(context)
@@ -84,7 +87,7 @@ class SpeakingObserver(Observer):
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
         self._progress.show(reading)
         if self._scalars is not None:
-            self._scalars.write(step.step, {**scalars_of(reading), **self._probe.scalars()})
+            self._scalars.write(step.step, {**scalars_of(reading), **host_scalars(self._device)})
 
     def on_eval(self, step: int, loss: float) -> None:
         self._progress.print_line(f"step {step}: held-out loss {loss:.4f}")
@@ -97,7 +100,7 @@ class SpeakingObserver(Observer):
     def close(self) -> None:
         self._progress.close()
         if self._scalars is not None:
-            self._scalars.close(timeout_s=self._config.fault.close_s)
+            self._scalars.close()
 
 
 def _where(resume: Resume, store: Store) -> str:
