@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.folder import Held
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFile, snapshot_files
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotFile, snapshot_files
 from elastictrain.checkpoint.peers.placement import Peer
-from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, SnapshotKey, get_to_json, key_of, put_to_json
+from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, request_to_json
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
 from elastictrain.net.channel import FRAME_BYTES, Channel, ChannelError, Secret, connect
 
@@ -25,22 +25,26 @@ class PeerConnection:
         self._channel: Channel | None = None
         self._broken_off = False
 
-    def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
+    def get_into(self, buffer: memoryview, facts: SnapshotFacts, *, start: int) -> None:
         """Fill `buffer` with bytes [start, start + len) of a snapshot; a connection that breaks is made anew, once.
 
         Raises: ObjectNotFoundError if the peer does not have it; TransientStorageError. Both name host and address.
         """
-        request = get_to_json(Get(key.run, key.incarnation, key.step, key.rank, start, len(buffer)))
-        what = f"{key} cannot be read"
-        try:
-            self._get(request, buffer, what=what)
-        except ChannelError:
-            self.close()
+        get = Get(facts.run, facts.incarnation, facts.step, facts.rank, start, len(buffer))
+        what = f"{get} cannot be read"
+        for last_try in (False, True):
             try:
-                self._get(request, buffer, what=what)
+                channel = self._connected(what)
+                channel.send_json(request_to_json(get), limit_s=self._limits.io_s)
+                self._answer(channel, what, limit_s=self._limits.io_s)
+                filled = 0
+                while filled < len(buffer):
+                    filled += channel.receive_data(buffer[filled:], limit_s=self._limits.io_s)
+                return
             except ChannelError as error:
                 self.close()
-                raise self._error(what, str(error)) from error
+                if last_try:
+                    raise self._error(what, str(error)) from error
 
     def put(self, put: Put, source: Slot, *, before_frame: Callable[[int], None]) -> bool:
         """Hand over a replica; False if the peer has it already, and nothing was sent.
@@ -50,12 +54,18 @@ class PeerConnection:
         Raises: TransientStorageError naming host and address; whatever `source` and `before_frame` raise.
         """
         what = f"the replica of rank {put.facts.rank} at step {put.facts.step} cannot be kept"
+        size_bytes = put.layout.size_bytes
         try:
             channel = self._connected(what)
-            channel.send_json(put_to_json(put), limit_s=self._limits.io_s)
+            channel.send_json(request_to_json(put), limit_s=self._limits.io_s)
             if not self._answer(channel, what, limit_s=self._limits.prepare_s).get("send"):
                 return False
-            self._send(channel, put.layout.size_bytes, source, before_frame)
+            buffer = memoryview(bytearray(min(FRAME_BYTES, size_bytes)))
+            for start in range(0, size_bytes, FRAME_BYTES):
+                part = buffer[: size_bytes - start]
+                source.read_into(part, start=start)
+                before_frame(len(part))
+                channel.send_data(part, limit_s=self._limits.io_s)
             self._answer(channel, what, limit_s=self._limits.prepare_s)
         except ChannelError as error:
             self.close()
@@ -78,22 +88,6 @@ class PeerConnection:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-
-    def _get(self, request: dict[str, JsonValue], buffer: memoryview, *, what: str) -> None:
-        channel = self._connected(what)
-        channel.send_json(request, limit_s=self._limits.io_s)
-        self._answer(channel, what, limit_s=self._limits.io_s)
-        filled = 0
-        while filled < len(buffer):
-            filled += channel.receive_data(buffer[filled:], limit_s=self._limits.io_s)
-
-    def _send(self, channel: Channel, size_bytes: int, source: Slot, before_frame: Callable[[int], None]) -> None:
-        buffer = memoryview(bytearray(min(FRAME_BYTES, size_bytes)))
-        for start in range(0, size_bytes, FRAME_BYTES):
-            part = buffer[: size_bytes - start]
-            source.read_into(part, start=start)
-            before_frame(len(part))
-            channel.send_data(part, limit_s=self._limits.io_s)
 
     def _connected(self, what: str) -> Channel:
         if self._channel is not None:
@@ -122,56 +116,32 @@ class PeerConnection:
         return (ObjectNotFoundError if missing else TransientStorageError)(f"{self._peer.place}: {what}: {why}")
 
 
-class PeerPool:
-    """A few connections to one peer, for several threads."""
+class OtherHosts:
+    """A few connections to the saver of each other host: reads snapshots, in several threads, while this rank restores."""
 
-    def __init__(self, peer: Peer, *, token: bytes, connections: int = POOL_CONNECTIONS, limits: Limits | None = None) -> None:
-        self._all = [PeerConnection(peer, token=token, limits=limits) for _ in range(connections)]
-        self._idle: queue.LifoQueue[PeerConnection] = queue.LifoQueue()
-        for connection in self._all:
-            self._idle.put(connection)
+    def __init__(self, roster: Sequence[Peer], *, token: bytes, limits: Limits | None = None) -> None:
+        self._idle: dict[int, queue.LifoQueue[PeerConnection]] = {peer.number: queue.LifoQueue() for peer in roster}
+        self._all = [PeerConnection(peer, token=token, limits=limits) for peer in roster for _ in range(POOL_CONNECTIONS)]
+        for place, connection in enumerate(self._all):
+            self._idle[roster[place // POOL_CONNECTIONS].number].put(connection)
 
-    def get_into(self, buffer: memoryview, key: SnapshotKey, *, start: int) -> None:
-        """As `PeerConnection.get_into`; waits for a connection that is free."""
-        # The one that was used last is the one that is connected most likely.
-        connection = self._idle.get()
-        try:
-            connection.get_into(buffer, key, start=start)
-        finally:
-            self._idle.put(connection)
+    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
+        """The files of a snapshot that another host holds. Raises: TransientStorageError if it is not in the roster."""
+        idle = self._idle.get(held.host)
+        if idle is None:
+            raise TransientStorageError(f"host number {held.host} is not in the roster")
+
+        def read_peer(buffer: memoryview, start: int) -> None:
+            # The one that was used last is the one that is connected most likely.
+            connection = idle.get()
+            try:
+                connection.get_into(buffer.cast("B"), held.facts, start=start)
+            finally:
+                idle.put(connection)
+
+        return snapshot_files(layout, read_peer, incarnation=held.facts.incarnation, rank=held.facts.rank, remote=True)
 
     def close(self) -> None:
         """Hang up, when nobody reads any more."""
         for connection in self._all:
             connection.close()
-
-
-class OtherHosts:
-    """Connections to the savers of other hosts, made when they are needed: reads snapshots while this rank restores."""
-
-    def __init__(self, roster: Sequence[Peer], *, token: bytes) -> None:
-        self._peers = {peer.number: peer for peer in roster}
-        self._token = token
-        self._pools: dict[int, PeerPool] = {}
-
-    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
-        """The files of a snapshot that another host holds. Raises: TransientStorageError if it is not in the roster."""
-        peer = self._peers.get(held.host)
-        if peer is None:
-            raise TransientStorageError(f"host number {held.host} is not in the roster")
-        pool = self._pools.setdefault(held.host, PeerPool(peer, token=self._token))
-        return files_of_peer(pool, layout, key_of(held.facts))
-
-    def close(self) -> None:
-        """Hang up."""
-        for pool in self._pools.values():
-            pool.close()
-
-
-def files_of_peer(pool: PeerPool, layout: RankLayout, key: SnapshotKey) -> dict[str, SnapshotFile]:
-    """The files of a snapshot on another host, by name; the pool stays the caller's to close."""
-
-    def read_peer(buffer: memoryview, start: int) -> None:
-        pool.get_into(buffer.cast("B"), key, start=start)
-
-    return snapshot_files(layout, read_peer, incarnation=key.incarnation, rank=key.rank, remote=True)

@@ -1,4 +1,4 @@
-"""How fast replicas may be sent, so that training does not notice: the decision, which is pure, and a bucket that obeys it."""
+"""How fast replicas may be sent, so that training does not notice: the decision, which is pure, and a pacer that obeys it."""
 
 import statistics
 import threading
@@ -34,89 +34,49 @@ class PaceOptions:
     """A baseline older than so many steps is taken anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """A rate in bytes/s, and why it is this one."""
-
-    rate: float
-    reason: str
-
-
-def decide_pace(rate: float, *, sending: Sequence[float], quiet: Sequence[float], limited: bool, options: PaceOptions) -> Pace:
-    """The next rate, from the durations of steps while sending at `rate` and of steps without sending.
+def decide_pace(
+    rate: float, *, sending: Sequence[float], quiet: Sequence[float], limited: bool, options: PaceOptions
+) -> tuple[float, str]:
+    """The next rate in bytes/s and why, from the durations of steps while sending at `rate` and of steps without sending.
 
     Decreases in proportion to the excess, to between a quarter and nine tenths; increases by a quarter, when the slowdown is
     clearly below what is allowed and `limited` says that the rate is what held the sender back.
     """
     if len(sending) < options.window or len(quiet) < options.baseline:
-        return Pace(rate, f"too few steps to compare: {len(sending)} while sending, {len(quiet)} without")
+        return rate, f"too few steps to compare: {len(sending)} while sending, {len(quiet)} without"
     usual = statistics.median(quiet)
     if usual <= 0:
-        return Pace(rate, "steps without sending take no time")
+        return rate, "steps without sending take no time"
     slowdown = statistics.median(sending) / usual - 1
     found = f"steps take {100 * slowdown:+.1f} % while sending at {rate / 1e6:.0f} MB/s"
     if slowdown > options.slowdown:
         factor = min(0.9, max(0.25, 0.75 * options.slowdown / slowdown))
-        return Pace(max(options.least, rate * factor), f"{found}: more than {100 * options.slowdown:g} %")
+        return max(options.least, rate * factor), f"{found}: more than {100 * options.slowdown:g} %"
     if slowdown > options.slowdown / 2:
-        return Pace(rate, f"{found}: about as much as is allowed")
+        return rate, f"{found}: about as much as is allowed"
     if not limited:
-        return Pace(rate, f"{found}, and something else than the rate holds the sender back")
-    return Pace(min(options.most, 1.25 * rate), f"{found}: clearly less than {100 * options.slowdown:g} %")
+        return rate, f"{found}, and something else than the rate holds the sender back"
+    return min(options.most, 1.25 * rate), f"{found}: clearly less than {100 * options.slowdown:g} %"
 
 
-class StepTimes:
-    """Durations of steps, told apart by whether replicas were being sent. Steps that are half of each count for neither."""
+class Pacer:
+    """A token bucket whose rate follows the durations of steps. One thread sends, another one tells of steps.
 
-    def __init__(self, options: PaceOptions) -> None:
-        self._options = options
-        self._sending_now = False
-        self._changed = False
-        self._num_steps = 0
-        self._quiet_at: deque[int] = deque(maxlen=options.baseline)
-        self.sending: list[float] = []
-        """Since the last decision."""
-
-        self.quiet: deque[float] = deque(maxlen=4 * options.baseline)
-
-    def switch(self, *, sending: bool) -> None:
-        """Sending begins or ends."""
-        self._changed |= sending != self._sending_now
-        self._sending_now = sending
-
-    def took(self, seconds: float) -> None:
-        """A step ended."""
-        self._num_steps += 1
-        if self._changed:
-            self._changed = False
-        elif self._sending_now:
-            self.sending.append(seconds)
-        else:
-            self.quiet.append(seconds)
-            self._quiet_at.append(self._num_steps)
-
-    @property
-    def needs_quiet(self) -> bool:
-        """Whether steps without sending are wanted before more is sent; never while no steps are told of."""
-        if not self._num_steps:
-            return False
-        oldest = self._num_steps - self._options.fresh_steps
-        return len(self._quiet_at) < self._options.baseline or self._quiet_at[0] < oldest
-
-
-class Bucket:
-    """Lets bytes through at a rate that may change at any time; for one sender."""
+    Steps are told apart by whether replicas were being sent; those that are half of each count for neither.
+    """
 
     def __init__(
         self,
         rate: float,
+        options: PaceOptions,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
         burst_s: float = 0.05,
     ) -> None:
-        """`rate` in bytes/s; what was not used in the last `burst_s` may be made up for."""
-        self._rate = rate
+        """`rate`: the first one, in bytes/s. What was not used in the last `burst_s` may be made up for."""
+        self.rate = rate
+        self._options = options
         self._clock = clock
         self._sleep = sleep
         self._burst_s = burst_s
@@ -124,23 +84,50 @@ class Bucket:
         self._tokens = 0.0
         self._filled_at = clock()
         self._takes = self._waits = 0
+        self._sending_now = self._changed = False
+        self._num_steps = 0
+        self._sending: list[float] = []
+        """Durations of steps since the last decision."""
 
-    @property
-    def rate(self) -> float:
-        """In bytes/s."""
-        return self._rate
+        self._quiet: deque[tuple[int, float]] = deque(maxlen=4 * options.baseline)
+        """Numbers and durations."""
 
-    def set_rate(self, rate: float) -> None:
-        """From now on."""
+    def switch(self, *, sending: bool) -> None:
+        """Sending begins or ends."""
         with self._lock:
+            self._changed |= sending != self._sending_now
+            self._sending_now = sending
+
+    def step_took(self, seconds: float) -> str:
+        """A step ended. Returns why the rate is another one from now on; empty if it is not."""
+        with self._lock:
+            self._num_steps += 1
+            if self._changed:
+                self._changed = False
+            elif not self._sending_now:
+                self._quiet.append((self._num_steps, seconds))
+            else:
+                self._sending.append(seconds)
+            if len(self._sending) < self._options.window:
+                return ""
+            limited = 2 * self._waits > self._takes
+            quiet = [took for _, took in self._quiet]
+            rate, reason = decide_pace(self.rate, sending=self._sending, quiet=quiet, limited=limited, options=self._options)
+            self._sending.clear()
+            if rate == self.rate:
+                return ""
             self._fill()
-            self._rate = rate
+            self.rate = rate
             self._takes = self._waits = 0
+            return reason
 
     @property
-    def limited(self) -> bool:
-        """Whether the sender mostly had to wait since the rate was set."""
-        return 2 * self._waits > self._takes
+    def needs_quiet(self) -> bool:
+        """Whether steps without sending are wanted before more is sent; never while no steps are told of."""
+        with self._lock:
+            oldest = self._num_steps - self._options.fresh_steps
+            fresh = len(self._quiet) >= self._options.baseline and self._quiet[-self._options.baseline][0] >= oldest
+            return self._num_steps > 0 and not fresh
 
     def take(self, count: int) -> None:
         """Wait until `count` bytes may be sent. Raises: whatever `sleep` raises, which is called often enough to break off."""
@@ -154,11 +141,11 @@ class Bucket:
                     self._takes += 1
                     self._waits += waited
                     return
-                wait_s = -self._tokens / self._rate
+                wait_s = -self._tokens / self.rate
             waited = True
             self._sleep(min(_LONGEST_NAP_S, max(_SHORTEST_NAP_S, wait_s)))
 
     def _fill(self) -> None:
         now = self._clock()
-        self._tokens = min(self._burst_s * self._rate, self._tokens + (now - self._filled_at) * self._rate)
+        self._tokens = min(self._burst_s * self.rate, self._tokens + (now - self._filled_at) * self.rate)
         self._filled_at = now

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from elastictrain.checkpoint.memory.folder import Held
+from elastictrain.checkpoint.memory.layout import RankDigests
 from elastictrain.checkpoint.memory.records import load_digests, load_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
+from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.peers.client import PeerConnection
-from elastictrain.checkpoint.peers.pace import Bucket, PaceOptions, StepTimes, decide_pace
+from elastictrain.checkpoint.peers.pace import PaceOptions, Pacer
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import Limits, Put
 from elastictrain.errors import ElasticTrainError, TransientStorageError
@@ -40,15 +41,11 @@ class ReplicatorOptions:
 
 
 class _GoneError(Exception):
-    """What was offered is not in its slot any more, or is being overwritten."""
+    """What was offered is of no use: it is not in its slot any more, or nobody can vouch for it."""
 
 
-class _NotYetError(Exception):
-    """The digests are still being computed."""
-
-
-class _ClosingError(Exception):
-    """Sending is broken off because the replicator closes."""
+class _BrokenOffError(Exception):
+    """Sending is broken off, because the replicator closes or a newer step has come."""
 
 
 class Replicator:
@@ -80,20 +77,17 @@ class Replicator:
         self._waiting: tuple[Held, ...] = ()
         self._failures = 0
         self._reported: tuple[int, int, str] | None = None
-        self._undigested = (-1, 0.0)
-        """The step whose digests are waited for, and since when."""
-        self._not_before = self._quiet_until = 0.0
+        self._not_before = 0.0
         self._closing = threading.Event()
         self._deadline = 0.0
         pace = self._options.pace
-        self._times = StepTimes(pace)
-        self._bucket = Bucket(pace.first if rate is None else rate, sleep=self._nap)
+        self._pacer = Pacer(pace.first if rate is None else rate, pace, sleep=self._nap)
         self._thread = threading.Thread(target=self._run, name="replicator", daemon=True)
 
     @property
     def rate(self) -> float:
         """What it has found to be no burden, in bytes/s."""
-        return self._bucket.rate
+        return self._pacer.rate
 
     def start(self) -> None:
         """Begin to wait for snapshots."""
@@ -107,21 +101,9 @@ class Replicator:
 
     def step_took(self, seconds: float) -> None:
         """A step of training ended; tells how fast replicas may be sent."""
-        options = self._options.pace
+        if reason := self._pacer.step_took(seconds):
+            logger.debug("replicas are sent at %.0f MB/s from now on: %s", self.rate / 1e6, reason)
         with self._condition:
-            self._times.took(seconds)
-            if len(self._times.sending) >= options.window:
-                pace = decide_pace(
-                    self._bucket.rate,
-                    sending=self._times.sending,
-                    quiet=self._times.quiet,
-                    limited=self._bucket.limited,
-                    options=options,
-                )
-                self._times.sending.clear()
-                if pace.rate != self._bucket.rate:
-                    logger.debug("replicas are sent at %.0f MB/s from now on: %s", pace.rate / 1e6, pace.reason)
-                    self._bucket.set_rate(pace.rate)
             self._condition.notify_all()
 
     def close(self, timeout_s: float = 5.0) -> bool:
@@ -138,67 +120,49 @@ class Replicator:
         while held := self._next_step():
             try:
                 self._send_step(held)
-            except _ClosingError:
-                break
+            except _BrokenOffError:
+                continue
             except _GoneError as error:
-                self._give_up(held, str(error))
-            except _NotYetError:
-                self._wait_for_digests(held)
+                # It is not tried again, so the workers that wait for it are told, also if the last reason was the same.
+                self._reported = None
+                self._fail(held[0].facts, str(error))
             except Exception as error:
                 # The edge of the thread: a replica that cannot be sent is no reason to send none any more.
                 if not isinstance(error, ElasticTrainError | OSError):
                     logger.exception("step %d could not be replicated", held[0].facts.step)
                 self._failures += 1
                 longest = min(self._options.longest_pause_s, self._options.first_pause_s * 2.0 ** min(self._failures - 1, 30))
-                self._try_again(held, pause_s=longest * (0.5 + 0.5 * random.random()))
+                with self._condition:
+                    self._waiting = self._waiting or held
+                    self._not_before = time.monotonic() + longest * (0.5 + 0.5 * random.random())
         self._connection.close()
 
     def _next_step(self) -> tuple[Held, ...]:
         """Waits for snapshots to send; none when closing."""
+        quiet_until_s = 0.0
         with self._condition:
             while not self._closing.is_set():
-                if not self._waiting:
-                    self._condition.wait()
-                    continue
-                now = time.monotonic()
-                self._quiet_until = self._quiet_until or now + self._options.quiet_most_s
-                wait_until = max(self._not_before, self._quiet_until if self._times.needs_quiet else 0.0)
-                if now >= wait_until:
-                    held, self._waiting = self._waiting, ()
-                    self._quiet_until = 0.0
-                    return held
-                self._condition.wait(wait_until - now)
+                wait_s = None
+                if self._waiting:
+                    now = time.monotonic()
+                    quiet_until_s = quiet_until_s or now + self._options.quiet_most_s
+                    wait_s = max(self._not_before, quiet_until_s if self._pacer.needs_quiet else 0.0) - now
+                    if wait_s <= 0:
+                        held, self._waiting = self._waiting, ()
+                        return held
+                self._condition.wait(wait_s)
         return ()
-
-    def _try_again(self, held: tuple[Held, ...], *, pause_s: float) -> None:
-        """After a pause, unless another step has come."""
-        with self._condition:
-            self._waiting = self._waiting or held
-            self._not_before = time.monotonic() + pause_s
-
-    def _wait_for_digests(self, held: tuple[Held, ...]) -> None:
-        step, now = held[0].facts.step, time.monotonic()
-        if self._undigested[0] != step:
-            self._undigested = (step, now)
-        if now - self._undigested[1] > self._options.digest_limit_s:
-            self._give_up(held, f"its digests were not stored within {self._options.digest_limit_s:g} s")
-        else:
-            self._try_again(held, pause_s=self._options.first_pause_s / 2)
-
-    def _give_up(self, held: tuple[Held, ...], reason: str) -> None:
-        """It is not tried again, so the workers that wait for it must be told, also if the last reason was the same."""
-        self._reported = None
-        self._fail(held[0].facts, reason)
 
     def _send_step(self, held: tuple[Held, ...]) -> None:
         """All slots are held from the beginning: a step that loses one rank is of no use."""
+        digests = self._digests(held)
         with ExitStack() as stack:
             stack.callback(self._connection.close)
-            stack.callback(self._switch, sending=False)
+            stack.callback(self._pacer.switch, sending=False)
             slots = [self._hold(one, stack) for one in held]
-            for one, slot in zip(held, slots, strict=True):
+            for one, slot, of_slot in zip(held, slots, digests, strict=True):
                 try:
-                    self._send(one.facts, slot)
+                    self._send(one.facts, slot, of_slot)
                 except ElasticTrainError as error:
                     self._fail(one.facts, str(error))
                     raise
@@ -206,6 +170,22 @@ class Replicator:
                     self._fail(one.facts, f"{slot.path} cannot be read: {error}")
                     raise
         self._failures, self._reported = 0, None
+
+    def _digests(self, held: tuple[Held, ...]) -> list[RankDigests]:
+        """Of each snapshot; the saver may still compute them."""
+        give_up_s = time.monotonic() + self._options.digest_limit_s
+        found = []
+        for one in held:
+            path = f"{self._folder}/{one.slot}"
+            while (digests := load_digests(path, one.facts)) is None:
+                if facts_in(path) != one.facts:
+                    raise _GoneError(f"{one.slot} holds something else by now")
+                if time.monotonic() > give_up_s:
+                    raise _GoneError(f"its digests were not stored within {self._options.digest_limit_s:g} s")
+                if self._closing.wait(self._options.first_pause_s / 2) or self._waiting:
+                    raise _BrokenOffError
+            found.append(digests)
+        return found
 
     def _hold(self, held: Held, stack: ExitStack) -> Slot:
         try:
@@ -218,10 +198,7 @@ class Replicator:
             raise _GoneError(f"{held.slot} holds something else by now")
         return slot
 
-    def _send(self, facts: SnapshotFacts, slot: Slot) -> None:
-        digests = load_digests(slot.path, facts)
-        if digests is None:
-            raise _NotYetError
+    def _send(self, facts: SnapshotFacts, slot: Slot, digests: RankDigests) -> None:
         put = Put(facts, load_layout(self._folder, facts.layout), digests)
         began = time.monotonic()
         self._deadline = began + self._options.deadline_s
@@ -230,23 +207,15 @@ class Replicator:
         self._replicated(facts.rank, facts.step, size_bytes, time.monotonic() - began)
 
     def _before_frame(self, count: int) -> None:
-        self._switch(sending=True)
-        self._bucket.take(count)
-        self._check_time()
-
-    def _switch(self, *, sending: bool) -> None:
-        with self._condition:
-            self._times.switch(sending=sending)
+        self._pacer.switch(sending=True)
+        self._pacer.take(count)
+        self._nap(0.0)
 
     def _nap(self, seconds: float) -> None:
-        self._closing.wait(seconds)
-        self._check_time()
-
-    def _check_time(self) -> None:
-        if self._closing.is_set():
-            raise _ClosingError
+        if self._closing.wait(seconds):
+            raise _BrokenOffError
         if time.monotonic() > self._deadline:
-            limit_s, rate = self._options.deadline_s, self._bucket.rate
+            limit_s, rate = self._options.deadline_s, self.rate
             message = (
                 f"{self._target.place}: a replica took longer than {limit_s:g} s at {rate / 1e6:.0f} MB/s, and is broken off"
             )

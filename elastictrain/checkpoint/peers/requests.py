@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -37,30 +38,15 @@ class Limits:
     """A connection without a request."""
 
 
-class RequestError(ValueError):
-    """A request that makes no sense; the message is for the other side."""
+class RefusedError(Exception):
+    """A request that is not met; the message and the code are for the other side."""
+
+    def __init__(self, message: str, *, code: Literal["refused", "malformed", "missing"] = "refused") -> None:
+        super().__init__(message)
+        self.code = code
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotKey:
-    """Which snapshot of which rank."""
-
-    run: str
-    incarnation: str
-    step: int
-    rank: int
-
-    def __str__(self) -> str:
-        return f"the snapshot of rank {self.rank} at step {self.step} (incarnation {self.incarnation})"
-
-
-def key_of(facts: SnapshotFacts) -> SnapshotKey:
-    """The snapshot that the facts are of."""
-    return SnapshotKey(facts.run, facts.incarnation, facts.step, facts.rank)
-
-
-@dataclass(frozen=True, slots=True)
-class Get:
+class Get(msgspec.Struct, frozen=True, tag_field="op", tag="get"):
     """Bytes [start, start + length) of a snapshot, counted as its layout does."""
 
     run: str
@@ -70,10 +56,20 @@ class Get:
     start: Count
     length: Count
 
-    @property
-    def key(self) -> SnapshotKey:
-        """Of the snapshot."""
-        return SnapshotKey(self.run, self.incarnation, self.step, self.rank)
+    def __str__(self) -> str:
+        return f"the snapshot of rank {self.rank} at step {self.step} (incarnation {self.incarnation})"
+
+    def is_of(self, facts: SnapshotFacts | None) -> bool:
+        """Whether this is the snapshot that is asked for."""
+        asked = (self.run, self.incarnation, self.step, self.rank)
+        return facts is not None and asked == (facts.run, facts.incarnation, facts.step, facts.rank)
+
+
+class _PutRecord(msgspec.Struct, frozen=True, tag_field="op", tag="put"):
+    facts: SnapshotFacts
+    layout: str
+    digests: RankDigests
+    size_bytes: Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,47 +81,35 @@ class Put:
     digests: RankDigests
 
 
-@dataclass(frozen=True, slots=True)
-class _PutRecord:
-    """The request as JSON."""
-
-    facts: SnapshotFacts
-    layout: str
-    digests: RankDigests
-    size_bytes: Count
-
-
-def get_to_json(get: Get) -> dict[str, JsonValue]:
-    """The request."""
-    return {"op": "get", **msgspec.to_builtins(get)}
+def request_to_json(request: Get | Put) -> dict[str, JsonValue]:
+    """The message."""
+    record: Get | _PutRecord
+    if isinstance(request, Put):
+        layout = request.layout
+        record = _PutRecord(request.facts, layout.to_bytes().decode(), request.digests, layout.size_bytes)
+    else:
+        record = request
+    message: dict[str, JsonValue] = msgspec.to_builtins(record)
+    return message
 
 
-def get_from_json(message: Mapping[str, JsonValue]) -> Get:
-    """Raises: RequestError."""
+def parse_request(message: Mapping[str, JsonValue]) -> Get | Put:
+    """A request whose parts belong to each other. Raises: RefusedError."""
     try:
-        return as_record(message, Get)
+        record: Get | _PutRecord = as_record(message, Get | _PutRecord)  # type: ignore[arg-type]
     except MalformedJsonError as error:
-        raise RequestError(f"the request {error}") from error
-
-
-def put_to_json(put: Put) -> dict[str, JsonValue]:
-    """The request."""
-    record = _PutRecord(put.facts, put.layout.to_bytes().decode(), put.digests, put.layout.size_bytes)
-    return {"op": "put", **msgspec.to_builtins(record)}
-
-
-def put_from_json(message: Mapping[str, JsonValue]) -> Put:
-    """Facts, layout, digests and size that belong to each other. Raises: RequestError."""
+        raise RefusedError(f"the request {error}", code="malformed") from error
+    if isinstance(record, Get):
+        return record
     try:
-        record = as_record(message, _PutRecord)
         layout = layout_from_bytes(record.layout.encode(), where="the layout")
         # Infinite numbers can be read, but not written.
         encode_record(record.facts)
         problem = _mismatch(record, layout)
     except (ValueError, CheckpointError) as error:
-        raise RequestError(f"it is no replica: {error}") from error
+        problem = f"it is no replica: {error}"
     if problem:
-        raise RequestError(problem)
+        raise RefusedError(problem, code="malformed")
     return Put(record.facts, layout, record.digests)
 
 

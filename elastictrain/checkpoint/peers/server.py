@@ -4,10 +4,9 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
-from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, HostMemory, decide_buffers, memory_of
 from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES
@@ -15,13 +14,11 @@ from elastictrain.checkpoint.memory.records import compute_digests, load_digests
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, facts_in
 from elastictrain.checkpoint.peers.requests import (
     HANDSHAKE,
+    Get,
     Limits,
     Put,
-    RequestError,
-    SnapshotKey,
-    get_from_json,
-    key_of,
-    put_from_json,
+    RefusedError,
+    parse_request,
 )
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, TransportError
 from elastictrain.net.channel import FRAME_BYTES, Channel, Secret
@@ -29,28 +26,19 @@ from elastictrain.net.server import BACKLOG, CONNECTIONS, ChannelServer, Pending
 
 
 @contextmanager
-def locked_snapshot(folder: str, key: SnapshotKey) -> Iterator[Slot | None]:
-    """The slot, own or replica, with exactly that snapshot, locked against its writer; None if there is none."""
+def locked_snapshot(folder: str, get: Get) -> Iterator[Slot]:
+    """The slot, own or replica, with that very snapshot, locked against its writer. Raises: RefusedError if there is none."""
     for name in slot_names(folder):
-        if name.rank != key.rank:
-            continue
-        try:
-            slot = Slot.hold(f"{folder}/{name}")
-        except OSError:
-            continue
+        slot = None
+        with suppress(OSError):
+            slot = Slot.hold(f"{folder}/{name}") if name.rank == get.rank else None
         if slot is None:
             continue
-        try:
-            if (facts := slot.facts) is not None and key_of(facts) == key:
+        with closing(slot):
+            if get.is_of(slot.facts):
                 yield slot
                 return
-        finally:
-            slot.close()
-    yield None
-
-
-class RefusedError(Exception):
-    """A replica that is not taken now; the message is for the other side."""
+    raise RefusedError(f"{get} is not here", code="missing")
 
 
 def choose_replica_slot(held: Sequence[SnapshotFacts | None]) -> int:
@@ -77,13 +65,12 @@ class ReplicaSlots:
 
     def set_kept(self, ranks: Iterable[int]) -> None:
         """Replicas of these ranks are taken from now on, and of no others."""
-        with self._lock:
-            self._kept = frozenset(ranks)
+        self._kept = frozenset(ranks)
 
     def drop_others(self) -> None:
         """Remove the replicas of ranks that are not kept any more; who has one mapped keeps its memory until then."""
         for name in slot_names(self._folder):
-            if name.kind == "replica" and not self._keeps(name.rank):
+            if name.kind == "replica" and name.rank not in self._kept:
                 remove_slot(self._folder, name)
 
     def take(self, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> bool:
@@ -95,20 +82,28 @@ class ReplicaSlots:
         Raises: RefusedError if it is not wanted, or not now; CheckpointError if there is no memory, or the bytes do not have
         their digests; OSError; whatever `go` and `receive` raise.
         """
-        if put.facts.run != self._run:
-            raise RefusedError(f"this host keeps replicas of run {self._run}, not of {put.facts.run!r:.200}")
-        if not self._keeps(put.facts.rank):
-            raise RefusedError(f"this host does not keep replicas of rank {put.facts.rank}")
-        with self._alone_with(put.facts.rank):
-            paths = [f"{self._folder}/{SlotName('replica', put.facts.rank, index)}" for index in range(REPLICA_SLOTS)]
+        run, rank = put.facts.run, put.facts.rank
+        if run != self._run:
+            raise RefusedError(f"this host keeps replicas of run {self._run}, not of {run!r:.200}")
+        if rank not in self._kept:
+            raise RefusedError(f"this host does not keep replicas of rank {rank}")
+        with self._lock:
+            if rank in self._arriving:
+                # A sender that gave up and came back could meet its own first attempt, which has not noticed yet.
+                raise RefusedError(f"a replica of rank {rank} is arriving already")
+            self._arriving.add(rank)
+        try:
+            paths = [f"{self._folder}/{SlotName('replica', rank, index)}" for index in range(REPLICA_SLOTS)]
             found = [facts_in(path) for path in paths]
             for path, facts in zip(paths, found, strict=True):
                 if facts is not None and facts == put.facts and load_digests(path, facts) == put.digests:
                     return False
-            of_rank = (put.facts.run, put.facts.rank)
-            held = [facts if facts is not None and (facts.run, facts.rank) == of_rank else None for facts in found]
+            held = [facts if facts is not None and (facts.run, facts.rank) == (run, rank) else None for facts in found]
             self._fill(paths[choose_replica_slot(held)], put, go=go, receive=receive)
             return True
+        finally:
+            with self._lock:
+                self._arriving.remove(rank)
 
     def _fill(self, path: str, put: Put, *, go: Callable[[], None], receive: Callable[[memoryview], int]) -> None:
         self._check_room(path, put.layout.size_bytes)
@@ -122,7 +117,7 @@ class ReplicaSlots:
             go()
             _receive_into(slot, put, receive)
             # Ranks may have been shared out anew in the meantime, and the slot removed.
-            if not self._keeps(put.facts.rank) or not slot.is_current():
+            if put.facts.rank not in self._kept or not slot.is_current():
                 raise RefusedError(f"this host does not keep replicas of rank {put.facts.rank} any more")
             slot.complete(put.facts)
         finally:
@@ -139,23 +134,6 @@ class ReplicaSlots:
         choice = decide_buffers(memory, wanted=1, replicate=False, snapshot_bytes=HEADER_BYTES + size_bytes, replica_bytes=0)
         if not choice.per_rank:
             raise CheckpointError(choice.shortage)
-
-    def _keeps(self, rank: int) -> bool:
-        with self._lock:
-            return rank in self._kept
-
-    @contextmanager
-    def _alone_with(self, rank: int) -> Iterator[None]:
-        # A sender that gave up and came back could meet its own first attempt, which has not noticed yet.
-        with self._lock:
-            if rank in self._arriving:
-                raise RefusedError(f"a replica of rank {rank} is arriving already")
-            self._arriving.add(rank)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._arriving.remove(rank)
 
 
 def _receive_into(slot: Slot, put: Put, receive: Callable[[memoryview], int]) -> None:
@@ -226,33 +204,24 @@ class PeerServer:
 
     def _serve(self, channel: Channel) -> None:
         while True:
-            self._answer(channel, channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s))
+            message = channel.receive_json(limit_s=self._limits.io_s, idle_s=self._limits.idle_s)
+            try:
+                request = parse_request(message)
+                if isinstance(request, Get):
+                    self._give(channel, request)
+                else:
+                    self._take(channel, request)
+            except RefusedError as error:
+                # Before the first byte of a snapshot, or after its last: the next request is read from its beginning.
+                channel.send_json({"ok": False, "code": error.code, "error": str(error)}, limit_s=self._limits.io_s)
 
-    def _answer(self, channel: Channel, message: dict[str, JsonValue]) -> None:
-        match message.get("op"):
-            case "get":
-                self._get(channel, message)
-            case "put":
-                self._put(channel, message)
-            case other:
-                self._refuse(channel, "malformed", f"{other!r:.200} is no request")
-
-    def _get(self, channel: Channel, message: dict[str, JsonValue]) -> None:
-        try:
-            get = get_from_json(message)
-        except RequestError as error:
-            self._refuse(channel, "malformed", str(error))
-            return
-        with locked_snapshot(self._folder, get.key) as slot:
-            if slot is None:
-                self._refuse(channel, "missing", f"{get.key} is not here")
-                return
+    def _give(self, channel: Channel, get: Get) -> None:
+        with locked_snapshot(self._folder, get) as slot:
             with slot.data as data:
                 size_bytes = len(data)
             end = get.start + get.length
             if end > size_bytes:
-                self._refuse(channel, "malformed", f"{get.key} has {size_bytes} bytes, not {end}")
-                return
+                raise RefusedError(f"{get} has {size_bytes} bytes, not {end}", code="malformed")
             channel.send_json({"ok": True}, limit_s=self._limits.io_s)
             buffer = memoryview(bytearray(min(FRAME_BYTES, get.length)))
             for start in range(get.start, end, FRAME_BYTES):
@@ -260,20 +229,13 @@ class PeerServer:
                 slot.read_into(part, start=start)
                 channel.send_data(part, limit_s=self._limits.io_s)
 
-    def _put(self, channel: Channel, message: dict[str, JsonValue]) -> None:
+    def _take(self, channel: Channel, put: Put) -> None:
         try:
             stored = self.replicas.take(
-                put_from_json(message),
+                put,
                 go=lambda: channel.send_json({"ok": True, "send": True}, limit_s=self._limits.io_s),
                 receive=lambda part: channel.receive_data(part, limit_s=self._limits.io_s),
             )
-        except RequestError as error:
-            self._refuse(channel, "malformed", str(error))
-        except (RefusedError, CheckpointError, OSError, MemoryError) as error:
-            # Before the first byte of the replica, or after its last: the next request is read from its beginning.
-            self._refuse(channel, "refused", str(error))
-        else:
-            channel.send_json({"ok": True, "send": False, "stored": stored}, limit_s=self._limits.io_s)
-
-    def _refuse(self, channel: Channel, code: str, error: str) -> None:
-        channel.send_json({"ok": False, "code": code, "error": error}, limit_s=self._limits.io_s)
+        except (CheckpointError, OSError, MemoryError) as error:
+            raise RefusedError(str(error)) from error
+        channel.send_json({"ok": True, "send": False, "stored": stored}, limit_s=self._limits.io_s)

@@ -89,6 +89,10 @@ class SaverRoster(_Message, frozen=True, tag="roster"):
         if not bytes.fromhex(self.token) or self.own not in [peer.number for peer in self.hosts]:
             raise ValueError("a roster must have a token, and this host in it")
 
+    @property
+    def own_peer(self) -> Peer:
+        return next(peer for peer in self.hosts if peer.number == self.own)
+
 
 class ReplicateSwitch(_Message, frozen=True, tag="replicate"):
     """Whether snapshots are sent to another host on request; `unpaced`: as fast as they can be sent."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from elastictrain.checkpoint.memory.folder import look
 from elastictrain.checkpoint.peers.pace import PaceOptions
-from elastictrain.checkpoint.peers.placement import Peer, replica_sources_of, replica_target_of
+from elastictrain.checkpoint.peers.placement import replica_sources_of, replica_target_of
 from elastictrain.checkpoint.peers.replicator import Replicator
 from elastictrain.checkpoint.peers.server import PeerServer
 from elastictrain.checkpoint.saver.messages import SaverRoster
@@ -31,11 +31,11 @@ class ReplicaService:
         self._ended = ended
         self._server: PeerServer | None = None
         self._address = ""
-        self._own: Peer | None = None
-        self._target: Peer | None = None
-        self._token = b""
+        self._roster: SaverRoster | None = None
         self._replicator: Replicator | None = None
-        self._rate: float | None = None
+        self.rate: float | None = None
+        """In bytes/s: what was found not to slow training down on this network; None as long as nothing is known."""
+
         self._unpaced = False
 
     def listen(self, address: str, *, port: int) -> int:
@@ -60,27 +60,26 @@ class ReplicaService:
 
     def set_roster(self, roster: SaverRoster) -> None:
         """Learn who the others are."""
-        own = next(peer for peer in roster.hosts if peer.number == roster.own)
         self._stop_sending()
-        self._own, self._target = own, replica_target_of(own, roster.hosts)
-        self._token = bytes.fromhex(roster.token)
+        self._roster = roster
         if self._server is not None:
-            self._server.set_token(self._token)
-            self._server.replicas.set_kept(rank for source in replica_sources_of(own, roster.hosts) for rank in source.ranks)
+            self._server.set_token(bytes.fromhex(roster.token))
+            sources = replica_sources_of(roster.own_peer, roster.hosts)
+            self._server.replicas.set_kept(rank for source in sources for rank in source.ranks)
 
     def switch(self, *, on: bool, incarnation: str, unpaced: bool = False) -> None:
         """Be ready to send snapshots to the target from now on, or send no more; `unpaced`: nobody trains who could be slowed
         down."""
         self._stop_sending()
-        own, target = self._own, self._target
-        if not on or own is None or target is None:
+        target = None if self._roster is None else replica_target_of(self._roster.own_peer, self._roster.hosts)
+        if not on or self._roster is None or target is None:
             return
-        arrived: dict[int, set[int]] = {}
+        roster, arrived = self._roster, dict[int, set[int]]()
 
         def replicated(rank: int, step: int, size_bytes: int, seconds: float) -> None:
             self._record(incarnation, Replicated(of_rank=rank, step=step, host=target.host, bytes=size_bytes, seconds=seconds))
             arrived.setdefault(step, set()).add(rank)
-            if arrived[step] >= set(own.ranks):
+            if arrived[step] >= set(roster.own_peer.ranks):
                 self._ended(incarnation, step, True)
 
         def failed(rank: int, step: int, error: str) -> None:
@@ -88,15 +87,15 @@ class ReplicaService:
             self._record(incarnation, ReplicationFailed(of_rank=rank, step=step, host=target.host, error=error))
             self._ended(incarnation, step, False)
 
+        self._unpaced = unpaced
         self._replicator = Replicator(
             self._folder,
             target=target,
-            token=self._token,
+            token=bytes.fromhex(roster.token),
             replicated=replicated,
             failed=failed,
-            rate=PaceOptions().most if unpaced else self._rate,
+            rate=PaceOptions().most if unpaced else self.rate,
         )
-        self._unpaced = unpaced
         self._replicator.start()
 
     def send(self, step: int, *, incarnation: str) -> None:
@@ -106,10 +105,11 @@ class ReplicaService:
             for one in look(self._folder, host=0)
             if not one.replica and (one.facts.incarnation, one.facts.step) == (incarnation, step)
         }
-        if self._replicator is None or self._own is None or any(rank not in held for rank in self._own.ranks):
+        ranks = self._roster.own_peer.ranks if self._roster is not None else ()
+        if self._replicator is None or any(rank not in held for rank in ranks):
             self._ended(incarnation, step, False)
         else:
-            self._replicator.send([held[rank] for rank in self._own.ranks])
+            self._replicator.send([held[rank] for rank in ranks])
 
     def step_took(self, seconds: float) -> None:
         """How long training took for a step: replicas must not slow it down."""
@@ -130,7 +130,6 @@ class ReplicaService:
     def _stop_sending(self) -> None:
         if self._replicator is not None:
             if not self._unpaced:
-                # What was found out about this network is not found out again.
-                self._rate = self._replicator.rate
+                self.rate = self._replicator.rate
             self._replicator.close(_CLOSE_S)
             self._replicator = None

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.peers.requests import HANDSHAKE, Put, key_of, put_to_json
+from elastictrain.checkpoint.peers.requests import HANDSHAKE, Put, request_to_json
 from elastictrain.errors import TransientStorageError
 from elastictrain.net.channel import MOST_JSON_BYTES, Channel, ChannelError, Handshake, Secret, StrangerError
 from tests.unit.checkpoint.peers.hosts import LAYOUT, LIMITS, TOKEN, Host, connected, facts_of, fill_slot, host, put_of
@@ -267,7 +267,7 @@ def test_gets(target: Host, change: dict[str, JsonValue]) -> None:
 
 
 PUT, DATA = put_of(facts_of(step=7))
-MESSAGE = put_to_json(PUT)
+MESSAGE = request_to_json(PUT)
 MANY_ROWS = RankLayout((Item("w", "int8", (2**55,), (0,), (2**55,)),), shard_bytes=1, chunk_bytes=1)
 TWINS = RankLayout((Item("w", "int8", (1,), (0,), (1,)), Item("w", "int8", (1,), (0,), (1,))), shard_bytes=1)
 
@@ -411,7 +411,7 @@ def test_a_server_that_answers_nonsense(target: Host, answer: bytes, monkeypatch
             connected(peer, limits=QUICK) as connection,
             pytest.raises(TransientStorageError, match=rf"b \(127.0.0.1:{peer.port}\)"),
         ):
-            connection.get_into(buffer, key_of(facts_of(5)), start=0)
+            connection.get_into(buffer, facts_of(5), start=0)
         thread.join()
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from elastictrain.checkpoint.memory.budget import HostMemory
-from elastictrain.checkpoint.memory.folder import look
+from elastictrain.checkpoint.memory.folder import Held, look
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart
 from elastictrain.checkpoint.memory.records import load_layout
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotSource
-from elastictrain.checkpoint.peers.client import PeerPool, files_of_peer
-from elastictrain.checkpoint.peers.requests import Put, key_of
-from elastictrain.checkpoint.peers.server import PeerServer, RefusedError, ReplicaSlots, choose_replica_slot
+from elastictrain.checkpoint.peers.client import OtherHosts
+from elastictrain.checkpoint.peers.requests import Put, RefusedError
+from elastictrain.checkpoint.peers.server import PeerServer, ReplicaSlots, choose_replica_slot
 from elastictrain.checkpoint.verified_read import CheckpointFolder, DamagedFileError, read_chunks
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError, TransportError
 from elastictrain.net.channel import FRAME_BYTES
@@ -79,12 +79,12 @@ def test_there_and_back(tmp_path: Path) -> None:
         assert b.data_of("replica-r00000-s0") == data
         assert load_layout(str(b.folder), LAYOUT.digest) == LAYOUT
         back = bytearray(len(data))
-        connection.get_into(memoryview(back), key_of(put.facts), start=0)
+        connection.get_into(memoryview(back), put.facts, start=0)
         assert back == data
         part = bytearray(1000)
-        connection.get_into(memoryview(part), key_of(put.facts), start=FRAME_BYTES - 500)
+        connection.get_into(memoryview(part), put.facts, start=FRAME_BYTES - 500)
         assert part == data[FRAME_BYTES - 500 : FRAME_BYTES + 500]
-        connection.get_into(memoryview(bytearray()), key_of(put.facts), start=0)
+        connection.get_into(memoryview(bytearray()), put.facts, start=0)
     assert sum(frames) == len(data)
     assert max(frames) == FRAME_BYTES
 
@@ -164,7 +164,7 @@ def test_a_connection_that_was_broken_off_is_not_made_anew(tmp_path: Path) -> No
     with host(tmp_path / "b") as b, line_to(b.peer) as line, connected(line.peer) as connection:
         connection.break_off()
         with pytest.raises(TransientStorageError, match="broken off"):
-            connection.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
+            connection.get_into(memoryview(bytearray(1)), facts_of(), start=0)
 
 
 def test_a_bit_that_flips_on_the_way_back_is_read_again(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_bit_that_flips_on_the_way_back_is_read_again(tmp_path: Path) -> None:
         data = fill_slot(b.folder, "own-r00000-s0", facts_of())
         line.flip_at["back"] = 500_000
         back = bytearray(len(data))
-        connection.get_into(memoryview(back), key_of(facts_of()), start=0)
+        connection.get_into(memoryview(back), facts_of(), start=0)
         assert back == data
         assert line.connections == 2
 
@@ -182,18 +182,13 @@ def test_a_connection_that_breaks_is_made_anew_once(tmp_path: Path) -> None:
         data = fill_slot(b.folder, "own-r00000-s0", facts_of())
         back = memoryview(bytearray(len(data)))
         line.cut_at["back"] = 500_000
-        connection.get_into(back, key_of(facts_of()), start=0)
+        connection.get_into(back, facts_of(), start=0)
         assert back == data
         b.server.set_token(b"another")
         with pytest.raises(
             TransientStorageError, match=rf"b \(127.0.0.1:{line.peer.port}\): the snapshot of rank 0 at step 1 .*token"
         ):
-            connection.get_into(back, key_of(facts_of()), start=0)
-
-
-def remote(pool: PeerPool) -> SnapshotSource:
-    files = files_of_peer(pool, LAYOUT, key_of(facts_of()))
-    return SnapshotSource("host memory", files, close=pool.close)
+            connection.get_into(back, facts_of(), start=0)
 
 
 def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
@@ -201,9 +196,10 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
         data = fill_slot(b.folder, "own-r00000-s0", facts_of())
         put, _ = put_of(facts_of())
         chunks = [chunk for one in RankPart(0, LAYOUT, put.digests).written("i00001-aa") for chunk in one.chunks]
-        source = remote(PeerPool(b.peer, token=TOKEN, connections=2, limits=LIMITS))
+        others = OtherHosts([b.peer], token=TOKEN, limits=LIMITS)
+        source = SnapshotSource("host memory", others(Held(1, "own-r00000-s0", facts_of()), LAYOUT), close=others.close)
         taken: list[int] = []
-        assert read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=4)  # type: ignore[arg-type]
+        assert read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=6)  # type: ignore[arg-type]
         assert sum(taken) == sum(chunk.size_bytes for chunk in chunks)
         # A bit that flips in host memory: no frame differs, but the chunk does.
         slot = Slot.make(str(b.folder / "own-r00000-s0"), size_bytes=len(data))
@@ -215,6 +211,11 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
         source.close()
 
 
+def test_a_host_that_is_not_in_the_roster_has_nothing() -> None:
+    with pytest.raises(TransientStorageError, match="7"):
+        OtherHosts([], token=TOKEN)(Held(7, "own-r00000-s0", facts_of()), LAYOUT)
+
+
 def test_many_read_at_once(tmp_path: Path) -> None:
     """More than may be connected at once: the others wait."""
     with host(tmp_path / "b", connections=3) as b:
@@ -223,7 +224,7 @@ def test_many_read_at_once(tmp_path: Path) -> None:
         def read(_: int) -> bool:
             back = bytearray(len(data))
             with connected(b.peer, limits=replace(LIMITS, handshake_s=20.0)) as connection:
-                connection.get_into(memoryview(back), key_of(facts_of()), start=0)
+                connection.get_into(memoryview(back), facts_of(), start=0)
             return back == data
 
         with ThreadPoolExecutor(8) as threads:
@@ -236,7 +237,7 @@ def test_many_read_at_once(tmp_path: Path) -> None:
 def test_what_is_not_there(tmp_path: Path, other: dict[str, str | int]) -> None:
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
         fill_slot(b.folder, "own-r00000-s0", facts_of())
-        key = replace(key_of(facts_of()), **other)  # type: ignore[arg-type]
+        key = replace(facts_of(), **other)  # type: ignore[arg-type]
         with pytest.raises(ObjectNotFoundError, match=rf"b \(127.0.0.1:{b.peer.port}\): .* is not here"):
             connection.get_into(memoryview(bytearray(10)), key, start=0)
 
@@ -247,18 +248,18 @@ def test_a_torn_snapshot_is_not_there(tmp_path: Path) -> None:
         slot = Slot.make(str(b.folder / "own-r00000-s0"), size_bytes=len(data))
         assert slot.lock(shared=False)
         with pytest.raises(ObjectNotFoundError):
-            connection.get_into(memoryview(bytearray(10)), key_of(facts_of()), start=0)
+            connection.get_into(memoryview(bytearray(10)), facts_of(), start=0)
         slot.begin()
         slot.close()
         with pytest.raises(ObjectNotFoundError):
-            connection.get_into(memoryview(bytearray(10)), key_of(facts_of()), start=0)
+            connection.get_into(memoryview(bytearray(10)), facts_of(), start=0)
 
 
 def test_bytes_past_the_end(tmp_path: Path) -> None:
     with host(tmp_path / "b") as b, connected(b.peer) as connection:
         fill_slot(b.folder, "own-r00000-s0", facts_of())
         with pytest.raises(TransientStorageError, match=f"has {LAYOUT.size_bytes} bytes, not {LAYOUT.size_bytes + 1}"):
-            connection.get_into(memoryview(bytearray(10)), key_of(facts_of()), start=LAYOUT.size_bytes - 9)
+            connection.get_into(memoryview(bytearray(10)), facts_of(), start=LAYOUT.size_bytes - 9)
 
 
 def test_ranks_of_others_are_refused_and_dropped(tmp_path: Path) -> None:
@@ -386,7 +387,7 @@ def test_nobody_listens(tmp_path: Path) -> None:
         connected(b.peer) as connection,
         pytest.raises(TransientStorageError, match=rf"b \(127.0.0.1:{b.peer.port}\).*refused"),
     ):
-        connection.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
+        connection.get_into(memoryview(bytearray(1)), facts_of(), start=0)
 
 
 def test_a_new_token_ends_what_is_under_way(tmp_path: Path) -> None:
@@ -403,13 +404,13 @@ def test_closing_while_connections_are_there(tmp_path: Path) -> None:
     put, data = put_of(facts_of())
     with host(tmp_path / "b") as b, connected(b.peer) as connection, connected(b.peer) as idle:
         with pytest.raises(ObjectNotFoundError):
-            idle.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
+            idle.get_into(memoryview(bytearray(1)), facts_of(), start=0)
         closed: list[bool] = []
         with pytest.raises(TransientStorageError):
             connection.put(put, data, before_frame=lambda count: closed.append(b.server.close()))
         assert all(closed)
         with pytest.raises(TransientStorageError, match="refused"):
-            idle.get_into(memoryview(bytearray(1)), key_of(facts_of()), start=0)
+            idle.get_into(memoryview(bytearray(1)), facts_of(), start=0)
 
 
 def test_a_replica_whose_slot_was_removed_while_it_came_is_refused(tmp_path: Path) -> None:
