@@ -25,15 +25,8 @@ from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_share
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.host.kernel_log import judge_xids, read_kernel_log
 from elastictrain.preflight.host.nvidia import read_nvidia
-from elastictrain.preflight.host.nvlink import (
-    judge_fabric,
-    judge_nvlink,
-    parse_links,
-    parse_topology,
-    read_fabric,
-    switched_fabric,
-)
-from elastictrain.preflight.host.visible import gpu_lanes, judge_pcie, judge_visible, read_pci, read_port_lanes, select
+from elastictrain.preflight.host.nvlink import check_fabric, judge_nvlink, parse_links, parse_topology, switched_fabric
+from elastictrain.preflight.host.visible import judge_pcie, judge_visible, read_lanes, read_pci, select
 from elastictrain.preflight.policy import Level, apply_modes
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.transport.infiniband import Rdma, kinds_here, read_devices
@@ -274,7 +267,7 @@ def device_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         report = devices.report()
         if not switched_fabric(report, num_switches=devices.pci().switches):
             return []
-        return judge_fabric(read_fabric(surroundings, report), report, host=host)
+        return check_fabric(surroundings, report)
 
     def of_used(judge: Callable[..., list[Verdict]]) -> Callable[[], list[Verdict]]:
         def run() -> list[Verdict]:
@@ -284,9 +277,7 @@ def device_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         return run
 
     def pcie() -> list[Verdict]:
-        report = devices.used()
-        lanes = [*gpu_lanes(report, host), *read_port_lanes(surroundings)]
-        return judge_pcie(lanes, host=host)
+        return judge_pcie(read_lanes(surroundings, devices.used()), host=host)
 
     def counters() -> list[Verdict]:
         return check_counters(surroundings, counters_path(surroundings), now=time.time())

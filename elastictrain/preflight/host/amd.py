@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, word
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, decimal, integer, link_widths, word
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -23,16 +24,8 @@ _ROCM = (
 _AMD = ("amd-smi", "metric", "--ecc", "--power", "--temperature", "--json")
 _CARD = re.compile(r"card(\d{1,3})")
 _LINK = re.compile(r"Link type between DRM devices (\d{1,3}) and (\d{1,3})")
+_SLOWED = {"THROTTLED": ("throttled",), "UNTHROTTLED": ()}
 _UNCORRECTED = re.compile(r"^ue:\s*(\d{1,18})", re.M)
-
-
-@dataclass(frozen=True, slots=True)
-class Metrics:
-    """What `amd-smi metric` says of one GPU."""
-
-    uncorrected: int | None = None
-    temperature_c: float | None = None
-    throttled: bool | None = None
 
 
 def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, int], str]] | None:
@@ -47,7 +40,7 @@ def read_amd(surroundings: Surroundings) -> tuple[GpuReport, Mapping[tuple[int, 
         return report, links
     more = surroundings.tools.run(_AMD, limit_s=LIMIT_S)
     metrics = parse_amd_smi(more.stdout) if more is not None and not more.timed_out else {}
-    return replace(report, gpus=tuple(_complete(surroundings, gpu, metrics.get(gpu.index)) for gpu in report.gpus)), links
+    return replace(report, gpus=tuple(_complete(surroundings, gpu, metrics.get(gpu.index, {})) for gpu in report.gpus)), links
 
 
 def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tuple[int, int], str]]:
@@ -90,22 +83,24 @@ def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tupl
     )
 
 
-def parse_amd_smi(text: str) -> Mapping[int, Metrics]:
-    """By GPU, from `amd-smi metric --json`: a list up to ROCm 6, an object around that list from ROCm 7 on."""
+def parse_amd_smi(text: str) -> Mapping[int, Mapping[str, Any]]:
+    """Known fields of each GPU, from `amd-smi metric --json`: a list up to ROCm 6, an object around that list from ROCm 7 on."""
     data = _json(text)
     rows = data.get("gpu_data") if isinstance(data, dict) else data
-    found: dict[int, Metrics] = {}
+    found: dict[int, Mapping[str, Any]] = {}
     for row in rows if isinstance(rows, list) else ():
         if not isinstance(row, dict) or not isinstance(row.get("gpu"), int):
             continue
-        ecc, power, heat = (_part(row, key) for key in ("ecc", "power", "temperature"))
-        degrees = [_value(heat.get(key)) for key in ("hotspot", "mem", "edge")]
-        status = str(power.get("throttle_status", "")).strip().upper()
-        found[row["gpu"]] = Metrics(
-            uncorrected=integer(str(ecc.get("total_uncorrectable_count", ""))),
-            temperature_c=max((one for one in degrees if one is not None), default=None),
-            throttled={"THROTTLED": True, "UNTHROTTLED": False}.get(status),
-        )
+        ecc, power, heat = (part if isinstance(part := row.get(key), dict) else {} for key in ("ecc", "power", "temperature"))
+        degrees = [heat.get(key) for key in ("hotspot", "mem", "edge")]
+        # A figure, or an object around it and its unit.
+        texts = [str(one.get("value") if isinstance(one, dict) else one) for one in degrees]
+        fields = {
+            "uncorrected": integer(str(ecc.get("total_uncorrectable_count", ""))),
+            "temperature_c": max((one for one in map(decimal, texts) if one is not None), default=None),
+            "slowed": _SLOWED.get(str(power.get("throttle_status", "")).strip().upper()),
+        }
+        found[row["gpu"]] = {name: value for name, value in fields.items() if value is not None}
     return found
 
 
@@ -125,33 +120,19 @@ def judge_xgmi(links: Mapping[tuple[int, int], str], *, host: str) -> list[Verdi
     return found or [verdict.passed("XGMI between all GPUs")]
 
 
-def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Metrics | None) -> Gpu:
+def _complete(surroundings: Surroundings, gpu: Gpu, metrics: Mapping[str, Any]) -> Gpu:
     """With what `amd-smi` says, or where it is missing with the driver's own counts in sysfs."""
-    metrics = metrics or Metrics()
-    uncorrected = metrics.uncorrected
-    width = max_width = None
+    gpu = replace(gpu, **metrics)
     if gpu.bus:
         device = f"/sys/bus/pci/devices/{gpu.bus}"
-        width = integer(surroundings.read(f"{device}/current_link_width")) or None
-        max_width = integer(surroundings.read(f"{device}/max_link_width")) or None
-        if uncorrected is None:
-            uncorrected = _ras(surroundings, f"{device}/ras")
-    slowed = None if metrics.throttled is None else (("throttled",) if metrics.throttled else ())
-    return replace(
-        gpu,
-        uncorrected=uncorrected,
-        ecc_on=True if uncorrected is not None else None,
-        temperature_c=metrics.temperature_c if metrics.temperature_c is not None else gpu.temperature_c,
-        slowed=slowed,
-        width=width,
-        max_width=max_width,
-    )
-
-
-def _ras(surroundings: Surroundings, folder: str) -> int | None:
-    texts = [surroundings.read(f"{folder}/{name}") or "" for name in surroundings.names(folder) if name.endswith("_err_count")]
-    counts = [int(found[1]) for text in texts if (found := _UNCORRECTED.search(text))]
-    return sum(counts) if counts else None
+        width, max_width = link_widths(surroundings, device)
+        gpu = replace(gpu, width=width, max_width=max_width)
+        if gpu.uncorrected is None:
+            names = [name for name in surroundings.names(f"{device}/ras") if name.endswith("_err_count")]
+            texts = [surroundings.read(f"{device}/ras/{name}") or "" for name in names]
+            counts = [int(found[1]) for text in texts if (found := _UNCORRECTED.search(text))]
+            gpu = replace(gpu, uncorrected=sum(counts) if counts else None)
+    return replace(gpu, ecc_on=True if gpu.uncorrected is not None else None)
 
 
 def _trouble(said: str) -> Trouble:
@@ -159,15 +140,6 @@ def _trouble(said: str) -> Trouble:
     if "driver not initialized" in lower or "amdgpu not found" in lower:
         return Trouble.NO_DRIVER
     return Trouble.NO_DEVICES if not said.strip() or "no amd gpus" in lower or "no json data" in lower else Trouble.GARBLED
-
-
-def _part(row: Mapping[str, object], key: str) -> Mapping[str, object]:
-    part = row.get(key)
-    return part if isinstance(part, dict) else {}
-
-
-def _value(value: object) -> float | None:
-    return decimal(str(value.get("value"))) if isinstance(value, dict) else decimal(str(value))
 
 
 def _json(text: str) -> object:

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
+from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
 _NUMBER = re.compile(r"[+-]?\d{1,18}(?:\.\d{1,9})?(?![\d.])")
@@ -55,6 +56,12 @@ def bus_id(text: str | None) -> str | None:
     return f"{domain[-4:] if domain[:-4].strip('0') == '' else domain}:{found['rest'].lower()}.{found['function'] or '0'}"
 
 
+def link_widths(surroundings: Surroundings, device: str) -> tuple[int | None, int | None]:
+    """PCIe lanes, used and possible, of the device in a folder below /sys; None where it does not say."""
+    width, max_width = (surroundings.read(f"{device}/{name}_link_width") for name in ("current", "max"))
+    return integer(width) or None, integer(max_width) or None
+
+
 class Vendor(StrEnum):
     """Who made the GPUs."""
 
@@ -98,7 +105,6 @@ class Gpu:
     remap_failed: bool | None = None
     slowed: tuple[str, ...] | None = None
     mig: bool | None = None
-    mig_instances: int = 0
     fabric_state: str | None = None
     fabric_status: str | None = None
     recovery: str | None = None

@@ -133,7 +133,6 @@ def _gpu(index: int, element: ET.Element) -> Gpu:
         remap_failed=truth(text("remapped_rows/remapped_row_failure")),
         slowed=_slowed(element),
         mig=truth(text("mig_mode/current_mig")),
-        mig_instances=len(element.findall("mig_devices/mig_device")),
         fabric_state=word(text("fabric/state")),
         fabric_status=word(text("fabric/status")),
         recovery=_recovery(element),

@@ -26,35 +26,27 @@ _CONNECTION = re.compile(r"X|SYS|SOC|NODE|PHB|PXB|PIX|PSB|NV\d{1,2}")
 _DEVICE = re.compile(r"GPU\d{1,3}")
 
 
-@dataclass(frozen=True, slots=True)
-class FabricFacts:
-    """`service`: what systemd says of the fabric manager, None if it says nothing; `version`: that of the installed program."""
-
-    service: str | None
-    version: str | None
-    driver: str | None
-
-
-def read_fabric(surroundings: Surroundings, report: GpuReport | None) -> FabricFacts:
-    """The state of the service, its version and the driver's."""
-    state = surroundings.ask("systemctl", "is-active", SERVICE, limit_s=SERVICE_LIMIT_S).partition("\n")[0]
-    version = _VERSION.search(surroundings.ask("nv-fabricmanager", "--version", limit_s=SERVICE_LIMIT_S))
-    loaded = _DRIVER.search((surroundings.read("/proc/driver/nvidia/version") or "") + " ")
-    return FabricFacts(
-        service=state if state in _STATES else None,
-        version=version[1] if version else None,
-        driver=(report.driver if report else None) or (loaded[1] if loaded else None),
-    )
-
-
 def switched_fabric(report: GpuReport | None, *, num_switches: int) -> bool:
     """Whether NVSwitches join the GPUs: they are on the PCI bus, or the GPUs speak of a fabric (from Hopper on)."""
     return num_switches > 0 or bool(report and any(gpu.fabric_state for gpu in report.gpus))
 
 
-def judge_fabric(facts: FabricFacts, report: GpuReport | None, *, host: str) -> list[Verdict]:
+def check_fabric(surroundings: Surroundings, report: GpuReport | None) -> list[Verdict]:
     """What GPUs themselves say of the fabric goes first: on rack-scale machines and in containers the service is elsewhere."""
-    verdict, gpus = Reporter("fabric_manager", host), report.gpus if report else ()
+    host, gpus = surroundings.host, report.gpus if report else ()
+    verdict = Reporter("fabric_manager", host)
+    told = surroundings.ask("systemctl", "is-active", SERVICE, limit_s=SERVICE_LIMIT_S).partition("\n")[0]
+    service = told if told in _STATES else None
+    installed = _VERSION.search(surroundings.ask("nv-fabricmanager", "--version", limit_s=SERVICE_LIMIT_S))
+    version = installed[1] if installed else None
+    loaded = _DRIVER.search((surroundings.read("/proc/driver/nvidia/version") or "") + " ")
+    driver = (report.driver if report else None) or (loaded[1] if loaded else None)
+    starting = f"as root: systemctl enable --now {SERVICE}; if it does not stay up: journalctl -u {SERVICE}"
+    if driver is not None and version != driver:
+        branch = driver.partition(".")[0]
+        package = SERVICE if int(branch) >= 580 else f"{SERVICE}-{branch}"
+        starting = f"as root: install {package} in exactly the driver's version {driver}, then systemctl enable --now {SERVICE}"
+    active = service == "active"
     found = []
     for gpu in gpus:
         state, status = (gpu.fabric_state or "").lower(), (gpu.fabric_status or "success").lower()
@@ -62,38 +54,25 @@ def judge_fabric(facts: FabricFacts, report: GpuReport | None, *, host: str) -> 
             continue
         waiting = state in ("not started", "in progress")
         remedy = f"as root: systemctl restart {SERVICE}; then see journalctl -u {SERVICE} and dmesg | grep -e SXid -e Xid"
-        if waiting and facts.service != "active":
-            remedy = _remedy(facts)
         measured = ", ".join(filter(None, [gpu.fabric_state, gpu.fabric_status]))
         worst = Status.FAIL if waiting or state == "completed" else Status.WARN
+        remedy = starting if waiting and not active else remedy
         found.append(verdict(f"GPU {gpu.index} on {host}", worst, measured, "Completed, Success", remedy))
     if found:
         return found
     joined = bool(gpus) and all((gpu.fabric_state or "").lower() == "completed" for gpu in gpus)
-    active = facts.service == "active"
-    if not joined and not active and facts.service is not None:
-        return [verdict.failed(facts.service, expected="active", remedy=_remedy(facts))]
-    if facts.version is not None and facts.driver is not None and facts.version != facts.driver:
+    if not joined and not active and service is not None:
+        return [verdict.failed(service, expected="active", remedy=starting)]
+    if version is not None and driver is not None and version != driver:
         report_as = verdict.warned if joined or active else verdict.failed
-        expected = f"version {facts.driver}, as the driver"
-        return [report_as(f"version {facts.version}", expected=expected, remedy=_remedy(facts))]
+        return [report_as(f"version {version}", expected=f"version {driver}, as the driver", remedy=starting)]
     if joined or active:
         state = "active" if active else "GPUs have joined the fabric"
-        return [verdict.passed(f"{state}{', ' + facts.version if facts.version else ''}")]
+        return [verdict.passed(f"{state}{', ' + version if version else ''}")]
     return [verdict.skipped("unknown", remedy=f"ask the host itself, outside of any container: systemctl is-active {SERVICE}")]
 
 
-def _remedy(facts: FabricFacts) -> str:
-    if facts.driver is not None and facts.version != facts.driver:
-        branch = facts.driver.partition(".")[0]
-        package = SERVICE if int(branch) >= 580 else f"{SERVICE}-{branch}"
-        return (
-            f"as root: install {package} in exactly the driver's version {facts.driver}, then systemctl enable --now {SERVICE}"
-        )
-    return f"as root: systemctl enable --now {SERVICE}; if it does not stay up: journalctl -u {SERVICE}"
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GpuLinks:
     """NVLinks of one GPU. `speeds_gbs`: GB/s per direction, of links that are up, by number; `down`: numbers of the others.
 
@@ -101,7 +80,7 @@ class GpuLinks:
     """
 
     index: int
-    speeds_gbs: Mapping[int, float] = field(default_factory=dict)
+    speeds_gbs: dict[int, float] = field(default_factory=dict)
     down: tuple[int, ...] = ()
     all_down: bool = False
 
@@ -114,13 +93,12 @@ def parse_links(text: str) -> list[GpuLinks]:
         if header := _GPU.match(line):
             index = int(header[1])
         elif index is not None and (link := _LINK.match(line)):
-            known = found.get(index, GpuLinks(index))
             number, state = int(link[1]), link[2].strip()
             speed = decimal(state) if state.endswith("GB/s") else None
             if speed:
-                found[index] = GpuLinks(index, {**known.speeds_gbs, number: speed}, known.down)
+                found.setdefault(index, GpuLinks(index)).speeds_gbs[number] = speed
             elif "inactive" in state.lower():
-                found[index] = GpuLinks(index, known.speeds_gbs, (*known.down, number))
+                found.setdefault(index, GpuLinks(index)).down += (number,)
         elif index is not None and "all links are inactive" in line.lower():
             found[index] = GpuLinks(index, all_down=True)
     return list(found.values())
@@ -155,29 +133,13 @@ def judge_nvlink(
     if not links and not topology:
         return [verdict.skipped("unknown", remedy="look yourself: nvidia-smi nvlink --status; nvidia-smi topo -m")]
     most = max((len(one.speeds_gbs) for one in links), default=0)
-    found = [*_judge_down(links, switched=switched, most=most, verdict=verdict), *_judge_speeds(links, verdict)]
-    if switched and not found:
-        found += _judge_pairs(topology, verdict)
-    total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
-    whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
-    if len(whole) < num_gpus and (switched or most):
-        measured, remedy = f"{len(whole)} GPUs told all their links", "look yourself: nvidia-smi nvlink --status"
-        found.append(verdict.warned(measured, expected=f"{num_gpus} GPUs", remedy=remedy))
-    if found:
-        return found
-    return [verdict.passed(f"{most} links at {_usual_speed(links):g} GB/s" if most else "no NVLink in use")]
-
-
-def _usual_speed(links: Sequence[GpuLinks]) -> float:
     speeds = Counter(speed for one in links for speed in one.speeds_gbs.values())
-    return speeds.most_common(1)[0][0] if speeds else 0.0
-
-
-def _judge_down(links: Sequence[GpuLinks], *, switched: bool, most: int, verdict: Reporter) -> Iterator[Verdict]:
+    usual = speeds.most_common(1)[0][0] if speeds else 0.0
     # Some models have fewer links than their chip: then the same number is down on every GPU, and that is no failure.
     alike = len({len(one.down) for one in links}) == 1
+    found = []
     for one in links:
-        active, about = len(one.speeds_gbs), f"GPU {one.index} on {verdict.subject}"
+        active, about = len(one.speeds_gbs), f"GPU {one.index} on {host}"
         measured = f"{active} links up{', down: ' if one.down else ''}{', '.join(map(str, sorted(one.down)))}"
         if switched and (one.all_down or one.down):
             remedy = (
@@ -185,21 +147,24 @@ def _judge_down(links: Sequence[GpuLinks], *, switched: bool, most: int, verdict
                 f"or reboot; if GPU {one.index} still misses links, replace the host"
             )
             expected = f"{max(most, active + len(one.down)) or 'all'} links up"
-            yield verdict(about, Status.WARN if alike and not one.all_down else Status.FAIL, measured, expected, remedy)
+            worst = Status.WARN if alike and not one.all_down else Status.FAIL
+            found.append(verdict(about, worst, measured, expected, remedy))
         elif not switched and one.down and 0 < active < most:
             remedy = f"check its NVLink bridge: nvidia-smi nvlink --status -i {one.index}; reseat it, or reboot"
-            yield verdict(about, Status.WARN, measured, f"{most} links up, as on other GPUs", remedy)
-
-
-def _judge_speeds(links: Sequence[GpuLinks], verdict: Reporter) -> Iterator[Verdict]:
-    usual = _usual_speed(links)
-    for one in links:
-        slow = {number: speed for number, speed in sorted(one.speeds_gbs.items()) if speed < SLOW_LINK * usual}
-        if slow:
+            found.append(verdict(about, Status.WARN, measured, f"{most} links up, as on other GPUs", remedy))
+        if slow := {number: speed for number, speed in sorted(one.speeds_gbs.items()) if speed < SLOW_LINK * usual}:
             measured = f"link {', '.join(map(str, slow))}: {min(slow.values()):g}"
             look = f"nvidia-smi nvlink -e -i {one.index}"
             remedy = f"look for retraining and errors: {look}; reboot, and replace the host if it stays"
-            yield verdict(f"GPU {one.index} on {verdict.subject}", Status.WARN, measured, usual, remedy, unit="GB/s")
+            found.append(verdict(about, Status.WARN, measured, usual, remedy, unit="GB/s"))
+    if switched and not found:
+        found += _judge_pairs(topology, verdict)
+    total = max((len(one.speeds_gbs) + len(one.down) for one in links), default=0)
+    whole = [one for one in links if one.all_down or len(one.speeds_gbs) + len(one.down) == total]
+    if len(whole) < num_gpus and (switched or most):
+        measured, remedy = f"{len(whole)} GPUs told all their links", "look yourself: nvidia-smi nvlink --status"
+        found.append(verdict.warned(measured, expected=f"{num_gpus} GPUs", remedy=remedy))
+    return found or [verdict.passed(f"{most} links at {usual:g} GB/s" if most else "no NVLink in use")]
 
 
 def _judge_pairs(topology: Mapping[tuple[int, int], str], verdict: Reporter) -> Iterator[Verdict]:

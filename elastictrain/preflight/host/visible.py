@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, integer
+from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, integer, link_widths
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import Reporter, Status, Verdict
 
@@ -123,10 +123,28 @@ def judge_visible(
 
 
 def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[str, str], verdict: Reporter) -> Verdict:
-    """No GPU was listed. That is as it should be on a host without any."""
-    if report is not None and (trouble := _judge_trouble(report, pci, verdict)) is not None:
-        return trouble
-    any_gpu = pci.nvidia or pci.amd
+    """No GPU was listed: something is wrong with the driver or its tool, or there is none, as is right on many hosts."""
+    any_gpu, said = pci.nvidia or pci.amd, ""
+    if report is not None:
+        said = f"{report.trouble}: {report.detail}" if report.detail else str(report.trouble)
+        amd = report.vendor is Vendor.AMD
+        theirs, module = (pci.amd, "amdgpu") if amd else (pci.nvidia, "nvidia")
+        match report.trouble:
+            case Trouble.NO_ANSWER:
+                looking = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot"
+                remedy = f"{looking}. Is the tool only slow? nvidia-smi -pm 1"
+                return verdict.failed(f"{report.tool}: {report.trouble}", expected="an answer", remedy=remedy)
+            case Trouble.MISMATCH:
+                remedy = "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew"
+                return verdict.failed(said, expected="the same driver in the kernel and in its libraries", remedy=remedy)
+            case Trouble.NO_DRIVER if theirs:
+                looking = f"dmesg | grep -i {module}"
+                remedy = f"as root: modprobe {module}; if that fails, install the driver for this kernel: {looking}"
+                return verdict.failed(said, expected=f"{len(theirs)} GPUs", remedy=remedy)
+            case Trouble.GARBLED:
+                return verdict.warned(
+                    said, expected="a list of GPUs", remedy=f"run {report.tool} and see what is wrong with it"
+                )
     if environment.get(CONTAINER) in {"void", "none", ""} and any_gpu:
         remedy = f"none for a run on CPUs; else start the container with GPUs ({CONTAINER}=all, docker run --gpus all)"
         return verdict.skipped("the container was given no GPU", remedy=remedy)
@@ -135,35 +153,9 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
             "install the vendor's driver and its tools; in a container: start it with --gpus all and "
             "NVIDIA_DRIVER_CAPABILITIES=compute,utility (AMD: --device /dev/kfd --device /dev/dri)"
         )
-        measured = f"{len(any_gpu)} GPUs on the PCI bus, but no {_said(report) if report else 'nvidia-smi or rocm-smi'}"
+        measured = f"{len(any_gpu)} GPUs on the PCI bus, but no {said or 'nvidia-smi or rocm-smi'}"
         return verdict.warned(measured, expected="GPUs with a driver", remedy=remedy)
     return verdict.skipped("no GPU", remedy="none for a run on CPUs; to train on GPUs, take a host that has some")
-
-
-def _judge_trouble(report: GpuReport, pci: PciFacts, verdict: Reporter) -> Verdict | None:
-    """What is wrong with the driver or its tool; None if there simply is no GPU of theirs."""
-    amd = report.vendor is Vendor.AMD
-    theirs = pci.amd if amd else pci.nvidia
-    match report.trouble:
-        case Trouble.NO_ANSWER:
-            looking = "does the driver hang? dmesg | grep -e Xid -e NVRM -e amdgpu; reboot"
-            remedy = f"{looking}. Is the tool only slow? nvidia-smi -pm 1"
-            return verdict.failed(f"{report.tool}: {report.trouble}", expected="an answer", remedy=remedy)
-        case Trouble.MISMATCH:
-            remedy = "reboot the host, so that the kernel loads the driver that is installed; in a container: start it anew"
-            return verdict.failed(_said(report), expected="the same driver in the kernel and in its libraries", remedy=remedy)
-        case Trouble.NO_DRIVER if theirs:
-            module = "amdgpu" if amd else "nvidia"
-            remedy = f"as root: modprobe {module}; if that fails, install the driver for this kernel: dmesg | grep -i {module}"
-            return verdict.failed(_said(report), expected=f"{len(theirs)} GPUs", remedy=remedy)
-        case Trouble.GARBLED:
-            remedy = f"run {report.tool} and see what is wrong with it"
-            return verdict.warned(_said(report), expected="a list of GPUs", remedy=remedy)
-    return None
-
-
-def _said(report: GpuReport) -> str:
-    return f"{report.trouble}: {report.detail}" if report.detail else str(report.trouble)
 
 
 def _judge_lost(report: GpuReport, bound: Sequence[str], verdict: Reporter) -> Iterator[Verdict]:
@@ -222,36 +214,26 @@ class Lanes:
     max_width: int | None
 
 
-def _read_lanes(surroundings: Surroundings, device: str, *, name: str) -> Lanes | None:
-    """The link of the device in a folder below /sys; None if it is no PCI device."""
-    width = integer(surroundings.read(f"{device}/current_link_width"))
-    max_width = integer(surroundings.read(f"{device}/max_link_width"))
-    if width is None and max_width is None:
-        return None
-    slot = (surroundings.read(f"{device}/uevent") or "").partition("PCI_SLOT_NAME=")[2].partition("\n")[0]
-    bus = bus_id(slot) or device.removesuffix("/device").rpartition("/")[2]
-    return Lanes(f"{name} on {surroundings.host}", bus, width or None, max_width or None)
-
-
-def read_port_lanes(surroundings: Surroundings) -> list[Lanes]:
-    """Links of RDMA devices, and of network interfaces of 25 Gbit/s or more."""
-    infiniband, net = "/sys/class/infiniband", "/sys/class/net"
+def read_lanes(surroundings: Surroundings, report: GpuReport | None) -> list[Lanes]:
+    """Links of GPUs, as the vendor's tool reported them, of RDMA devices, and of network interfaces of 25 Gbit/s or more."""
+    infiniband, net, host = "/sys/class/infiniband", "/sys/class/net", surroundings.host
+    gpus = report.gpus if report is not None else ()
     devices = [(f"{infiniband}/{name}/device", name) for name in surroundings.names(infiniband)]
     for name in surroundings.names(net):
         if (integer(surroundings.read(f"{net}/{name}/speed")) or 0) >= FAST_PORT_MBIT:
             devices.append((f"{net}/{name}/device", name))
     found: dict[str, Lanes] = {}
     for device, name in devices:
-        lanes = _read_lanes(surroundings, device, name=name)
-        if lanes is not None:
-            found.setdefault(lanes.bus, lanes)
-    return list(found.values())
-
-
-def gpu_lanes(report: GpuReport | None, host: str) -> list[Lanes]:
-    """Links of GPUs, as the vendor's tool reported them."""
-    gpus = report.gpus if report is not None else ()
-    return [Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus]
+        width, max_width = link_widths(surroundings, device)
+        slot = (surroundings.read(f"{device}/uevent") or "").partition("PCI_SLOT_NAME=")[2].partition("\n")[0]
+        bus = bus_id(slot) or name
+        if width or max_width:
+            # An interface and its RDMA device are one card.
+            found.setdefault(bus, Lanes(f"{name} on {host}", bus, width, max_width))
+    return [
+        *(Lanes(f"GPU {gpu.index} on {host}", gpu.bus or "", gpu.width, gpu.max_width) for gpu in gpus),
+        *found.values(),
+    ]
 
 
 def judge_pcie(lanes: Sequence[Lanes], *, host: str) -> list[Verdict]:

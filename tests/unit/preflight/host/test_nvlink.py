@@ -1,22 +1,23 @@
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Vendor
 from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host.nvlink import (
-    FabricFacts,
     GpuLinks,
-    judge_fabric,
+    check_fabric,
     judge_nvlink,
     parse_links,
     parse_topology,
-    read_fabric,
     switched_fabric,
 )
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
+from tests.unit.preflight.conftest import RecordedTools
 
+NOWHERE = Path("/there-is-no-such-root")
 Recorded = Callable[[str], str]
 Host = Callable[..., Surroundings]
 Topology = Mapping[tuple[int, int], str]
@@ -24,36 +25,36 @@ NO_TOPOLOGY: Topology = {}
 A100 = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", driver="535.161.08", gpus=(Gpu(index=0),))
 
 
-def judge_manager(service: str | None, version: str | None, report: GpuReport | None = A100) -> list[Verdict]:
-    return judge_fabric(FabricFacts(service, version, report.driver if report else None), report, host="h1")
+def checked(service: str | None, version: str | None, report: GpuReport | None = A100) -> list[Verdict]:
+    """On a host where systemd says this of the service, with this version of the installed program."""
+    told = {"nv-fabricmanager": f"Fabric Manager version is : {version}\n", "systemctl is-active": f"{service}\n"}
+    tools = {name: ToolOutput(0, text, "") for name, text in told.items() if "None" not in text}
+    return check_fabric(Surroundings(host="h1", root=NOWHERE, tools=RecordedTools(tools)), report)
 
 
 def test_active_in_the_drivers_version() -> None:
-    (found,) = judge_manager("active", "535.161.08")
+    (found,) = checked("active", "535.161.08")
     assert (found.status, found.measured) == (Status.PASS, "active, 535.161.08")
 
 
 @pytest.mark.parametrize("state", ["inactive", "failed", "activating"])
 def test_not_active(state: str) -> None:
-    (found,) = judge_manager(state, "535.161.08")
+    (found,) = checked(state, "535.161.08")
     assert (found.status, found.measured) == (Status.FAIL, state)
     assert "systemctl enable --now nvidia-fabricmanager" in found.remedy
 
 
 def test_another_version_than_the_drivers() -> None:
-    (found,) = judge_manager("active", "535.129.03")
+    (found,) = checked("active", "535.129.03")
     assert (found.status, found.expected) == (Status.WARN, "version 535.161.08, as the driver")
     assert "nvidia-fabricmanager-535" in found.remedy
-    assert judge_manager("failed", "535.129.03")[0].status is Status.FAIL
+    assert checked("failed", "535.129.03")[0].status is Status.FAIL
     new = GpuReport(vendor=Vendor.NVIDIA, tool="nvidia-smi", driver="580.65.06", gpus=(Gpu(index=0),))
-    assert (
-        "install nvidia-fabricmanager in exactly the driver's version 580.65.06"
-        in judge_manager("inactive", None, new)[0].remedy
-    )
+    assert "install nvidia-fabricmanager in exactly the driver's version 580.65.06" in checked("inactive", None, new)[0].remedy
 
 
 def test_nobody_can_tell_in_a_container() -> None:
-    (found,) = judge_manager(None, None)
+    (found,) = checked(None, None)
     assert found.status is Status.SKIP
 
 
@@ -67,38 +68,48 @@ def test_what_gpus_say_goes_first(answered: Callable[..., ToolOutput]) -> None:
     joined = parse_nvidia(answered("nvidia_smi_550_h100.xml"))
     assert switched_fabric(joined, num_switches=0)
     # In a container, and on rack-scale machines, there is no such service.
-    assert judge_manager("inactive", None, joined)[0].status is Status.PASS
-    assert judge_manager(None, None, joined)[0].status is Status.PASS
+    assert checked("inactive", None, joined)[0].status is Status.PASS
+    assert checked(None, None, joined)[0].status is Status.PASS
     waiting = parse_nvidia(answered("nvidia_smi_550_h100_fabric_waits.xml"))
-    (found,) = judge_manager("inactive", None, waiting)
+    (found,) = checked("inactive", None, waiting)
     assert (found.status, found.subject, found.measured) == (Status.FAIL, "GPU 0 on h1", "In Progress")
-    (stuck,) = judge_manager("active", "550.54.15", waiting)
+    (stuck,) = checked("active", "550.54.15", waiting)
     assert "systemctl restart" in stuck.remedy
     failed = GpuReport(
         vendor=Vendor.NVIDIA,
         tool="nvidia-smi",
         gpus=(Gpu(index=0, fabric_state="Completed", fabric_status="Insufficient Resources"),),
     )
-    assert judge_manager("active", None, failed)[0].status is Status.FAIL
+    assert checked("active", None, failed)[0].status is Status.FAIL
 
 
-def test_answers_of_the_tools(host: Host, answered: Callable[..., ToolOutput], recorded: Recorded) -> None:
-    tools = {"systemctl is-active": ToolOutput(3, "inactive\n", ""), "nv-fabricmanager": answered("fabric_version.txt")}
-    files = {"/proc/driver/nvidia/version": recorded("driver_version_closed.txt")}
-    assert read_fabric(host(files, tools), None) == FabricFacts("inactive", "535.161.08", "535.161.08")
+def test_words_that_say_nothing_are_unknown(host: Host) -> None:
     said = "System has not been booted with systemd as init system (PID 1). Can't operate."
     tools = {"systemctl is-active": ToolOutput(1, "", said), "nv-fabricmanager": ToolOutput(0, "nonsense", "")}
-    assert read_fabric(host(files, tools), None) == FabricFacts(None, None, "535.161.08")
+    assert [found.status for found in check_fabric(host(tools=tools), None)] == [Status.SKIP]
+
+
+def test_a_service_that_is_down_and_a_recorded_version(
+    host: Host, answered: Callable[..., ToolOutput], recorded: Recorded
+) -> None:
+    tools = {"systemctl is-active": ToolOutput(3, "inactive\n", ""), "nv-fabricmanager": answered("fabric_version.txt")}
+    files = {"/proc/driver/nvidia/version": recorded("driver_version_closed.txt")}
+    (found,) = check_fabric(host(files, tools), None)
+    assert (found.status, found.measured) == (Status.FAIL, "inactive")
+    # The installed version is the driver's, so it is not to be installed again.
+    assert "535" not in found.remedy
 
 
 @pytest.mark.parametrize(("name", "version"), [("closed", "535.161.08"), ("open", "570.124.06")])
 def test_the_loaded_driver(name: str, version: str, host: Host, recorded: Recorded) -> None:
     files = {"/proc/driver/nvidia/version": recorded(f"driver_version_{name}.txt")}
-    assert read_fabric(host(files), None) == FabricFacts(None, None, version)
+    (found,) = check_fabric(host(files, {"systemctl is-active": ToolOutput(3, "failed\n", "")}), None)
+    assert version in found.remedy
 
 
 def test_no_driver_is_loaded(host: Host) -> None:
-    assert read_fabric(host(), None) == FabricFacts(None, None, None)
+    (found,) = check_fabric(host(tools={"systemctl is-active": ToolOutput(3, "failed\n", "")}), None)
+    assert (found.status, "install" in found.remedy) == (Status.FAIL, False)
 
 
 def judge(

@@ -7,11 +7,10 @@ from elastictrain.preflight.host.nvidia import parse_nvidia
 from elastictrain.preflight.host.visible import (
     Lanes,
     PciFacts,
-    gpu_lanes,
     judge_pcie,
     judge_visible,
+    read_lanes,
     read_pci,
-    read_port_lanes,
     select,
 )
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
@@ -190,23 +189,23 @@ def test_ports_that_matter(host: Callable[..., Surroundings]) -> None:
         "/sys/class/net/ens8/device/max_link_width": "255",
         "/sys/class/net/lo/mtu": "65536",
     }
-    assert read_port_lanes(host(files)) == [
+    assert read_lanes(host(files), None) == [
         Lanes("mlx5_0 on h1", "0000:18:00.0", 8, 16),
         Lanes("ens8 on h1", "ens8", None, 255),
     ]
 
 
-def test_only_lanes_count(answered: Callable[..., ToolOutput]) -> None:
-    healthy = gpu_lanes(parse_nvidia(answered("nvidia_smi_550_h100.xml")), "h1")
+def test_only_lanes_count(answered: Callable[..., ToolOutput], host: Callable[..., Surroundings]) -> None:
+    healthy = read_lanes(host(), parse_nvidia(answered("nvidia_smi_550_h100.xml")))
     (found,) = judge_pcie(healthy, host="h1")
     assert (found.status, found.measured) == (Status.PASS, "2 links at full width")
-    narrow = gpu_lanes(parse_nvidia(answered("nvidia_smi_560_rtx4090.xml")), "h1")
+    narrow = read_lanes(host(), parse_nvidia(answered("nvidia_smi_560_rtx4090.xml")))
     (found,) = judge_pcie([*healthy, *narrow], host="h1")
     assert (found.status, found.subject, found.measured, found.expected) == (Status.WARN, "GPU 0 on h1", 8, 16)
     assert "lspci -vv -s 0000:01:00.0" in found.remedy
 
 
-def test_unknown_widths_and_no_device_at_all(answered: Callable[..., ToolOutput]) -> None:
-    unknown = gpu_lanes(parse_nvidia(answered("nvidia_smi_garbled_values.xml")), "h1")
+def test_unknown_widths_and_no_device_at_all(answered: Callable[..., ToolOutput], host: Callable[..., Surroundings]) -> None:
+    unknown = read_lanes(host(), parse_nvidia(answered("nvidia_smi_garbled_values.xml")))
     assert [found.status for found in judge_pcie(unknown, host="h1")] == [Status.SKIP]
     assert judge_pcie([], host="h1") == []
