@@ -84,7 +84,7 @@ def parse_rocm_smi(text: str, errors: str = "") -> tuple[GpuReport, Mapping[tupl
 
 
 def parse_amd_smi(text: str) -> Mapping[int, Mapping[str, Any]]:
-    """Known fields of each GPU, from `amd-smi metric --json`: a list up to ROCm 6, an object around that list from ROCm 7 on."""
+    """Known fields of each GPU, from `amd-smi metric --json`: a list up to ROCm 6, an object around it from ROCm 7 on."""
     data = _json(text)
     rows = data.get("gpu_data") if isinstance(data, dict) else data
     found: dict[int, Mapping[str, Any]] = {}
