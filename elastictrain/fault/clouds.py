@@ -77,30 +77,34 @@ Parser = Callable[[bytes], Notice | None]
 class MetadataAnswer:
     """What a service said; header names are in lower case."""
 
+    url: str
     status: int
     headers: Mapping[str, str]
     body: bytes
 
+    def unexpected(self) -> MetadataError:
+        """For an answer of which nothing can be made."""
+        return MetadataError(f"{self.url} answers {self.status}: {self.body[:100]!r}")
 
+
+@dataclass(frozen=True, slots=True)
 class MetadataService:
     """One address at which to ask."""
 
-    def __init__(self, base_url: str = ADDRESS, *, timeout_s: float = TIMEOUT_S) -> None:
-        parts = urlsplit(base_url)
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        self._timeout_s = timeout_s
-        self.url = base_url
+    url: str = ADDRESS
+    timeout_s: float = TIMEOUT_S
 
     def ask(self, path: str, *, method: str = "GET", headers: Mapping[str, str] | None = None) -> MetadataAnswer:
         """Raises: MetadataError if there is no whole answer in time, whatever its status."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+        url, address = f"{self.url}{path}", urlsplit(self.url)
+        connection = http.client.HTTPConnection(address.hostname or "", address.port or 80, timeout=self.timeout_s)
         # Time-outs of sockets count from each byte, so that a service which drips would hold us for ever.
         overdue = threading.Event()
         limit: threading.Timer | None = None
         try:
             connection.connect()
             # The connection forgets its socket as soon as an answer says that it is the last.
-            limit = threading.Timer(self._timeout_s, _break_off, args=(connection.sock, overdue))
+            limit = threading.Timer(self.timeout_s, _break_off, args=(connection.sock, overdue))
             limit.daemon = True
             limit.start()
             connection.request(method, path, headers=dict(headers or {}))
@@ -108,24 +112,19 @@ class MetadataService:
             with closing(connection.getresponse()) as response:
                 body = response.read(_MOST_BYTES + 1)
             if len(body) > _MOST_BYTES:
-                raise MetadataError(f"{self.url}{path} answers with more than {_MOST_BYTES} bytes")
+                raise MetadataError(f"{url} answers with more than {_MOST_BYTES} bytes")
             if overdue.is_set():
                 # A body without a length ends where the connection does, and may have been cut.
                 raise TimeoutError
-            return MetadataAnswer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
+            return MetadataAnswer(url, response.status, {name.lower(): value for name, value in response.getheaders()}, body)
         except (OSError, http.client.HTTPException, ValueError) as error:
             late = overdue.is_set() or isinstance(error, TimeoutError)
-            reason = f"no answer within {self._timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
-            raise MetadataError(f"{self.url}{path}: {reason}") from error
+            reason = f"no answer within {self.timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
+            raise MetadataError(f"{url}: {reason}") from error
         finally:
             if limit is not None:
                 limit.cancel()
             connection.close()
-
-
-def unexpected(service: MetadataService, path: str, answer: MetadataAnswer) -> MetadataError:
-    """An answer of which nothing can be made."""
-    return MetadataError(f"{service.url}{path} answers {answer.status}: {answer.body[:100]!r}")
 
 
 def _break_off(connection: socket.socket, overdue: threading.Event) -> None:
@@ -139,7 +138,6 @@ class MetadataSource:
     """Asks the metadata service of one cloud, item by item, for the first notice."""
 
     name: str
-    service: MetadataService
     ask: Callable[[str], MetadataAnswer]
     items: Mapping[str, Parser]
     """By path."""
@@ -153,52 +151,46 @@ class MetadataSource:
             if answer.status == 404 and self.may_lack:
                 continue
             if answer.status != 200:
-                raise unexpected(self.service, path, answer)
+                raise answer.unexpected()
             try:
                 notice = parse(answer.body)
             except ValueError as error:
-                raise unexpected(self.service, path, answer) from error
+                raise answer.unexpected() from error
             if notice is not None:
                 return notice
         return None
 
 
 def aws_source(service: MetadataService, *, clock: Callable[[], float] = time.monotonic) -> MetadataSource:
-    """Version 2 of the service only: that one is always there, and the other often is not."""
-    session = _AwsSession(service, clock)
-    return MetadataSource("AWS", service, session.ask, {AWS_ACTION: parse_action, AWS_REBALANCE: parse_rebalance})
+    """Version 2 of the service only: that one is always there, and the other often is not.
 
+    It is asked with a token, which is renewed before it is too old.
+    """
+    token, refresh_at_s = "", 0.0
 
-class _AwsSession:
-    """Asks with a token, which is renewed before it is too old."""
-
-    def __init__(self, service: MetadataService, clock: Callable[[], float]) -> None:
-        self._service = service
-        self._clock = clock
-        self._token = ""
-        self._refresh_at_s = 0.0
-
-    def ask(self, path: str) -> MetadataAnswer:
-        fresh = not self._token or self._clock() >= self._refresh_at_s
-        if fresh:
-            self._refresh()
-        answer = self._service.ask(path, headers={AWS_TOKEN_HEADER: self._token})
-        if answer.status == 401 and not fresh:
-            # It has forgotten our token: after a stop and start, for one.
-            self._refresh()
-            answer = self._service.ask(path, headers={AWS_TOKEN_HEADER: self._token})
-        return answer
-
-    def _refresh(self) -> None:
+    def refresh() -> None:
+        nonlocal token, refresh_at_s
         try:
-            answer = self._service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: str(AWS_TOKEN_LIFE_S)})
+            answer = service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: str(AWS_TOKEN_LIFE_S)})
         except MetadataError as error:
             raise MetadataError(f"{error}; {_AWS_HOPS}") from error
-        token = answer.body.decode("ascii", errors="replace").strip()
-        if answer.status != 200 or not token.isprintable() or not token:
-            raise unexpected(self._service, AWS_TOKEN, answer)
-        self._token = token
-        self._refresh_at_s = self._clock() + _AWS_REFRESHED_AT * AWS_TOKEN_LIFE_S
+        found = answer.body.decode("ascii", errors="replace").strip()
+        if answer.status != 200 or not found.isprintable() or not found:
+            raise answer.unexpected()
+        token, refresh_at_s = found, clock() + _AWS_REFRESHED_AT * AWS_TOKEN_LIFE_S
+
+    def ask(path: str) -> MetadataAnswer:
+        fresh = not token or clock() >= refresh_at_s
+        if fresh:
+            refresh()
+        answer = service.ask(path, headers={AWS_TOKEN_HEADER: token})
+        if answer.status == 401 and not fresh:
+            # It has forgotten our token: after a stop and start, for one.
+            refresh()
+            answer = service.ask(path, headers={AWS_TOKEN_HEADER: token})
+        return answer
+
+    return MetadataSource("AWS", ask, {AWS_ACTION: parse_action, AWS_REBALANCE: parse_rebalance})
 
 
 def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.time) -> MetadataSource:
@@ -207,7 +199,7 @@ def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.tim
     def ask(path: str) -> MetadataAnswer:
         answer = service.ask(path, headers=GCP_HEADERS)
         if answer.headers.get("metadata-flavor") != "Google":
-            raise MetadataError(f"{service.url}{path}: whoever answers is not the metadata server of Google Cloud")
+            raise MetadataError(f"{answer.url}: whoever answers is not the metadata server of Google Cloud")
         return answer
 
     def parse(body: bytes, values: Mapping[bytes, Notice | None]) -> Notice | None:
@@ -217,26 +209,22 @@ def gcp_source(service: MetadataService, *, wall: Callable[[], float] = time.tim
         notice = values[value]
         return None if notice is None else replace(notice, deadline=wall() + (notice.deadline or 0.0))
 
-    items = {path: partial(parse, values=values) for path, values in _GCP_ITEMS.items()}
-    return MetadataSource("Google Cloud", service, ask, items)
+    return MetadataSource("Google Cloud", ask, {path: partial(parse, values=values) for path, values in _GCP_ITEMS.items()})
 
 
 def azure_source(service: MetadataService) -> MetadataSource:
     """The first question may take minutes: it switches the events on."""
-
-    def ask(path: str) -> MetadataAnswer:
-        return service.ask(path, headers=AZURE_HEADERS)
+    ask = partial(service.ask, headers=AZURE_HEADERS)
 
     @cache
     def machine() -> str:
         answer = ask(AZURE_NAME)
-        name = answer.body.decode(errors="replace").strip() if answer.status == 200 else ""
-        if not name:
-            raise unexpected(service, AZURE_NAME, answer)
+        name = answer.body.decode(errors="replace").strip()
+        if answer.status != 200 or not name:
+            raise answer.unexpected()
         return name
 
-    items: dict[str, Parser] = {AZURE_EVENTS: lambda body: parse_events(body, machine=machine())}
-    return MetadataSource("Azure", service, ask, items, may_lack=False)
+    return MetadataSource("Azure", ask, {AZURE_EVENTS: lambda body: parse_events(body, machine=machine())}, may_lack=False)
 
 
 class _Action(msgspec.Struct):
@@ -258,10 +246,9 @@ def parse_action(body: bytes) -> Notice:
     # Hibernation begins at once: what runs is frozen, and may go on much later.
     verbs = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
     verb = verbs.get(found.action, f"announces {found.action!r} for")
-    try:
+    deadline: float | None = None
+    with suppress(ValueError, OverflowError):
         deadline = _unix_time(str(found.time))
-    except (ValueError, OverflowError):
-        deadline = None
     return Notice("preempt", f"AWS {verb} this spot instance", deadline)
 
 
@@ -288,20 +275,16 @@ def parse_events(body: bytes, *, machine: str) -> Notice | None:
         if not isinstance(resources, list) or machine.lower() not in [str(name).lower() for name in resources]:
             continue
         kind = str(event.get("EventType"))
+        deadline: float | None = None
+        # It is empty once the event has begun.
+        with suppress(ValueError, TypeError, IndexError, OverflowError):
+            deadline = parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
         if kind == "Freeze":
-            found.append(Notice("pause", "Azure stops this machine for some seconds", _not_before(event), leave=False))
+            found.append(Notice("pause", "Azure stops this machine for some seconds", deadline, leave=False))
         elif kind in _AZURE_LEAVING:
-            found.append(Notice(*_AZURE_LEAVING[kind], _not_before(event)))
+            found.append(Notice(*_AZURE_LEAVING[kind], deadline))
     # One that has begun has no time any more: it comes before all that have.
     return min(found, key=lambda notice: (not notice.leave, notice.deadline or 0.0), default=None)
-
-
-def _not_before(event: dict[str, object]) -> float | None:
-    """It is empty once the event has begun."""
-    try:
-        return parsedate_to_datetime(str(event.get("NotBefore"))).timestamp()
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return None
 
 
 Cloud = Callable[[MetadataService], MetadataSource]
@@ -339,14 +322,15 @@ def _probe(base_url: str, timeout_s: float) -> Cloud | None:
         socket.create_connection((parts.hostname or "", parts.port or 80), timeout_s).close()
     except OSError:
         return None
-    service = MetadataService(base_url, timeout_s=timeout_s)
-    with suppress(MetadataError):
-        if service.ask(GCP_MAINTENANCE, headers=GCP_HEADERS).headers.get("metadata-flavor") == "Google":
-            return gcp_source
-    with suppress(MetadataError):
-        if service.ask(AZURE_NAME, headers=AZURE_HEADERS).status == 200:
-            return azure_source
-    with suppress(MetadataError):
-        if service.ask(AWS_TOKEN, method="PUT", headers={AWS_TOKEN_LIFE_HEADER: "60"}).status == 200:
-            return aws_source
+    questions: tuple[tuple[Cloud, str, str, Mapping[str, str]], ...] = (
+        (gcp_source, GCP_MAINTENANCE, "GET", GCP_HEADERS),
+        (azure_source, AZURE_NAME, "GET", AZURE_HEADERS),
+        (aws_source, AWS_TOKEN, "PUT", {AWS_TOKEN_LIFE_HEADER: "60"}),
+    )
+    for cloud, path, method, headers in questions:
+        with suppress(MetadataError):
+            answer = MetadataService(base_url, timeout_s).ask(path, method=method, headers=headers)
+            google = answer.headers.get("metadata-flavor") == "Google"
+            if google if cloud is gcp_source else answer.status == 200:
+                return cloud
     return None

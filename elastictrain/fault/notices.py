@@ -110,25 +110,24 @@ class NoticePoller:
     def _run(self) -> None:
         while True:
             for index, source in enumerate(self._sources):
-                self._turn(index, source)
+                try:
+                    self._pass_on(index, source.look())
+                except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be the one that matters
+                    text = str(error) if isinstance(error, MetadataError) else f"{type(error).__name__}: {error}"
+                    if self._errors.get(index) != text:
+                        logger.warning("cannot read the notices of %s: %s", source.name, text)
+                    self._errors[index] = text
+                else:
+                    if self._errors.pop(index, ""):
+                        logger.info("%s answers again", source.name)
             if self._closed.wait(self._interval_s):
                 return
 
-    def _turn(self, index: int, source: NoticeSource) -> None:
-        try:
-            notice = source.look()
-            if notice is None:
-                # Called off, or over: the next one is news again, also if it reads the same.
-                self._last.pop(index, None)
-            elif adds_to(notice, self._last.get(index)) and not self._closed.is_set():
-                # Only what was passed on counts as known: an error on the way is no reason never to say it again.
-                self._on_notice(notice)
-                self._last[index] = notice
-        except Exception as error:  # noqa: BLE001  # the edge of the thread: the next answer may be the one that matters
-            text = str(error) if isinstance(error, MetadataError) else f"{type(error).__name__}: {error}"
-            if self._errors.get(index) != text:
-                self._errors[index] = text
-                logger.warning("cannot read the notices of %s: %s", source.name, text)
-            return
-        if self._errors.pop(index, ""):
-            logger.info("%s answers again", source.name)
+    def _pass_on(self, index: int, notice: Notice | None) -> None:
+        if notice is None:
+            # Called off, or over: the next one is news again, also if it reads the same.
+            self._last.pop(index, None)
+        elif adds_to(notice, self._last.get(index)) and not self._closed.is_set():
+            # Only what was passed on counts as known: an error on the way is no reason never to say it again.
+            self._on_notice(notice)
+            self._last[index] = notice

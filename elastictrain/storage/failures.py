@@ -7,7 +7,7 @@ import errno
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import TypeVar
@@ -44,19 +44,6 @@ class Fault(Enum):
     PERMANENT = auto()
 
 
-@dataclass(frozen=True, slots=True)
-class FailureFacts:
-    """What an exception and its causes say, outermost first."""
-
-    names: tuple[str, ...] = ()
-    """Names of the classes and of their bases."""
-    code: str | None = None
-    """Error code of the service (`NoSuchKey`)."""
-    status: int | None = None
-    """HTTP status."""
-    errno: int | None = None
-
-
 _CODES = {
     Fault.NO_BUCKET: "NoSuchBucket ContainerNotFound",
     Fault.NOT_FOUND: "NoSuchKey NoSuchUpload BlobNotFound",
@@ -73,18 +60,15 @@ _CODES = {
         "TooManyRequests XAmzContentSHA256Mismatch backendError rateLimitExceeded userRateLimitExceeded"
     ),
 }
-_FAULT_OF_CODE = {code: fault for fault, codes in _CODES.items() for code in codes.split()}
-
 _STATUSES = {
-    Fault.DENIED: (401, 403),
-    Fault.NOT_FOUND: (404,),
-    Fault.TRANSIENT: (408, 409, 425, 429),
-    Fault.EXISTS: (412,),
-    Fault.RANGE: (416,),
-    Fault.PERMANENT: (501, 505),
-    Fault.FULL: (507,),
+    Fault.DENIED: "401 403",
+    Fault.NOT_FOUND: "404",
+    Fault.TRANSIENT: "408 409 425 429",
+    Fault.EXISTS: "412",
+    Fault.RANGE: "416",
+    Fault.PERMANENT: "501 505",
+    Fault.FULL: "507",
 }
-_FAULT_OF_STATUS = {status: fault for fault, statuses in _STATUSES.items() for status in statuses}
 
 # In order: a failed certificate check is also a connection error, and stays one for ever.
 _CLASSES = {
@@ -106,61 +90,63 @@ _ERRNOS = {
     Fault.DENIED: "EACCES EPERM EROFS",
     Fault.TRANSIENT: "ESTALE EIO ETIMEDOUT EAGAIN EPIPE ECONNRESET ECONNREFUSED EHOSTUNREACH ENETUNREACH EREMOTEIO",
 }
-_FAULT_OF_ERRNO = {getattr(errno, name): fault for fault, names in _ERRNOS.items() for name in names.split()}
 
 
-def facts_of(error: BaseException) -> FailureFacts:
-    """Reads what classification needs from an exception and its chain of causes."""
-    names: list[str] = []
-    code: str | None = None
-    status: int | None = None
-    number: int | None = None
-    seen: BaseException | None = error
-    while seen is not None and len(names) < 100:
-        names.extend(base.__name__ for base in type(seen).__mro__ if base not in (Exception, BaseException, object))
-        found_code, found_status = _answer_of(seen)
-        code = code or found_code
-        status = status or found_status
-        if number is None and isinstance(seen, OSError):
-            number = seen.errno
-        seen = seen.__cause__
-    return FailureFacts(tuple(names), code, status, number)
+def _by_word(table: Mapping[Fault, str]) -> dict[str, Fault]:
+    return {word: fault for fault, words in table.items() for word in words.split()}
 
 
-def _answer_of(error: BaseException) -> tuple[str | None, int | None]:
-    """Error code and HTTP status, where each kind of client keeps them."""
+_FAULT_OF_CODE, _FAULT_OF_STATUS, _FAULT_OF_ERRNO = _by_word(_CODES), _by_word(_STATUSES), _by_word(_ERRNOS)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception and its causes, outermost first."""
+    chain = [error]
+    while chain[-1].__cause__ is not None and len(chain) < 20:
+        chain.append(chain[-1].__cause__)
+    return chain
+
+
+def errno_of(error: BaseException) -> int | None:
+    """Of the outermost that has one, of an exception and its causes."""
+    return next((one.errno for one in _chain(error) if isinstance(one, OSError) and one.errno is not None), None)
+
+
+def _answer_of(error: BaseException) -> tuple[str, int]:
+    """Error code of the service (`NoSuchKey`) and HTTP status, where each kind of client keeps them; '' and 0 for none."""
     response: object = getattr(error, "response", None)
     if isinstance(response, dict):
-        code = response.get("Error", {}).get("Code")
         status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        return code, status if isinstance(status, int) else None
-    named = getattr(error, "error_code", None)
-    # The codes of Azure are an enum, which is text but is not found as such.
-    named = getattr(named, "value", named)
+        return response.get("Error", {}).get("Code") or "", status if isinstance(status, int) else 0
     for attribute in ("status_code", "status", "code"):
         value = str(getattr(error, attribute, ""))
         if value.isdecimal() and 400 <= int(value) < 600:
-            return named if isinstance(named, str) else None, int(value)
-    return None, None
+            code = getattr(error, "error_code", None)
+            # The codes of Azure are an enum, which is text but is not found as such.
+            code = getattr(code, "value", code)
+            return code if isinstance(code, str) else "", int(value)
+    return "", 0
 
 
 def fault_of(error: BaseException) -> Fault:
-    """What the failure means.
+    """What the failure means, by the exception and its causes.
 
     The service's own code says most. A status counts less than the class: aiohttp gives a torn answer the status 400. An errno
     is often the invention of a client.
     """
-    facts = facts_of(error)
-    if facts.code in _FAULT_OF_CODE:
-        return _FAULT_OF_CODE[facts.code]
-    for fault, names in _CLASSES.items():
-        if not set(names.split()).isdisjoint(facts.names):
+    chain = _chain(error)
+    answers = [_answer_of(one) for one in chain]
+    code = next((code for code, _ in answers if code), "")
+    if code in _FAULT_OF_CODE:
+        return _FAULT_OF_CODE[code]
+    names = {kind.__name__ for one in chain for kind in type(one).__mro__}
+    for fault, known in _CLASSES.items():
+        if not names.isdisjoint(known.split()):
             return fault
-    if facts.status is not None:
-        if facts.status in _FAULT_OF_STATUS:
-            return _FAULT_OF_STATUS[facts.status]
-        return Fault.TRANSIENT if facts.status >= 500 else Fault.PERMANENT
-    return _FAULT_OF_ERRNO.get(facts.errno, Fault.PERMANENT) if facts.errno is not None else Fault.PERMANENT
+    status = next((status for _, status in answers if status), 0)
+    if status:
+        return _FAULT_OF_STATUS.get(str(status), Fault.TRANSIENT if status >= 500 else Fault.PERMANENT)
+    return _FAULT_OF_ERRNO.get(errno.errorcode.get(errno_of(error) or 0, ""), Fault.PERMANENT)
 
 
 _REPORT: dict[Fault, tuple[type[StorageError], str]] = {

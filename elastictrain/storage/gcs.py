@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from elastictrain.bounded_json import DOCUMENT, parse_json
 from elastictrain.storage.filesystem import abort_stream, begin_stream
-from elastictrain.storage.remote import most_bytes, range_header, request_timeout_s, split_path
+from elastictrain.storage.remote import most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _MARK = "elastictrain-creator"
@@ -44,7 +44,7 @@ class GcsBackend:
         self._files: Any = GCSFileSystem(skip_instance_cache=True, use_listings_cache=False)
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
-        headers = range_header(start, end)
+        headers = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
         where, num_bytes = f"download/storage/v1/{_object(path)}", most_bytes(start, end)
         return self._ask("GET", where, {"alt": "media"}, headers=headers, num_bytes=num_bytes)
 
@@ -148,8 +148,7 @@ def _refusal(status: int, content: bytes, *, in_bucket: bool) -> GcsAnswerError:
 
 
 def _object(path: str) -> str:
-    bucket, key = split_path(path)
-    return f"b/{quote(bucket, safe='')}/o/{quote(key, safe='')}"
+    return "b/{}/o/{}".format(*(quote(part, safe="") for part in split_path(path)))
 
 
 def _info(path: str, item: Mapping[str, object]) -> ObjectInfo:

@@ -12,6 +12,8 @@ import stat as stat_modes
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from elastictrain.errors import IrregularFileError, ObjectNotFoundError, PermanentStorageError
@@ -52,26 +54,18 @@ class LocalStore:
 
         `follow_links`: an object may be a link to a regular file, when it is read by its name. Writes and deletions refuse it.
         """
-        self._root = os.path.realpath(root)
-        self._url = url
+        self.root = os.path.realpath(root)
+        """The folder that holds all objects; no part of it is a link."""
+        self.url = url
         self._retrying = retrying
         self._follow_links = follow_links
-        self._folders = DurableFolders(self._root)
+        self._folders = DurableFolders(self.root)
         self._passed_over: set[str] = set()
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def root(self) -> str:
-        """The folder that holds all objects; no part of it is a link."""
-        return self._root
 
     def path(self, key: str) -> str:
         """The file that holds the object."""
-        check_key(key, url=self._url)
-        return f"{self._root}/{key}"
+        check_key(key, url=self.url)
+        return f"{self.root}/{key}"
 
     def without_sync(self) -> "LocalStore":
         """The same store for what need not outlast a loss of power: still whole or not there, but nothing waits for the disk.
@@ -79,7 +73,7 @@ class LocalStore:
         While gigabytes are on their way to that disk, an fsync of a few bytes takes seconds.
         """
         volatile = copy(self)
-        volatile._folders = DurableFolders(self._root, sync=False)
+        volatile._folders = DurableFolders(self.root, sync=False)
         return volatile
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -133,39 +127,25 @@ class LocalStore:
         path = self.path(key)
 
         def own_uid() -> int:
-            probe = UnfinishedFile(key, folders=self._folders, mode=_SECRET)
-            try:
+            with UnfinishedFile(key, folders=self._folders, mode=_SECRET) as probe:
                 return probe.owner
-            finally:
-                probe.discard()
 
         def request() -> bytes:
-            try:
-                with self._opened(key) as (descriptor, _size):
-                    guard_secret(descriptor, path=path, own_uid=own_uid)
-                    return os.pread(descriptor, most_bytes, 0)
-            except PermissionError:
-                with self._place(key) as place:
-                    refuse_secret(place.look(follow=self._follow_links), path=path, own_uid=own_uid)
-                raise
+            with self._place(key) as place:
+                refuse_secret(place.look(follow=self._follow_links), path=path, own_uid=own_uid)
+            with self._opened(key) as (descriptor, _size):
+                guard_secret(descriptor, path=path, own_uid=own_uid)
+                return os.pread(descriptor, most_bytes, 0)
 
         return self._try("read", key, request)
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["_Writer"]:
-        file = self._try("write", key, lambda: UnfinishedFile(key, folders=self._folders))
         # A failed write of a stream has no second chance: nobody has the earlier bytes any more.
-        once = self._retrying.once()
-
-        def act(request: Callable[[], None]) -> None:
-            once.call(request, action="write", url=f"{self._url}/{key}")
-
-        try:
-            yield _Writer(file, act)
+        act = partial(self._retrying.once().call, action="write", url=f"{self.url}/{key}")
+        with self._try("write", key, lambda: UnfinishedFile(key, folders=self._folders)) as file:
+            yield _Writer(lambda data: act(lambda: file.write(data)))
             act(lambda: file.finish(new=False))
-        except BaseException:
-            file.discard()
-            raise
 
     def open_appended(self, key: str, *, make: bool = True) -> int:
         """Descriptor of a file that grows, for reading and appending; without `make` only if its folder is there.
@@ -179,7 +159,7 @@ class LocalStore:
             with self._place(key) as place:
                 return place.open(flags)
         folder, _, name = key.rpartition("/")
-        handle = DurableFolders(self._root, sync=False).make(folder)
+        handle = DurableFolders(self.root, sync=False).make(folder)
         try:
             return Place(handle, name, path).open(flags)
         finally:
@@ -189,8 +169,8 @@ class LocalStore:
         """Makes the name of an object durable, unless its folder is gone. Raises: OSError; IrregularFileError."""
         folder = key.rpartition("/")[0]
         # Somebody may have deleted the run: its folder must not be made again.
-        with opened_folder(self._root, folder) as handle:
-            os.close(DurableFolders(self._root).make(folder))
+        with opened_folder(self.root, folder) as handle:
+            os.close(DurableFolders(self.root).make(folder))
             sync_folder(handle)
 
     def is_blocked(self, key: str) -> bool:
@@ -207,7 +187,7 @@ class LocalStore:
             except FileNotFoundError:
                 return False
             except (IrregularFileError, NotADirectoryError):
-                with opened_folder(self._root, key.rpartition("/")[0].rpartition("/")[0]):
+                with opened_folder(self.root, key.rpartition("/")[0].rpartition("/")[0]):
                     return True
 
         return self._try("find", key, request)
@@ -220,9 +200,7 @@ class LocalStore:
         return self._try("find", key, request)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = folder_of(prefix)
-        if folder:
-            check_key(folder[:-1], url=self._url)
+        folder = folder_of(prefix, url=self.url)
         for key, place in self._walk(folder):
             if not place.name.startswith(TEMPORARY_PREFIX) and (info := self._find_listed(key, place)):
                 yield info
@@ -240,13 +218,9 @@ class LocalStore:
         return tuple(names)
 
     def _put(self, key: str, data: Bytes, *, new: bool, mode: int = _FOR_ALL) -> None:
-        file = UnfinishedFile(key, folders=self._folders, mode=mode)
-        try:
+        with UnfinishedFile(key, folders=self._folders, mode=mode) as file:
             file.write(data)
             file.finish(new=new)
-        except BaseException:
-            file.discard()
-            raise
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int]]:
@@ -262,8 +236,8 @@ class LocalStore:
     def _place(self, key: str) -> Iterator[Place]:
         """Where the file is, or would be: in a folder that is there."""
         folder, _, name = key.rpartition("/")
-        with opened_folder(self._root, folder) as handle:
-            yield Place(handle, name, f"{self._root}/{key}")
+        with opened_folder(self.root, folder) as handle:
+            yield Place(handle, name, f"{self.root}/{key}")
 
     def _find_listed(self, key: str, place: Place) -> ObjectInfo | None:
         """What a listing came upon, if it still is there."""
@@ -293,11 +267,11 @@ class LocalStore:
         with ExitStack() as handles:
 
             def scan() -> tuple[int, tuple[str, ...]]:
-                handle = handles.enter_context(opened_folder(self._root, prefix.rstrip("/")))
+                handle = handles.enter_context(opened_folder(self.root, prefix.rstrip("/")))
                 return handle, self._names(handle, prefix=prefix)
 
             try:
-                handle, names = self._retrying.call(scan, action="list", url=f"{self._url}/{prefix}")
+                handle, names = self._retrying.call(scan, action="list", url=f"{self.url}/{prefix}")
             except ObjectNotFoundError:
                 return
             except PermanentStorageError as error:
@@ -306,12 +280,12 @@ class LocalStore:
                 raise
             for name in names:
                 if not name.endswith("/"):
-                    yield prefix + name, Place(handle, name, f"{self._root}/{prefix}{name}")
+                    yield prefix + name, Place(handle, name, f"{self.root}/{prefix}{name}")
                     continue
                 try:
                     yield from self._walk(prefix + name)
                 except IrregularFileError:
-                    self._pass_over(f"{self._root}/{prefix}{name[:-1]}", "is a folder no more")
+                    self._pass_over(f"{self.root}/{prefix}{name[:-1]}", "is a folder no more")
 
     def _names(self, handle: int, *, prefix: str) -> tuple[str, ...]:
         """Names of files, and those of folders with a '/', in order."""
@@ -322,7 +296,7 @@ class LocalStore:
                 for entry in entries:
                     is_folder = entry.is_dir(follow_symlinks=False)
                     if why := _why_passed_over(entry, is_folder=is_folder, depth=prefix.count("/")):
-                        self._pass_over(f"{self._root}/{prefix}{entry.name}", why)
+                        self._pass_over(f"{self.root}/{prefix}{entry.name}", why)
                     else:
                         names.append(f"{entry.name}/" if is_folder else entry.name)
         finally:
@@ -341,19 +315,13 @@ class LocalStore:
             logger.warning("%s %s: skipped", path.encode(errors="backslashreplace").decode(), why)
 
     def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
-        check_key(key, url=self._url)
-        return self._retrying.call(request, action=action, url=f"{self._url}/{key}")
+        check_key(key, url=self.url)
+        return self._retrying.call(request, action=action, url=f"{self.url}/{key}")
 
 
+@dataclass(frozen=True, slots=True)
 class _Writer:
-    """What callers of `open_writer` get."""
-
-    def __init__(self, file: UnfinishedFile, act: Callable[[Callable[[], None]], None]) -> None:
-        self._file = file
-        self._act = act
-
-    def write(self, data: Bytes) -> None:
-        self._act(lambda: self._file.write(data))
+    write: Callable[[Bytes], None]
 
 
 def _info(key: str, place: Place, *, follow: bool) -> ObjectInfo:
@@ -370,12 +338,10 @@ def _why_passed_over(entry: "os.DirEntry[str]", *, is_folder: bool, depth: int) 
         return "has a name that is not UTF-8"
     if is_folder and entry.name.startswith(TEMPORARY_PREFIX):
         return "is a folder with the name of a temporary file"
-    if is_folder:
-        return f"is a folder {depth + 1} levels down" if depth >= _DEEPEST else None
-    if entry.is_file(follow_symlinks=False):
-        return None
-    try:
-        kind = describe(entry.stat(follow_symlinks=False).st_mode)
-    except FileNotFoundError:
-        return None
+    if is_folder and depth >= _DEEPEST:
+        return f"is a folder {depth + 1} levels down"
+    kind = None
+    if not is_folder and not entry.is_file(follow_symlinks=False):
+        with suppress(FileNotFoundError):
+            kind = describe(entry.stat(follow_symlinks=False).st_mode)
     return f"is {kind}" if kind else None

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import NoReturn
+from typing import Self
 
 from elastictrain.errors import IrregularFileError
 from elastictrain.storage.store import TEMPORARY_PREFIX, Bytes
@@ -31,15 +31,12 @@ _PRUNED_AT_MOST = 20
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
 
 
+_IRREGULAR = {stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+
 def describe(mode: int) -> str | None:
     """What has the name, if it is neither a folder nor a regular file."""
-    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-        return None
-    if stat.S_ISLNK(mode):
-        return "a symbolic link"
-    if stat.S_ISFIFO(mode):
-        return "a FIFO"
-    return "a socket" if stat.S_ISSOCK(mode) else "a device"
+    return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else _IRREGULAR.get(stat.S_IFMT(mode), "a device")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +62,7 @@ class Place:
         Raises: FileNotFoundError also where a folder has the name.
         """
         safe = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-        try:
-            descriptor = os.open(self.name, flags | safe, mode, dir_fd=self.folder)
-        except OSError as error:
-            self._raise_explained(error, follow=follow)
+        descriptor = self._open(flags | safe, mode, follow=follow)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             os.close(descriptor)
@@ -78,10 +72,16 @@ class Place:
 
     def open_folder(self) -> int:
         """Handle of a folder."""
+        return self._open(_FOLDER | os.O_NOFOLLOW, 0, follow=False)
+
+    def _open(self, flags: int, mode: int, *, follow: bool) -> int:
         try:
-            return os.open(self.name, _FOLDER | os.O_NOFOLLOW, dir_fd=self.folder)
-        except OSError as error:
-            self._raise_explained(error, follow=False)
+            return os.open(self.name, flags, mode, dir_fd=self.folder)
+        except OSError:
+            # What has the name says more than its number, which is ELOOP, ENOTDIR or ENXIO.
+            with suppress(OSError):
+                self.look(follow=follow)
+            raise
 
     def _refuse_irregular(self, found: os.stat_result) -> None:
         if kind := describe(found.st_mode):
@@ -89,12 +89,6 @@ class Place:
                 f"{self.path} must be a file or a folder, but is {kind}, which is neither followed nor read, written or "
                 "deleted; remove it, or put what it stands for in its place"
             )
-
-    def _raise_explained(self, error: OSError, *, follow: bool) -> NoReturn:
-        """The reason in words, where it is what has the name: its number is ELOOP, ENOTDIR or ENXIO."""
-        with suppress(OSError):
-            self.look(follow=follow)
-        raise error
 
 
 @contextmanager
@@ -121,14 +115,6 @@ def write_all(descriptor: int, view: memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def begin_writeback(descriptor: int, start: int, size_bytes: int) -> None:
-    """Asks the kernel to begin to write a range to disk, where it can; waits for nothing and promises nothing."""
-    sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if sync_file_range is not None:
-        offset = ctypes.c_int64
-        sync_file_range(ctypes.c_int(descriptor), offset(start), offset(size_bytes), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
-
-
 def sync_folder(handle: int) -> None:
     """Makes the names in a folder durable."""
     # A handle that may be opened without reading the folder cannot be synced.
@@ -148,20 +134,11 @@ def publish(finished: str, target: Place, *, new: bool) -> None:
 
     Raises: FileExistsError if a new name is taken; OSError; IrregularFileError.
     """
-    if new:
-        try:
-            _link_new(finished, target)
-        except FileExistsError:
-            with suppress(FileNotFoundError):
-                target.look()
-            raise
-        return
     with suppress(FileNotFoundError):
         target.look()
-    os.rename(finished, target.name, src_dir_fd=target.folder, dst_dir_fd=target.folder)
-
-
-def _link_new(finished: str, target: Place) -> None:
+    if not new:
+        os.rename(finished, target.name, src_dir_fd=target.folder, dst_dir_fd=target.folder)
+        return
     try:
         os.link(finished, target.name, src_dir_fd=target.folder, dst_dir_fd=target.folder, follow_symlinks=False)
         return
@@ -197,32 +174,27 @@ class DurableFolders:
         Raises: OSError, FileNotFoundError if somebody removes it meanwhile; IrregularFileError.
         """
         handle, made = self._make_root(), ""
-        try:
-            for name in folder.split("/") if folder else ():
-                made = f"{made}/{name}".lstrip("/")
-                child = self._make_in(handle, name, folder=made)
+        for name in folder.split("/") if folder else ():
+            made = f"{made}/{name}".lstrip("/")
+            try:
+                child = self._make_in(Place(handle, name, f"{self.root}/{made}"), folder=made)
+            finally:
                 os.close(handle)
-                handle = child
-        except BaseException:
-            os.close(handle)
-            raise
+            handle = child
         return handle
 
-    def _make_in(self, parent: int, name: str, *, folder: str) -> int:
-        place = Place(parent, name, f"{self.root}/{folder}")
+    def _make_in(self, place: Place, *, folder: str) -> int:
         try:
             child = place.open_folder()
         except FileNotFoundError:
             self.forget(folder)
             with suppress(FileExistsError):
-                os.mkdir(name, dir_fd=parent)
+                os.mkdir(place.name, dir_fd=place.folder)
             child = place.open_folder()
-        with self._lock:
-            durable = folder in self._durable or not self.sync
-        if not durable:
+        if self.sync and folder not in self._durable:
             try:
                 # Also where the folder was there: another process may have made it a moment ago and not got to its fsync.
-                sync_folder(parent)
+                sync_folder(place.folder)
             except BaseException:
                 os.close(child)
                 raise
@@ -254,18 +226,20 @@ class DurableFolders:
         while folder:
             self.forget(folder)
             above, _, name = folder.rpartition("/")
-            with suppress(FileNotFoundError), opened_folder(self.root, above) as handle:
-                try:
+            try:
+                with opened_folder(self.root, above) as handle:
                     os.rmdir(name, dir_fd=handle)
-                except OSError as error:
-                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
-                        return
-                    raise
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+                    return
+                raise
             folder = above
 
 
 class UnfinishedFile:
-    """A temporary file in the folder of its target; `finish` or `discard` ends it.
+    """A temporary file in the folder of its target; unless `finish` ended it, its context leaves nothing of it.
 
     It keeps a handle of the folder: what somebody puts in the folder's place meanwhile is not touched.
     """
@@ -275,28 +249,21 @@ class UnfinishedFile:
         folder, _, self._name = key.rpartition("/")
         self._path = f"{folders.root}/{key}"
         self._sync = folders.sync
-        self._mode = mode
         self._temporary = temporary_name(this_writer())
         self._gathered = bytearray()
         self._written = self._on_its_way = 0
         self._folder = self._descriptor = -1
-        for chance in range(_PRUNED_AT_MOST):
+        for chances_left in reversed(range(_PRUNED_AT_MOST)):
             try:
-                self._begin(folders, folder)
+                self._folder = folders.make(folder)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                self._descriptor = Place(self._folder, self._temporary, self._path).open(flags, mode=mode)
                 break
-            except FileNotFoundError:
-                folders.forget(folder)
-                if chance == _PRUNED_AT_MOST - 1:
+            except BaseException as error:
+                self._close()
+                if not isinstance(error, FileNotFoundError) or not chances_left:
                     raise
-
-    def _begin(self, folders: DurableFolders, folder: str) -> None:
-        self._folder = folders.make(folder)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            self._descriptor = Place(self._folder, self._temporary, self._path).open(flags, mode=self._mode)
-        except BaseException:
-            self._close()
-            raise
+                folders.forget(folder)
 
     @property
     def owner(self) -> int:
@@ -313,9 +280,7 @@ class UnfinishedFile:
             write_all(self._descriptor, view)
             self._written += len(view)
             if self._written - self._on_its_way >= _WRITEBACK_BYTES:
-                # The kernel would let gigabytes wait for the fsync, and the disk would be idle until then.
-                begin_writeback(self._descriptor, self._on_its_way, self._written - self._on_its_way)
-                self._on_its_way = self._written
+                self._begin_writeback()
 
     def finish(self, *, new: bool) -> None:
         """Makes the content durable, gives it its name as `publish` does, and makes the name durable."""
@@ -332,12 +297,23 @@ class UnfinishedFile:
             sync_folder(self._folder)
         self._close()
 
-    def discard(self) -> None:
-        """Removes the file; never raises, because it runs when something else already has gone wrong."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Never raises: it runs when something else already has gone wrong.
         if self._folder >= 0:
             with suppress(OSError):
                 os.unlink(self._temporary, dir_fd=self._folder)
         self._close()
+
+    def _begin_writeback(self) -> None:
+        """Asks the kernel, where it can, to begin now: it would let gigabytes wait for the fsync, and the disk be idle."""
+        sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if sync_file_range is not None:
+            start, size_bytes = ctypes.c_int64(self._on_its_way), ctypes.c_int64(self._written - self._on_its_way)
+            sync_file_range(ctypes.c_int(self._descriptor), start, size_bytes, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
+        self._on_its_way = self._written
 
     def _close(self) -> None:
         descriptors, self._descriptor, self._folder = (self._descriptor, self._folder), -1, -1
@@ -354,7 +330,7 @@ class UnfinishedFile:
 
 def temporary_name(writer: Writer | None) -> str:
     """A name that no other write has; it says who writes, if that is known."""
-    return ".".join((f"{TEMPORARY_PREFIX}{writer.name if writer else ''}", secrets.token_hex(8)))
+    return f"{TEMPORARY_PREFIX}{writer.name if writer else ''}.{secrets.token_hex(8)}"
 
 
 def is_abandoned(name: str, *, here: Writer | None, proc: Path = Path("/proc")) -> bool:

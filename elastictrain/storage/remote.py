@@ -76,28 +76,31 @@ class RemoteStore:
     def __init__(self, root: str, *, url: str, backend: Callable[[], Backend], retrying: Retrying) -> None:
         """`root` is the path (bucket and folder) that `url` means; `backend` makes a connection."""
         self._root = root
-        self._url = url
+        self.url = url
         self._connect = backend
         self._retrying = retrying
         self._connected: tuple[int, Backend] | None = None
 
-    @property
-    def url(self) -> str:
-        return self._url
-
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
-        path = self._path(key)
         if end is not None and end <= start:
             self.stat(key)
             return b""
-        return self._try("read", key, lambda: self._get(path, start, end))
+
+        def request(backend: Backend, path: str) -> bytes:
+            try:
+                return backend.get(path, start=start, end=end)
+            except Exception as error:
+                if fault_of(error) is Fault.RANGE:
+                    return b""
+                raise
+
+        return self._try("read", key, request)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
-        path, view = self._path(key), buffer.cast("B")
+        view = buffer.cast("B")
 
         def fetch(offset: int) -> int:
-            last = min(offset + PART_BYTES, len(view))
-            data = self._try("read", key, lambda: self._get(path, start + offset, start + last))
+            data = self.read(key, start=start + offset, end=start + min(offset + PART_BYTES, len(view)))
             view[offset : offset + len(data)] = data
             return len(data)
 
@@ -108,30 +111,29 @@ class RemoteStore:
         done = sum(counts)
         # Parts after a short one are empty, unless the object was replaced by a longer one meanwhile.
         if any(counts[-(-done // PART_BYTES) :]):
-            raise TransientStorageError(f"{self._url}/{key} changed while it was read; read it again")
+            raise TransientStorageError(f"{self.url}/{key} changed while it was read; read it again")
         return done
 
     def write(self, key: str, data: Bytes) -> None:
-        path = self._path(key)
         if memoryview(data).nbytes >= 2 * PART_BYTES:
             with self.open_writer(key) as writer:
                 writer.write(data)
         else:
-            self._try("write", key, lambda: self._backend().put(path, bytes(data)))
+            self._try("write", key, lambda backend, path: backend.put(path, bytes(data)))
 
     def create(self, key: str, data: Bytes) -> None:
-        path, payload, mark = self._path(key), bytes(data), secrets.token_hex(16)
+        payload, mark = bytes(data), secrets.token_hex(16)
         try:
-            self._try("create", key, lambda: self._backend().put(path, payload, mark=mark))
+            self._try("create", key, lambda backend, path: backend.put(path, payload, mark=mark))
         except ObjectExistsError:
             # A request whose answer is lost may have been carried out, and is sent again, by us or, unseen, by aiohttp (which
             # repeats a PUT when a connection breaks): then the object is there because we created it.
-            if not self._try("create", key, lambda: self._backend().is_ours(path, payload, mark=mark)):
+            if not self._try("create", key, lambda backend, path: backend.is_ours(path, payload, mark=mark)):
                 raise
 
     @contextmanager
     def open_writer(self, key: str) -> Iterator["PartWriter"]:
-        writer = PartWriter(self._backend(), self._path(key), url=f"{self._url}/{key}", retrying=self._retrying)
+        writer = PartWriter(self._backend(), self._path(key), url=f"{self.url}/{key}", retrying=self._retrying)
         try:
             yield writer
             writer.finish()
@@ -140,45 +142,35 @@ class RemoteStore:
             raise
 
     def stat(self, key: str) -> ObjectInfo:
-        path = self._path(key)
-        return self._relative(self._try("find", key, lambda: self._backend().info(path)))
+        return self._try("find", key, lambda backend, path: self._relative(backend.info(path)))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = folder_of(prefix)
-        if folder:
-            check_key(folder[:-1], url=self._url)
-        found = self._try("list", folder, lambda: list(self._backend().find(f"{self._root}/{folder}")))
+        folder = folder_of(prefix, url=self.url)
+        found = self._retrying.call(
+            lambda: list(self._backend().find(f"{self._root}/{folder}")), action="list", url=f"{self.url}/{folder}"
+        )
         yield from sorted(map(self._relative, found), key=lambda info: info.key)
 
     def delete(self, key: str) -> None:
-        path = self._path(key)
-
-        def request() -> None:
+        def request(backend: Backend, path: str) -> None:
             try:
-                self._backend().remove(path)
+                backend.remove(path)
             except Exception as error:
                 if fault_of(error) is not Fault.NOT_FOUND:
                     raise
 
         self._try("delete", key, request)
 
-    def _get(self, path: str, start: int, end: int | None) -> bytes:
-        try:
-            return self._backend().get(path, start=start, end=end)
-        except Exception as error:
-            if fault_of(error) is Fault.RANGE:
-                return b""
-            raise
-
     def _path(self, key: str) -> str:
-        check_key(key, url=self._url)
+        check_key(key, url=self.url)
         return f"{self._root}/{key}"
 
     def _relative(self, info: ObjectInfo) -> ObjectInfo:
         return ObjectInfo(info.key[len(self._root) + 1 :], info.size_bytes, info.modified)
 
-    def _try(self, action: str, key: str, request: Callable[[], T]) -> T:
-        return self._retrying.call(request, action=action, url=f"{self._url}/{key}")
+    def _try(self, action: str, key: str, request: Callable[[Backend, str], T]) -> T:
+        path = self._path(key)
+        return self._retrying.call(lambda: request(self._backend(), path), action=action, url=f"{self.url}/{key}")
 
     def _backend(self) -> Backend:
         if self._connected is None or self._connected[0] != os.getpid():
@@ -205,7 +197,6 @@ class PartWriter:
         self._pool = ThreadPoolExecutor(backend.parallel, thread_name_prefix="upload")
         self._sending: list[Future[Any]] = []
         self._total_bytes = 0
-        self._finishing = 0
 
     def write(self, data: Bytes) -> None:
         """Append; blocks while all connections are busy. Raises what sending an earlier part raised."""
@@ -228,18 +219,21 @@ class PartWriter:
         if self._gathered:
             self._send(bytes(self._gathered))
         parts = [sending.result() for sending in self._sending]
-        self._retrying_parts.call(lambda: self._complete(parts), action="write", url=self._url)
-        self._pool.shutdown()
+        repeated = False
 
-    def _complete(self, parts: Sequence[Any]) -> None:
-        self._finishing += 1
-        try:
-            self._backend.finish(self._path, self._upload, parts)
-        except Exception as error:
-            # An upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
-            lost = self._finishing > 1 and fault_of(error) is Fault.NOT_FOUND
-            if not lost or self._backend.info(self._path).size_bytes != self._total_bytes:
-                raise
+        def complete() -> None:
+            nonlocal repeated
+            first, repeated = not repeated, True
+            try:
+                self._backend.finish(self._path, self._upload, parts)
+            except Exception as error:
+                # An upload is unknown once it is complete: an earlier attempt may have been carried out, its answer lost.
+                lost = not first and fault_of(error) is Fault.NOT_FOUND
+                if not lost or self._backend.info(self._path).size_bytes != self._total_bytes:
+                    raise
+
+        self._retrying_parts.call(complete, action="write", url=self._url)
+        self._pool.shutdown()
 
     def abort(self) -> None:
         """Leave nothing behind; never raises, because it runs when something else already has gone wrong."""
@@ -264,11 +258,6 @@ def split_path(path: str) -> tuple[str, str]:
     """Bucket and key."""
     bucket, _, key = path.partition("/")
     return bucket, key
-
-
-def range_header(start: int, end: int | None) -> dict[str, str]:
-    """For bytes [start, end) of an object; nothing for all of them."""
-    return {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
 
 
 def most_bytes(start: int, end: int | None) -> int:

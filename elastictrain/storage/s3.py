@@ -8,7 +8,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, range_header, request_timeout_s, split_path
+from elastictrain.storage.remote import CONNECT_TIMEOUT_S, most_bytes, request_timeout_s, split_path
 from elastictrain.storage.store import ObjectInfo
 
 _CONNECTIONS = 32
@@ -39,16 +39,8 @@ class S3Backend:
         self._files.retries = 1
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
-        from fsspec.asyn import sync
-
-        async def fetch() -> object:
-            answer = await self._files._call_s3("get_object", **_address(path), **range_header(start, end))
-            try:
-                return await answer["Body"].read()
-            finally:
-                answer["Body"].close()
-
-        return cast(bytes, sync(self._files.loop, fetch, timeout=self._bound_s(most_bytes(start, end))))
+        where = {"start": start, "end": end} if (start, end) != (0, None) else {}
+        return cast(bytes, self._files.cat_file(path, **where, timeout=self._bound_s(most_bytes(start, end))))
 
     def put(self, path: str, data: bytes, *, mark: str | None = None) -> None:
         condition = {} if mark is None else {"IfNoneMatch": "*", "Metadata": {_MARK: mark}}

@@ -29,7 +29,7 @@ class ObjectInfo:
 class ObjectWriter(Protocol):
     """An object under construction; it becomes visible, whole, when its context ends without an exception."""
 
-    def write(self, data: Bytes) -> None:
+    def write(self, data: Bytes, /) -> None:
         """Append `data`; the buffer may be reused after the call."""
 
 
@@ -83,7 +83,9 @@ def check_key(key: str, *, url: str) -> None:
             )
 
 
-def folder_of(prefix: str) -> str:
-    """The prefix as a folder: '' or ending with '/'."""
+def folder_of(prefix: str, *, url: str = "") -> str:
+    """The prefix as a folder: '' or ending with '/'. Raises: PermanentStorageError as `check_key`."""
     prefix = prefix.strip("/")
+    if prefix:
+        check_key(prefix, url=url)
     return f"{prefix}/" if prefix else ""

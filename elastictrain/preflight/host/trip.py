@@ -17,7 +17,7 @@ from functools import partial
 
 from elastictrain.errors import ConfigError, StorageError
 from elastictrain.fault.exits import follow_parent
-from elastictrain.storage.failures import RetryOptions, facts_of, fault_of
+from elastictrain.storage.failures import RetryOptions, errno_of, fault_of
 from elastictrain.storage.local import LocalStore
 from elastictrain.storage.opening import check_writable, open_store, without_sync
 from elastictrain.storage.store import Store
@@ -88,7 +88,7 @@ def main() -> int:
     except ConfigError as error:
         send({"fault": "CONFIG", "errno": None, "message": str(error)})
     except StorageError as error:
-        send({"fault": fault_of(error).name, "errno": facts_of(error).errno, "message": str(error)})
+        send({"fault": fault_of(error).name, "errno": errno_of(error), "message": str(error)})
     else:
         send({"end": True})
     return 0

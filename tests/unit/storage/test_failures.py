@@ -4,7 +4,7 @@ from enum import Enum
 import pytest
 
 from elastictrain.errors import AccessDeniedError, ObjectNotFoundError, PermanentStorageError, StorageFullError
-from elastictrain.storage.failures import FailureFacts, Fault, facts_of, fault_of, reason_of, storage_error
+from elastictrain.storage.failures import Fault, errno_of, fault_of, reason_of, storage_error
 
 
 class ClientError(Exception):
@@ -106,9 +106,10 @@ def test_fault(error: Exception, fault: Fault) -> None:
     assert fault_of(error) is fault
 
 
-def test_facts_come_from_the_whole_chain() -> None:
-    facts = facts_of(caused(OSError(22, "x"), ClientError("SlowDown", 503)))
-    assert facts == FailureFacts(("OSError", "ClientError"), "SlowDown", 503, 22)
+def test_the_number_is_that_of_the_outermost_error_that_has_one() -> None:
+    assert errno_of(caused(OSError(22, "x"), OSError(5, "y"))) == 22
+    assert errno_of(caused(RuntimeError("x"), OSError("y"))) is None
+    assert errno_of(caused(RuntimeError("x"), caused(OSError("y"), OSError(5, "z")))) == 5
 
 
 @pytest.mark.parametrize(
