@@ -7,7 +7,7 @@ Needs no GPU and no process group, and may be used while the run is training. UR
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,6 @@ from elastictrain.entry_point import run_command
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_THREADS = 4
-_DEFAULT_MEMORY_DIR = "/dev/shm"  # noqa: S108  # the default of `checkpoint.memory_dir`
 _URL = "folder of a run, its folder checkpoints, or one checkpoint in it: a path or any fsspec URL"
 
 
@@ -47,21 +45,24 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_reading(commands)
     _add_changing(commands)
-    for name, command in commands.choices.items():
-        command.add_argument(
-            "--key-env",
-            metavar="NAME",
-            default="",
-            required=name == "sign",
-            help="environment variable with the key (checkpoint.key_env of the run): what is not signed with it is refused",
-        )
     return parser
 
 
-def _add(commands: "_Commands", name: str, *, act: str, summary: str, details: str) -> argparse.ArgumentParser:
+def _add(
+    commands: "_Commands", name: str, *, act: str, summary: str, details: str, as_json: bool = False
+) -> argparse.ArgumentParser:
     """A command; the names of its options are those of the parameters of the function `act`."""
     command = commands.add_parser(name, help=summary, description=details)
     command.set_defaults(act=act)
+    command.add_argument(
+        "--key-env",
+        metavar="NAME",
+        default="",
+        required=name == "sign",
+        help="environment variable with the key (checkpoint.key_env of the run): what is not signed with it is refused",
+    )
+    if as_json:
+        command.add_argument("--json", dest="as_json", action="store_true", help="for a script")
     return command
 
 
@@ -73,15 +74,15 @@ def _add_reading(commands: "_Commands") -> None:
         summary="list checkpoints, newest first",
         details="List checkpoints, newest first. valid: the manifest is whole and all files are there in their sizes; "
         "their bytes are checked by verify.",
+        as_json=True,
     )
     listing.add_argument("url", metavar="URL", help=_URL)
     listing.add_argument(
         "--memory-dir",
         metavar="DIR",
-        default=_DEFAULT_MEMORY_DIR,
+        default="/dev/shm",  # noqa: S108  # the default of `checkpoint.memory_dir`
         help="checkpoint.memory_dir of the run; snapshots that this host holds there are listed, too (%(default)s)",
     )
-    listing.add_argument("--json", dest="as_json", action="store_true", help="for a script")
 
     verifying = _add(
         commands,
@@ -90,15 +91,15 @@ def _add_reading(commands: "_Commands") -> None:
         summary="read every byte and compare the digests",
         details="Read every byte of checkpoints and compare the digests. What reads wrong is read again before it counts. "
         "Exit code 0: all valid; 74: something is damaged, or there is nothing to verify.",
+        as_json=True,
     )
     verifying.add_argument("url", metavar="URL", help=_URL)
     which = verifying.add_mutually_exclusive_group()
     which.add_argument(
         "--all", dest="every", action="store_true", help="all committed checkpoints (the newest that is not quarantined)"
     )
-    which.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step")
-    verifying.add_argument("--threads", type=_positive, default=_THREADS, metavar="N", help=f"files read at once ({_THREADS})")
-    verifying.add_argument("--json", dest="as_json", action="store_true", help="for a script")
+    which.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint of this step")
+    verifying.add_argument("--threads", type=_at_least(1), default=4, metavar="N", help="files read at once (%(default)s)")
 
     comparing = _add(
         commands,
@@ -107,11 +108,13 @@ def _add_reading(commands: "_Commands") -> None:
         summary="compare two checkpoints",
         details="Compare two checkpoints, whatever world sizes saved them; of a run, the newest valid one. Exit code 0: "
         "equal; 1: different.",
+        as_json=True,
     )
     comparing.add_argument("a_url", metavar="A", help=_URL)
     comparing.add_argument("b_url", metavar="B", help="the same")
-    comparing.add_argument("--json", dest="as_json", action="store_true", help="for a script")
-    comparing.add_argument("--limit", type=_count, default=20, metavar="N", help="names shown of each kind (20); 0: all")
+    comparing.add_argument(
+        "--limit", type=_at_least(0), default=20, metavar="N", help="names shown of each kind (%(default)s); 0: all"
+    )
 
 
 def _add_changing(commands: "_Commands") -> None:
@@ -125,9 +128,11 @@ def _add_changing(commands: "_Commands") -> None:
     )
     pruning.add_argument("url", metavar="URL", help="folder of a run, or its folder checkpoints")
     pruning.add_argument(
-        "--keep-last", type=_positive, required=True, metavar="N", help="valid checkpoints that stay, the newest"
+        "--keep-last", type=_at_least(1), required=True, metavar="N", help="valid checkpoints that stay, the newest"
     )
-    pruning.add_argument("--keep-every", type=_count, default=0, metavar="M", help="those at multiples of M steps stay, too")
+    pruning.add_argument(
+        "--keep-every", type=_at_least(0), default=0, metavar="M", help="those at multiples of M steps stay, too"
+    )
     pruning.add_argument("--dry-run", action="store_true", help="only show what would go")
     pruning.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -150,7 +155,7 @@ def _add_changing(commands: "_Commands") -> None:
         help="hf: weights for from_pretrained, if the task can; torch: a file for torch.load; safetensors: whole tensors; "
         "dcp: a folder of torch.distributed.checkpoint",
     )
-    exporting.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (the newest valid one)")
+    exporting.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint of this step (the newest valid one)")
     exporting.add_argument(
         "--task",
         dest="task_target",
@@ -171,19 +176,16 @@ def _add_changing(commands: "_Commands") -> None:
         "is nothing to sign.",
     )
     signing.add_argument("url", metavar="URL", help=_URL)
-    signing.add_argument("--step", type=_count, metavar="N", help="the checkpoint of this step (all)")
+    signing.add_argument("--step", type=_at_least(0), metavar="N", help="the checkpoint of this step (all)")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 0, but is {text!r}")
-    return int(text)
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number >= {least}, but is {text!r}")
+        return int(text)
 
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, but is {text!r}")
-    return int(text)
+    return parse
 
 
 if __name__ == "__main__":

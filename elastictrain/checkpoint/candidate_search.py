@@ -38,22 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FreshStart:
-    """Begin at step 0; `rejects` is what is passed over."""
+class NoCandidate:
+    """No folder is left to try; `rejects` is why not."""
 
     rejects: tuple[Reject, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Do not start: there were checkpoints, and none is valid."""
-
-    rejects: tuple[Reject, ...]
+    fresh: bool
+    """Whether the run may begin at step 0. Otherwise there were checkpoints, and none is valid."""
 
 
 def select_checkpoint(
     listing: Listing, *, rejected: Collection[Reject], on_invalid: Literal["stop", "fresh"]
-) -> FolderFacts | FreshStart | Refuse:
+) -> FolderFacts | NoCandidate:
     """The newest committed folder that was not rejected, in this walk or by an earlier quarantine. Pure.
 
     Without one, a start from step 0 is right only where no checkpoint can have been lost: nothing is there and nothing was ever
@@ -72,9 +67,7 @@ def select_checkpoint(
             return folder
     only_remnants = not rejected and all(not folder.quarantined for folder in listing.folders)
     never_committed = not listing.committed and (not rejects or (listing.begun and only_remnants))
-    if never_committed or on_invalid == "fresh":
-        return FreshStart(tuple(rejects))
-    return Refuse(tuple(rejects))
+    return NoCandidate(tuple(rejects), fresh=never_committed or on_invalid == "fresh")
 
 
 def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:
@@ -149,10 +142,10 @@ class CandidateSearch:
             folder = decision if isinstance(decision, FolderFacts) else None
             if memory is not None and (folder is None or memory >= (folder.name not in self._off_line, folder.step)):
                 return IN_MEMORY
-            if isinstance(decision, Refuse):
+            if isinstance(decision, NoCandidate) and not decision.fresh:
                 rejects = [self._with_reason(reject) for reject in decision.rejects]
                 raise NoValidCheckpointError(refusal_message(rejects, url=f"{self.store.url}/{ROOT}"))
-            if isinstance(decision, FreshStart):
+            if isinstance(decision, NoCandidate):
                 self._refuse_if_lost()
                 told = {reject.folder for reject in self._rejected}
                 self._tell(reject for reject in decision.rejects if reject.folder not in told)

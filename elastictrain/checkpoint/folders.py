@@ -7,7 +7,7 @@
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -141,54 +141,36 @@ def is_there(store: Store, key: str) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """Where a save goes, and what must be deleted there first."""
-
-    folder: str
-    stale_files: tuple[str, ...]
-
-
-def choose_target(folders: Sequence[FolderFacts], *, step: int, committed: Collection[str] = ()) -> SaveTarget:
-    """The first attempt at `step` whose folder is free: not there, or the remnant of a save that was never committed. Pure.
-
-    `committed` names folders whose manifest the listing does not show, or that are not free for another reason.
-    """
-    listed = {folder.name: folder for folder in folders if folder.step == step}
-    attempt = 1
-    while (name := folder_name(step, attempt=attempt)) in committed or (
-        (facts := listed.get(name)) and (facts.has_manifest or facts.quarantined)
-    ):
-        attempt += 1
-    return SaveTarget(name, tuple(sorted(listed[name].files)) if name in listed else ())
-
-
 def clear_target(store: Store, listing: Listing, *, step: int, at_work: str | None = None) -> str:
-    """The folder for `step`, now empty of files. Files of the incarnation that is `at_work` are left alone.
+    """The folder for `step`, now empty of files: the first attempt that is not there, or is the remnant of a save that was
+    never committed. Files of the incarnation that is `at_work` are left alone.
 
     A folder that is a link, or whose manifest is one, is not used.
 
     Raises: StorageError.
     """
-    taken: set[str] = set()
-    target = choose_target(listing.folders, step=step)
-    while _is_taken(store, target, at_work=at_work):
-        taken.add(target.folder)
-        target = choose_target(listing.folders, step=step, committed=taken)
-    for file in target.stale_files:
-        store.delete(key_of(target.folder, file))
-    return target.folder
+    attempt = 1
+    while _is_taken(store, listing, name := folder_name(step, attempt=attempt), at_work=at_work):
+        attempt += 1
+    remnant = listing.folder(name)
+    for file in sorted(remnant.files) if remnant is not None else ():
+        store.delete(key_of(name, file))
+    return name
 
 
-def _is_taken(store: Store, target: SaveTarget, *, at_work: str | None) -> bool:
-    manifest = key_of(target.folder, MANIFEST_NAME)
+def _is_taken(store: Store, listing: Listing, name: str, *, at_work: str | None) -> bool:
+    facts, manifest = listing.folder(name), key_of(name, MANIFEST_NAME)
+    if facts is not None and (facts.has_manifest or facts.quarantined):
+        return True
     if is_blocked(store, manifest):
         return True
+    if facts is None:
+        return False
     # A saver that hangs may go on writing there, under the names that this incarnation's files have.
-    if at_work is not None and any(file.startswith(f"{at_work}-r") for file in target.stale_files):
+    if at_work is not None and any(file.startswith(f"{at_work}-r") for file in facts.files):
         return True
     # Committed since it was listed, by a predecessor that is not gone yet: these are the files of a checkpoint.
-    return bool(target.stale_files) and is_there(store, manifest)
+    return is_there(store, manifest)
 
 
 def discard_files(store: Store, folder: str, *, incarnation: str) -> None:

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.commands.output import Advance, plural, progress, result, result_json, table
-from elastictrain.checkpoint.commands.survey import Checkpoint, find_checkpoint, locate
+from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
 from elastictrain.checkpoint.manifest import JsonValue, Manifest, TensorRecord
 from elastictrain.checkpoint.tensor_bytes import read_box
 from elastictrain.checkpoint.verified_read import CheckpointFolder
@@ -111,36 +110,28 @@ class TensorPair:
 class Overview:
     """What two manifests show without reading a tensor. `state` maps dotted keys that differ to both values."""
 
-    only_a: tuple[str, ...]
-    only_b: tuple[str, ...]
-    other_kind: tuple[TensorPair, ...]
-    to_read: tuple[TensorPair, ...]
+    only_a: list[str]
+    only_b: list[str]
+    other_kind: list[TensorPair]
+    to_read: list[TensorPair]
     """All others whose digests do not show that they are equal."""
 
     num_common: int
-    state: Mapping[str, tuple[JsonValue, JsonValue]]
-
-    @property
-    def bytes_to_read(self) -> int:
-        """At most, of both together."""
-        return sum(chunk.size_bytes for pair in self.to_read for record in (pair.a, pair.b) for chunk in record.chunks)
+    state: dict[str, tuple[JsonValue, JsonValue]]
 
 
 def compare_manifests(a: Manifest, b: Manifest) -> Overview:
-    """Pure."""
+    """What differs by the manifests alone, and which tensors must be read to know."""
     pairs = [TensorPair(name, record, b.tensors[name]) for name, record in a.tensors.items() if name in b.tensors]
     flat_a, flat_b = _flatten(a.state, ""), _flatten(b.state, "")
+    both = {key: (flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT)) for key in sorted(flat_a.keys() | flat_b.keys())}
     return Overview(
-        only_a=tuple(sorted(a.tensors.keys() - b.tensors.keys())),
-        only_b=tuple(sorted(b.tensors.keys() - a.tensors.keys())),
-        other_kind=tuple(pair for pair in pairs if not pair.same_kind),
-        to_read=tuple(pair for pair in pairs if pair.same_kind and _boxes(pair.a) != _boxes(pair.b)),
+        only_a=sorted(a.tensors.keys() - b.tensors.keys()),
+        only_b=sorted(b.tensors.keys() - a.tensors.keys()),
+        other_kind=[pair for pair in pairs if not pair.same_kind],
+        to_read=[pair for pair in pairs if pair.same_kind and _boxes(pair.a) != _boxes(pair.b)],
         num_common=len(pairs),
-        state={
-            key: (flat_a.get(key, _ABSENT), flat_b.get(key, _ABSENT))
-            for key in sorted(flat_a.keys() | flat_b.keys())
-            if key not in flat_a or key not in flat_b or flat_a[key] != flat_b[key]
-        },
+        state={key: values for key, values in both.items() if not (key in flat_a and key in flat_b and values[0] == values[1])},
     )
 
 
@@ -158,36 +149,28 @@ def _boxes(record: TensorRecord) -> set[tuple[tuple[int, ...], tuple[int, ...], 
     return {(chunk.offsets, chunk.sizes, chunk.digest) for chunk in record.chunks}
 
 
-class DifferentTensor(msgspec.Struct, frozen=True):
-    """A tensor whose values differ, as it is shown."""
-
-    name: str
-    elements: int
-    differing: int
-    max_abs: float
-    relative: float
-
-
-def compare_values(a: Checkpoint, b: Checkpoint, *, overview: Overview, advance: Advance) -> list[DifferentTensor]:
-    """Reads the tensors that may differ, chunk by chunk; those that do, worst first.
+def compare_values(pairs: Sequence[TensorPair], *, a: CheckpointFolder, b: CheckpointFolder) -> dict[str, Difference]:
+    """Reads the tensors that may differ, chunk by chunk; those that do by name, worst first.
 
     Raises: DamagedFileError, StorageError.
     """
-
-    def compare(pair: TensorPair) -> DifferentTensor:
-        found = _compare_pair(pair, a=a.folder, b=b.folder, advance=advance)
-        return DifferentTensor(pair.name, found.elements, found.differing, found.max_abs, found.relative)
-
-    with ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool:
+    # At most: of both together.
+    total = sum(chunk.size_bytes for pair in pairs for record in (pair.a, pair.b) for chunk in record.chunks)
+    with (
+        progress("comparing", total=total, unit="B") as advance,
+        ThreadPoolExecutor(_TENSORS_AT_ONCE, thread_name_prefix="diff") as pool,
+    ):
         try:
-            found = list(pool.map(compare, overview.to_read))
+            found = list(pool.map(lambda pair: (pair.name, compare_pair(pair, a=a, b=b, advance=advance)), pairs))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return sorted((one for one in found if one.differing), key=lambda one: (-one.relative, -one.max_abs, one.name))
+    differing = [(name, one) for name, one in found if one.differing]
+    return dict(sorted(differing, key=lambda item: (-item[1].relative, -item[1].max_abs, item[0])))
 
 
-def _compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
+def compare_pair(pair: TensorPair, *, a: CheckpointFolder, b: CheckpointFolder, advance: Advance) -> Difference:
+    """How far one tensor of `a` and `b` is apart. Raises: DamagedFileError, StorageError."""
     total = Difference()
     same_in_b = _boxes(pair.b)
     for chunk in pair.a.chunks:
@@ -210,81 +193,80 @@ def diff_checkpoints(a_url: str, b_url: str, *, limit: int, as_json: bool, key_e
     """
     a, b = (find_checkpoint(locate(url, key_env=key_env)) for url in (a_url, b_url))
     overview = compare_manifests(a.manifest, b.manifest)
-    with progress("comparing", total=overview.bytes_to_read, unit="B") as advance:
-        tensors = compare_values(a, b, overview=overview, advance=advance)
-    equal = not (tensors or overview.only_a or overview.only_b or overview.other_kind or overview.state)
+    values = compare_values(overview.to_read, a=a.folder, b=b.folder)
+    sides = {
+        side: {"url": one.url, "step": one.manifest.step, "world_size": one.manifest.world_size}
+        for side, one in (("a", a), ("b", b))
+    }
+    equal = not (values or overview.only_a or overview.only_b or overview.other_kind or overview.state)
     if as_json:
-        result_json(_document(a, b, overview=overview, tensors=tensors, limit=limit or None))
+        result_json(sides | _document(overview, values, limit=limit or None))
     else:
-        sides = [
-            (side, one.url, f"step {one.manifest.step}", f"world size {one.manifest.world_size}")
-            for side, one in (("A", a), ("B", b))
+        rows = [
+            (name.upper(), str(one["url"]), f"step {one['step']}", f"world size {one['world_size']}")
+            for name, one in sides.items()
         ]
-        lines = [table(sides[0], sides[1:], indent=""), ""]
-        if equal:
-            lines.append(f"equal: {plural(overview.num_common, 'tensor')} and the state")
-        else:
-            lines += _sections(overview, tensors, limit=limit or None)
-        result("\n".join(lines))
+        same = f"equal: {plural(overview.num_common, 'tensor')} and the state"
+        result(f"{table(rows[0], rows[1:], indent='')}\n\n{same if equal else _text(overview, values, limit=limit or None)}")
     return EXIT_OK if equal else EXIT_DIFFERENT
 
 
-def _sections(overview: Overview, tensors: Sequence[DifferentTensor], *, limit: int | None) -> list[str]:
-    lines = [f"{len(tensors):,} of {plural(overview.num_common, 'common tensor')} differ in their values"]
-    if tensors:
-        header = ("tensor", "elements", "differing", "max abs", "relative")
-        rows = [
-            (one.name, f"{one.elements:,}", f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.relative:.3g}")
-            for one in tensors
-        ]
-        lines += [table(header, rows[:limit], right=header[1:]), *_rest(rows, limit)]
-    if overview.other_kind:
-        kinds = [(pair.name, _kind(pair.a), _kind(pair.b)) for pair in overview.other_kind]
-        lines += ["", f"{plural(len(kinds), 'tensor')} of another shape or element type"]
-        lines += [table(("tensor", "A", "B"), kinds[:limit]), *_rest(kinds, limit)]
-    for side, names in (("A", overview.only_a), ("B", overview.only_b)):
-        if names:
-            lines += ["", f"{plural(len(names), 'tensor')} only in {side}", *(f"  {name}" for name in names[:limit])]
-            lines += _rest(names, limit)
-    if overview.state:
-        states = [(key, str(a), str(b)) for key, (a, b) in overview.state.items()]
-        lines += ["", f"{plural(len(states), 'key')} of the state {'differs' if len(states) == 1 else 'differ'}"]
-        lines += [table(("key", "A", "B"), states[:limit]), *_rest(states, limit)]
-    return lines
-
-
-def _rest(items: Sequence[object], limit: int | None) -> list[str]:
-    more = len(items) - len(items[:limit])
-    return [f"  and {more:,} more"] if more else []
-
-
-def _kind(record: TensorRecord) -> str:
-    return f"{record.dtype} {list(record.shape)}"
-
-
-def _document(
-    a: Checkpoint, b: Checkpoint, *, overview: Overview, tensors: Sequence[DifferentTensor], limit: int | None
-) -> dict[str, object]:
-    # JSON has no infinity.
-    different = [
-        {name: "inf" if value == math.inf else value for name, value in msgspec.to_builtins(one).items()}
-        for one in tensors[:limit]
+def _text(overview: Overview, values: Mapping[str, Difference], *, limit: int | None) -> str:
+    figures = [
+        (name, f"{one.elements:,}", f"{one.differing:,}", f"{one.max_abs:.3g}", f"{one.relative:.3g}")
+        for name, one in values.items()
     ]
-    other_kind = [
-        {"name": pair.name, "a": _kind_document(pair.a), "b": _kind_document(pair.b)} for pair in overview.other_kind[:limit]
+    kinds = [(pair.name, *(f"{one.dtype} {list(one.shape)}" for one in (pair.a, pair.b))) for pair in overview.other_kind]
+    state = [(key, str(a), str(b)) for key, (a, b) in overview.state.items()]
+    sections: list[tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]] = [
+        (
+            f"{len(values):,} of {plural(overview.num_common, 'common tensor')} differ in their values",
+            ("tensor", "elements", "differing", "max abs", "relative"),
+            figures,
+        ),
+        (f"{plural(len(kinds), 'tensor')} of another shape or element type", ("tensor", "A", "B"), kinds),
+        (f"{plural(len(overview.only_a), 'tensor')} only in A", (), [(name,) for name in overview.only_a]),
+        (f"{plural(len(overview.only_b), 'tensor')} only in B", (), [(name,) for name in overview.only_b]),
+        (f"{plural(len(state), 'key')} of the state {'differs' if len(state) == 1 else 'differ'}", ("key", "A", "B"), state),
     ]
+    texts = []
+    for title, header, rows in sections:
+        if not rows and rows is not figures:
+            continue
+        shown, lines = rows[:limit], [title]
+        if shown:
+            lines.append(table(header, shown, right=header[1:] if rows is figures else ()))
+        if len(rows) > len(shown):
+            lines.append(f"  and {len(rows) - len(shown):,} more")
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts)
+
+
+def _document(overview: Overview, values: Mapping[str, Difference], *, limit: int | None) -> dict[str, object]:
     return {
-        "a": {"url": a.url, "step": a.manifest.step, "world_size": a.manifest.world_size},
-        "b": {"url": b.url, "step": b.manifest.step, "world_size": b.manifest.world_size},
         "common": overview.num_common,
-        "differing": len(tensors),
-        "tensors": different,
-        "other_kind": other_kind,
-        "only_a": list(overview.only_a[:limit]),
-        "only_b": list(overview.only_b[:limit]),
-        "state": {key: list(values) for key, values in overview.state.items()},
+        "differing": len(values),
+        "tensors": [
+            {
+                "name": name,
+                "elements": one.elements,
+                "differing": one.differing,
+                # JSON has no infinity.
+                **{
+                    key: "inf" if value == math.inf else value
+                    for key, value in (("max_abs", one.max_abs), ("relative", one.relative))
+                },
+            }
+            for name, one in list(values.items())[:limit]
+        ],
+        "other_kind": [
+            {
+                "name": pair.name,
+                **{side: {"dtype": one.dtype, "shape": list(one.shape)} for side, one in (("a", pair.a), ("b", pair.b))},
+            }
+            for pair in overview.other_kind[:limit]
+        ],
+        "only_a": overview.only_a[:limit],
+        "only_b": overview.only_b[:limit],
+        "state": {key: list(both) for key, both in overview.state.items()},
     }
-
-
-def _kind_document(record: TensorRecord) -> dict[str, object]:
-    return {"dtype": record.dtype, "shape": list(record.shape)}

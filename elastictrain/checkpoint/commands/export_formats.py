@@ -2,10 +2,11 @@
 
 import json
 import os
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import psutil
@@ -163,27 +164,35 @@ def write_dcp(source: ExportSource, target: ExportTarget) -> None:
 
     Raises: DamagedFileError; HostUnfitError; StorageError.
     """
-    with _local_folder(target.store) as folder:
+    with ExitStack() as stack:
+        store = target.store
+        if isinstance(store, LocalStore):
+            folder = store.root
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="elastictrain-export-"))
         state = nested_state(source)
         with warnings.catch_warnings(), _translated(target.url):
             warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             dcp.save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        if not isinstance(store, LocalStore):
+            for name in sorted(os.listdir(folder), key=lambda name: (name == _METADATA, name)):  # noqa: PTH208
+                with open(f"{folder}/{name}", "rb") as file, store.open_writer(name) as writer:  # noqa: PTH123
+                    shutil.copyfileobj(file, writer, _PIECE_BYTES)
 
 
-def check_memory(needed_bytes: int, *, available_bytes: int) -> None:
-    """Raises: HostUnfitError, rather than to be killed half-way."""
+def nested_state(source: ExportSource) -> dict[str, object]:
+    """All tensors by family and name, and what else there is to know of the checkpoint.
+
+    Raises: HostUnfitError, rather than to be killed half-way.
+    """
+    manifest = source.manifest
+    needed_bytes = sum(source.size_bytes_of(name) for name in manifest.tensors)
+    available_bytes = psutil.virtual_memory().available
     if needed_bytes > available_bytes:
         raise HostUnfitError(
             f"this format needs all tensors in host memory at once, {size_text(needed_bytes)}, but only "
             f"{size_text(available_bytes)} are available; use --to safetensors, which needs one at a time, or another machine"
         )
-
-
-def nested_state(source: ExportSource) -> dict[str, object]:
-    """All tensors by family and name, and what else there is to know of the checkpoint."""
-    manifest = source.manifest
-    needed_bytes = sum(source.size_bytes_of(name) for name in manifest.tensors)
-    check_memory(needed_bytes, available_bytes=psutil.virtual_memory().available)
     families: dict[str, dict[str, object]] = {}
     for name in manifest.tensors:
         family, _, rest = name.partition(".")
@@ -210,25 +219,6 @@ class _Stream:
 
     def flush(self) -> None:
         """What is written is with the writer already."""
-
-
-@contextmanager
-def _local_folder(store: Store) -> Iterator[str]:
-    """The folder itself if it is on this machine; else one whose content is brought to the store at the end."""
-    if isinstance(store, LocalStore):
-        yield store.root
-        return
-    with tempfile.TemporaryDirectory(prefix="elastictrain-export-") as folder:
-        yield folder
-        for name in sorted(os.listdir(folder), key=lambda name: (name == _METADATA, name)):  # noqa: PTH208
-            _upload(f"{folder}/{name}", store, name)
-
-
-def _upload(path: str, store: Store, key: str) -> None:
-    piece = memoryview(bytearray(_PIECE_BYTES))
-    with open(path, "rb") as file, store.open_writer(key) as writer:  # noqa: PTH123
-        while count := file.readinto(piece):
-            writer.write(piece[:count])
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """What the commands print: results on stdout, notes and progress on stderr, figures and tables as text."""
 
 import json
-import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Literal
@@ -17,9 +16,9 @@ def result(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def result_json(value: object) -> None:
+def result_json(document: Mapping[str, object]) -> None:
     """The same for a script."""
-    result(json.dumps(value, indent=2, allow_nan=False))
+    result(json.dumps(document, indent=2, allow_nan=False))
 
 
 def note(text: str) -> None:
@@ -41,29 +40,21 @@ def ask(question: str) -> bool:
 @contextmanager
 def progress(what: str, *, total: int, unit: Literal["B", "tensor", "folder"], lines: bool = False) -> Iterator[Advance]:
     """A bar on a terminal; elsewhere nothing or, with `lines`, a line for every tenth."""
-    lock = Lock()
-    if sys.stderr.isatty():
-        from tqdm import tqdm
+    from tqdm import tqdm
 
-        with tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False) as bar:
+    lock, done = Lock(), 0
+    # `disable=None` draws the bar on a terminal alone.
+    with tqdm(desc=what, total=total, unit=unit, unit_scale=unit == "B", leave=False, disable=None) as bar:
 
-            def move(count: int) -> None:
-                with lock:
-                    bar.update(count)
+        def advance(count: int) -> None:
+            nonlocal done
+            with lock:
+                bar.update(count)
+                before, done = done, done + count
+                if bar.disable and lines and 10 * before // total != 10 * done // total:
+                    note(f"{done}/{total} {unit}s")
 
-            yield move
-        return
-    done = 0
-
-    def tell(count: int) -> None:
-        nonlocal done
-        with lock:
-            tenths = [math.floor(10 * at / total) for at in (done, done + count)]
-            done += count
-            if lines and tenths[0] != tenths[1]:
-                note(f"{done}/{total} {unit}s")
-
-    yield tell
+        yield advance
 
 
 def size_text(size_bytes: float) -> str:
@@ -82,12 +73,9 @@ def size_text(size_bytes: float) -> str:
 def age_text(seconds: float) -> str:
     """`42 s`, `17 min`, `5 h`, `3 d`; a time that lies ahead, by a clock that goes wrong, is `0 s`."""
     whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min"
-    if whole < 48 * 3600:
-        return f"{whole // 3600} h"
+    for limit_s, unit_s, unit in ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h")):
+        if whole < limit_s:
+            return f"{whole // unit_s} {unit}"
     return f"{whole // 86400} d"
 
 
@@ -97,14 +85,12 @@ def plural(count: int, one: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: Collection[str] = (), indent: str = "  ") -> str:
-    """Aligned columns, two spaces apart; those named in `right` are numbers, and end at their right edge."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    texts = []
-    for line in lines:
-        cells = [
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(header, line, widths, strict=True)
-        ]
-        texts.append(indent + "  ".join(cells).rstrip())
-    return "\n".join(texts)
+    """Aligned columns, two spaces apart; those named in `right` are numbers, and end at their right edge. A table of names
+    alone has an empty header."""
+    lines = [header, *rows] if header else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    signs = [">" if name in right else "<" for name in header] or ["<"] * len(widths)
+    return "\n".join(
+        indent + "  ".join(f"{cell:{sign}{width}}" for cell, sign, width in zip(line, signs, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from elastictrain.checkpoint.candidate_search import FreshStart, Refuse, select_checkpoint
+from elastictrain.checkpoint.candidate_search import NoCandidate, select_checkpoint
 from elastictrain.checkpoint.commands.output import age_text, note, result, result_json, size_text, table
 from elastictrain.checkpoint.folders import (
     FOLDER_NAME,
@@ -46,6 +46,14 @@ class RunLocation:
     def url(self) -> str:
         """Of the folder of all checkpoints."""
         return f"{self.run.url}/{ROOT}"
+
+    def missing_message(self, step: int | None) -> str:
+        """That the checkpoint which was asked for is not there, and which ones are. Raises: StorageError."""
+        which = "" if step is None else f" of step {step}"
+        what = f"a checkpoint{which}" if self.folder is None else f"{self.folder} as a checkpoint{which}"
+        steps = sorted({folder.step for folder in list_checkpoints(self.run).folders if folder.has_manifest})
+        there = f"; there is step {', '.join(map(str, steps))}" if steps else ""
+        return f"{self.url} must hold {what}, but does not{there}"
 
 
 def locate(url: str, *, key_env: str = "") -> RunLocation:
@@ -200,7 +208,6 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
     Raises: NoValidCheckpointError; UnknownFormatError; StorageError.
     """
     run, rejects = location.run, list(rejected)
-    which = "" if step is None else f" of step {step}"
     while True:
         # Listed anew each time: a run that is still training saves and prunes meanwhile.
         wanted = tuple(
@@ -209,10 +216,10 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
             if step in (None, folder.step) and location.folder in (None, folder.name)
         )
         decision = select_checkpoint(Listing(wanted, begun=False), rejected=rejects, on_invalid="stop")
-        if isinstance(decision, FreshStart):
-            what = f"a checkpoint{which}" if location.folder is None else f"{location.folder}{which}"
-            raise NoValidCheckpointError(f"{location.url} must hold {what}, but does not{steps_there(location)}")
-        if isinstance(decision, Refuse):
+        if isinstance(decision, NoCandidate):
+            if decision.fresh:
+                raise NoValidCheckpointError(location.missing_message(step))
+            which = "" if step is None else f" of step {step}"
             lines = "\n".join(f"  - {reject}" for reject in decision.rejects)
             raise NoValidCheckpointError(f"{location.url} has no valid checkpoint{which}:\n{lines}")
         try:
@@ -225,12 +232,6 @@ def find_checkpoint(location: RunLocation, *, step: int | None = None, rejected:
             return Checkpoint(decision.name, CheckpointFolder(run, f"{ROOT}/{decision.name}/"), found.manifest)
         if found.reject is not None:
             rejects.append(found.reject)
-
-
-def steps_there(location: RunLocation) -> str:
-    """The end of a sentence that says what is not there. Raises: StorageError."""
-    steps = sorted({folder.step for folder in list_checkpoints(location.run).folders if folder.has_manifest})
-    return f"; there is step {', '.join(map(str, steps))}" if steps else ""
 
 
 def note_unchecked(manifest: Manifest, *, name: str, signing: SigningKey | None) -> None:
@@ -258,6 +259,19 @@ class CheckpointRow(msgspec.Struct, frozen=True, rename={"size_bytes": "bytes", 
     world_size: int | None = None
     signed: bool | None = None
 
+    def cells(self, *, now: float) -> tuple[str, ...]:
+        """As the table shows it, under `_HEADER` but for the first column."""
+        return (
+            self.name,
+            str(self.step),
+            age_text(now - (self.modified if self.created is None else self.created)),
+            size_text(self.size_bytes),
+            "-" if self.world_size is None else str(self.world_size),
+            str(self.num_files),
+            self.tier,
+            self.state.value + (", signed" if self.signed else "") + (f": {self.reason}" if self.reason else ""),
+        )
+
 
 _HEADER = ("", "name", "step", "age", "size", "world", "files", "tier", "state")
 _FIGURES = ("step", "age", "size", "world", "files")
@@ -272,7 +286,8 @@ def show_checkpoints(
     """
     location = locate(url, key_env=key_env)
     stored = [_stored_row(one) for one in survey(location, list_checkpoints(location.run).folders)]
-    every = newest_first([*_snapshot_rows(location.run.url, memory_dir=memory_dir), *stored])
+    # Newest first; at the same step snapshots come before what is stored.
+    every = sorted([*_snapshot_rows(location.run.url, memory_dir=memory_dir), *stored], key=lambda row: -row.step)
     chosen = resume_choice(every)
     rows = [row for row in every if location.folder in (None, row.name)]
     if not rows and location.folder is not None:
@@ -280,25 +295,27 @@ def show_checkpoints(
     if as_json:
         found = [{**msgspec.to_builtins(row), "resume": row is chosen} for row in rows]
         result_json({"url": location.url, "checkpoints": found})
+        return EXIT_OK
+    lines = [location.url]
+    if rows:
+        cells = [(">" if row is chosen else "", *row.cells(now=clock())) for row in rows]
+        lines.append(table(_HEADER, cells, right=_FIGURES, indent=""))
     else:
-        result(_text(rows, chosen=chosen, url=location.url, now=clock()))
+        lines.append("  no checkpoint yet")
+    if any(row is chosen for row in rows):
+        lines.append("> a start resumes from this one, if its bytes have their digests")
+    elif rows and chosen is None:
+        lines.append("none of these is one that a start can resume from")
+    result("\n".join(lines))
     return EXIT_OK
 
 
-def newest_first(rows: Iterable[CheckpointRow]) -> list[CheckpointRow]:
-    """By step; at the same step in the order in which they come. Pure."""
-    return sorted(rows, key=lambda row: -row.step)
-
-
 def resume_choice(rows: Iterable[CheckpointRow]) -> CheckpointRow | None:
-    """The row, of all of a run's, newest first, that a start tries first; None if it would not resume. Pure."""
-    for row in rows:
-        if row.state is CheckpointState.UNKNOWN:
-            # A start stops here rather than to lose what it cannot read.
-            return None
-        if row.state is CheckpointState.VALID:
-            return row
-    return None
+    """The row, of all of a run's, newest first, that a start tries first; None if it would not resume."""
+    # At an unknown format a start stops rather than to lose what it cannot read.
+    deciding = (row for row in rows if row.state in (CheckpointState.UNKNOWN, CheckpointState.VALID))
+    first = next(deciding, None)
+    return None if first is None or first.state is CheckpointState.UNKNOWN else first
 
 
 def _stored_row(one: Surveyed) -> CheckpointRow:
@@ -312,9 +329,7 @@ def _stored_row(one: Surveyed) -> CheckpointRow:
         one.facts.modified,
         sum(files.values()),
         len(files.keys() - {MANIFEST_NAME, QUARANTINE_NAME}),
-        None if manifest is None else manifest.created,
-        None if manifest is None else manifest.world_size,
-        None if manifest is None else bool(manifest.signature),
+        *(() if manifest is None else (manifest.created, manifest.world_size, bool(manifest.signature))),
     )
 
 
@@ -345,28 +360,3 @@ def _snapshot_rows(run_url: str, *, memory_dir: str) -> list[CheckpointRow]:
             )
         )
     return rows
-
-
-def _text(rows: Sequence[CheckpointRow], *, chosen: CheckpointRow | None, url: str, now: float) -> str:
-    if not rows:
-        return f"{url}\n  no checkpoint yet"
-    lines = [
-        (
-            ">" if row is chosen else "",
-            row.name,
-            str(row.step),
-            age_text(now - (row.modified if row.created is None else row.created)),
-            size_text(row.size_bytes),
-            "-" if row.world_size is None else str(row.world_size),
-            str(row.num_files),
-            row.tier,
-            row.state.value + (", signed" if row.signed else "") + (f": {row.reason}" if row.reason else ""),
-        )
-        for row in rows
-    ]
-    legend = ""
-    if any(row is chosen for row in rows):
-        legend = "\n> a start resumes from this one, if its bytes have their digests"
-    elif chosen is None:
-        legend = "\nnone of these is one that a start can resume from"
-    return f"{url}\n{table(_HEADER, lines, right=_FIGURES, indent='')}{legend}"

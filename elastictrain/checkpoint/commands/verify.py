@@ -1,7 +1,6 @@
 """`verify` and `sign`: read every byte of checkpoints, say which files are damaged, and sign manifests."""
 
 import logging
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,6 @@ from elastictrain.checkpoint.commands.survey import (
     Surveyed,
     locate,
     note_unchecked,
-    steps_there,
     survey,
 )
 from elastictrain.checkpoint.folders import ROOT, FolderFacts, is_there, key_of, list_checkpoints
@@ -62,9 +60,7 @@ def verify_checkpoints(url: str, *, every: bool, step: int | None, threads: int,
         if verdict.gone:
             note(f"{verdict.name} was deleted while it was read")
     if not judged:
-        which = "" if step is None else f" of step {step}"
-        what = f"{location.folder} as a checkpoint" if location.folder else f"a checkpoint{which}"
-        raise NoValidCheckpointError(f"{location.url} must hold {what}, but does not{steps_there(location)}")
+        raise NoValidCheckpointError(location.missing_message(step))
     if as_json:
         result_json({"url": location.url, "checkpoints": [_document(verdict) for verdict in judged]})
     else:
@@ -100,9 +96,10 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             placed_in = chunks_by_file(one.manifest)
             jobs += [(one, file, placed_in[file.name]) for file in one.manifest.files]
 
-    def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> tuple[str, ...]:
+    def check(job: tuple[Surveyed, FileRecord, Sequence[PlacedChunk]]) -> BadFile:
         one, file, placed = job
-        return check_file(one.run, key_of(one.name, file.name), file=file, placed=placed, advance=advance, stopped=stopped)
+        key = key_of(one.name, file.name)
+        return BadFile(file.name, check_file(one.run, key, file=file, placed=placed, advance=advance, stopped=stopped))
 
     with ThreadPoolExecutor(threads, thread_name_prefix="verify") as pool:
         try:
@@ -111,20 +108,18 @@ def read_and_judge(chosen: Sequence[Surveyed], *, threads: int, advance: Advance
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    bad: dict[str, list[BadFile]] = {}
-    for (one, file, _), problems in zip(jobs, found, strict=True):
-        if problems:
-            bad.setdefault(one.name, []).append(BadFile(file.name, problems))
-    return [_judge(one, bad_files=tuple(bad.get(one.name, ()))) for one in chosen]
-
-
-def _judge(one: Surveyed, *, bad_files: tuple[BadFile, ...]) -> Surveyed:
-    # Retention of a run that is training takes the manifest first.
-    gone = bool(bad_files) and not is_there(one.run, key_of(one.name, MANIFEST_NAME))
-    if bad_files and not gone and one.state in (CheckpointState.VALID, CheckpointState.DAMAGED):
-        # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
-        return replace(one, state=CheckpointState.DAMAGED, reason="", bad_files=bad_files)
-    return replace(one, bad_files=bad_files, gone=gone)
+    verdicts = []
+    for one in chosen:
+        bad_files = tuple(file for job, file in zip(jobs, found, strict=True) if job[0] is one and file.problems)
+        verdict = replace(one, bad_files=bad_files)
+        # Retention of a run that is training takes the manifest first.
+        if bad_files and not is_there(one.run, key_of(one.name, MANIFEST_NAME)):
+            verdict = replace(verdict, gone=True)
+        elif bad_files and one.state in (CheckpointState.VALID, CheckpointState.DAMAGED):
+            # Files that are missing or too short were seen by the survey, too: what reading them tells is more.
+            verdict = replace(verdict, state=CheckpointState.DAMAGED, reason="")
+        verdicts.append(verdict)
+    return verdicts
 
 
 def check_file(
@@ -253,19 +248,16 @@ def sign_checkpoints(url: str, *, step: int | None, key_env: str) -> int:
 def _sign(one: Surveyed, manifest: Manifest, *, signing: SigningKey) -> None:
     """Replaces the manifest, at once. What is read for SHA-256 has the digests that were verified before."""
     folder = CheckpointFolder(one.run, f"{ROOT}/{one.name}/")
-    found: dict[ChunkRecord, str] = {}
-    lock = threading.Lock()
+    chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
+    found = {chunk: sha256_of(b"") for chunk in chunks if not chunk.size_bytes}
 
     def take(chunk: ChunkRecord, data: memoryview) -> None:
-        digest = sha256_of(data)
-        with lock:
-            found[chunk] = digest
+        # Threads may set items of a dict at once.
+        found[chunk] = sha256_of(data)
 
-    chunks = {chunk for tensor in manifest.tensors.values() for chunk in tensor.chunks}
-    read_chunks(folder, (chunk for chunk in chunks if chunk.size_bytes), take=take)
-    signed = {chunk: msgspec.structs.replace(chunk, sha256=found.get(chunk, sha256_of(b""))) for chunk in chunks}
+    read_chunks(folder, chunks - found.keys(), take=take)
     tensors = {
-        name: replace(tensor, chunks=tuple(signed[chunk] for chunk in tensor.chunks))
+        name: replace(tensor, chunks=tuple(msgspec.structs.replace(chunk, sha256=found[chunk]) for chunk in tensor.chunks))
         for name, tensor in manifest.tensors.items()
     }
     files = tuple(msgspec.structs.replace(file, header_sha256=_sha256_of_header(folder, file)) for file in manifest.files)

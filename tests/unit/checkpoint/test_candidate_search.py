@@ -1,14 +1,17 @@
+from typing import Literal
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.candidate_search import FreshStart, Refuse, passed_over, refusal_message, select_checkpoint
+from elastictrain.checkpoint.candidate_search import NoCandidate, passed_over, refusal_message, select_checkpoint
 from elastictrain.checkpoint.folders import (
     BEGUN_KEY,
     COMMITTED_KEY,
     FolderFacts,
     Listing,
     Reject,
-    choose_target,
+    clear_target,
     folder_name,
     key_of,
     missing_files,
@@ -16,6 +19,7 @@ from elastictrain.checkpoint.folders import (
 )
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
 from elastictrain.storage.store import ObjectInfo
+from tests.unit.checkpoint.fakes import FakeStore
 
 
 def listing(*keys: str) -> Listing:
@@ -55,36 +59,41 @@ def test_newest_committed_one_that_is_not_known_to_be_bad() -> None:
     assert resumed(select_checkpoint(found, rejected=rejected, on_invalid="stop")) == "step-000000010"
 
 
+def fresh(*keys: str, rejected: tuple[Reject, ...] = (), on_invalid: Literal["stop", "fresh"] = "stop") -> bool:
+    """Whether a run without a candidate may begin at step 0."""
+    decision = select_checkpoint(listing(*keys), rejected=rejected, on_invalid=on_invalid)
+    assert isinstance(decision, NoCandidate)
+    return decision.fresh
+
+
 def test_an_empty_folder_is_a_fresh_start() -> None:
-    assert select_checkpoint(listing(), rejected=(), on_invalid="stop") == FreshStart(())
-    assert select_checkpoint(listing("config.yaml"), rejected=(), on_invalid="stop") == FreshStart(())
+    assert select_checkpoint(listing(), rejected=(), on_invalid="stop") == NoCandidate((), fresh=True)
+    assert fresh("config.yaml")
 
 
 def test_an_empty_folder_of_a_run_that_had_committed_is_a_loss() -> None:
-    for found in (listing(COMMITTED_KEY), listing(BEGUN_KEY, COMMITTED_KEY)):
-        assert select_checkpoint(found, rejected=(), on_invalid="stop") == Refuse(())
-        assert select_checkpoint(found, rejected=(), on_invalid="fresh") == FreshStart(())
+    for keys in ((COMMITTED_KEY,), (BEGUN_KEY, COMMITTED_KEY)):
+        assert not fresh(*keys)
+        assert fresh(*keys, on_invalid="fresh")
     # Killed between the first commit and the removal of the other mark: what has no manifest has lost it.
-    assert isinstance(select_checkpoint(listing(BEGUN_KEY, COMMITTED_KEY, remnant(5)), rejected=(), on_invalid="stop"), Refuse)
+    assert not fresh(BEGUN_KEY, COMMITTED_KEY, remnant(5))
 
 
 def test_remnants_refuse_unless_told() -> None:
     decision = select_checkpoint(listing(remnant(10)), rejected=(), on_invalid="stop")
-    assert isinstance(decision, Refuse)
-    assert "manifest.json is not there" in decision.rejects[0].reason
-    assert isinstance(select_checkpoint(listing(remnant(10)), rejected=(), on_invalid="fresh"), FreshStart)
+    assert isinstance(decision, NoCandidate)
+    assert not decision.fresh
+    assert [(reject.folder, reject.file) for reject in decision.rejects] == [("step-000000010", "manifest.json")]
+    assert fresh(remnant(10), on_invalid="fresh")
 
 
 def test_the_first_save_of_a_run_may_be_killed() -> None:
-    assert isinstance(select_checkpoint(listing(BEGUN_KEY, remnant(10)), rejected=(), on_invalid="stop"), FreshStart)
+    assert fresh(BEGUN_KEY, remnant(10))
 
 
 def test_the_mark_of_a_beginning_excuses_nothing_else() -> None:
-    assert isinstance(
-        select_checkpoint(listing(BEGUN_KEY, remnant(10), quarantined(5)), rejected=(), on_invalid="stop"), Refuse
-    )
-    bad = [Reject("step-000000010", None, "bad")]
-    assert isinstance(select_checkpoint(listing(BEGUN_KEY, valid(10)), rejected=bad, on_invalid="stop"), Refuse)
+    assert not fresh(BEGUN_KEY, remnant(10), quarantined(5))
+    assert not fresh(BEGUN_KEY, valid(10), rejected=(Reject("step-000000010", None, "bad"),))
 
 
 FACTS = st.builds(
@@ -114,7 +123,7 @@ def test_never_silently_from_zero(
     else:
         assert {r.folder for r in decision.rejects} == {f.name for f in folders}  # type: ignore[union-attr]
         lost = any(f.quarantined or f.has_manifest for f in folders)
-        if isinstance(decision, FreshStart):
+        if decision.fresh:  # type: ignore[union-attr]
             assert on_invalid == "fresh" or (not committed and (not folders or (begun and not lost)))
 
 
@@ -127,27 +136,37 @@ def test_missing_files() -> None:
     digest = digest_of(b"")
     manifest = Manifest(1, 1, "i", 0.0, "c", {}, {}, (FileRecord("a", 3, digest, 0, digest),), {})
     assert missing_files(manifest, FolderFacts("f", 1, 1, {"a": 3})) is None
-    assert missing_files(manifest, FolderFacts("f", 1, 1, {"a": 2})) == Reject("f", "a", "a must have 3 bytes, but has 2")
-    assert missing_files(manifest, FolderFacts("f", 1, 1, {})) == Reject("f", "a", "a is gone")
+    for files in ({"a": 2}, {}):
+        reject = missing_files(manifest, FolderFacts("f", 1, 1, files))
+        assert reject is not None
+        assert (reject.folder, reject.file, reject.lasting) == ("f", "a", True)
 
 
 def test_refusal_says_what_to_do() -> None:
-    message = refusal_message([Reject("step-000000010", "a", "a is gone")], url="s3://b/checkpoints")
-    assert "s3://b/checkpoints" in message
-    assert "step-000000010: a is gone" in message
-    assert "checkpoint.on_invalid=fresh" in message
-    emptied = refusal_message([], url="s3://b/checkpoints")
-    assert "s3://b/checkpoints is of a run that had committed checkpoints" in emptied
-    assert "none is left" in emptied
-    assert "checkpoint.on_invalid=fresh" in emptied
+    for rejects in ([Reject("step-000000010", "a", "a is gone")], []):
+        message = refusal_message(rejects, url="s3://b/checkpoints")
+        assert message.startswith("s3://b/checkpoints ")
+        assert "checkpoint.on_invalid=fresh" in message
+        assert all(str(reject) in message for reject in rejects)
 
 
-def test_target_of_a_save() -> None:
-    assert choose_target((), step=7).folder == "step-000000007"
-    remnants = choose_target(listing(remnant(7)).folders, step=7)
-    assert (remnants.folder, remnants.stale_files) == ("step-000000007", ("x.safetensors",))
-    assert choose_target(listing(valid(7), valid(7, 2)).folders, step=7).folder == "step-000000007-3"
-    assert choose_target(listing(quarantined(7)).folders, step=7).folder == "step-000000007-2"
-    assert choose_target(listing(valid(8)).folders, step=7).folder == "step-000000007"
-    behind = choose_target(listing(remnant(7)).folders, step=7, committed={"step-000000007"})
-    assert (behind.folder, behind.stale_files) == ("step-000000007-2", ())
+@pytest.mark.parametrize(
+    ("keys", "target"),
+    [
+        ((), "step-000000007"),
+        ((remnant(7),), "step-000000007"),
+        ((valid(7), valid(7, 2)), "step-000000007-3"),
+        ((quarantined(7),), "step-000000007-2"),
+        ((valid(8),), "step-000000007"),
+    ],
+)
+def test_target_of_a_save(keys: tuple[str, ...], target: str) -> None:
+    store = FakeStore(dict.fromkeys(keys, b"x"))
+    assert clear_target(store, listing(*keys), step=7) == target
+    assert set(store.objects) == set(keys) - {remnant(7)}
+
+
+def test_a_listing_that_lags_behind_a_commit() -> None:
+    store = FakeStore({remnant(7): b"x", valid(7): b"{}"})
+    assert clear_target(store, listing(remnant(7)), step=7) == "step-000000007-2"
+    assert len(store.objects) == 2

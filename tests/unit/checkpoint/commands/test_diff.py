@@ -99,13 +99,13 @@ def changed(**changes: Tensor) -> dict[str, Tensor]:
 def read_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Every tensor of which any part is read."""
     names: list[str] = []
-    compare = diff_module._compare_pair
+    compare = diff_module.compare_pair
 
     def remember(pair: diff_module.TensorPair, **arguments: Any) -> Any:
         names.append(pair.name)
         return compare(pair, **arguments)
 
-    monkeypatch.setattr(diff_module, "_compare_pair", remember)
+    monkeypatch.setattr(diff_module, "compare_pair", remember)
     yield names
     names.sort()
 

@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,13 +20,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from elastictrain.checkpoint.__main__ import main
 from elastictrain.checkpoint.commands.export_formats import (
     ExportSource,
-    check_memory,
     folder_target,
     plan_shards,
     write_safetensors,
 )
 from elastictrain.checkpoint.commands.survey import find_checkpoint, locate
-from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STORAGE, EXIT_USAGE, HostUnfitError
+from elastictrain.errors import EXIT_CONFIG, EXIT_OK, EXIT_STORAGE, EXIT_UNFIT, EXIT_USAGE
 from elastictrain.storage.opening import open_store
 from tests.unit.checkpoint.commands.made import flip, save, shard, state_of
 
@@ -278,10 +278,14 @@ def test_dcp_to_this_machine_is_written_once_and_without_room_says_so(
     assert error.startswith(f"elastictrain: cannot write {tmp_path}/other: No space left on device; free space")
 
 
-def test_memory_is_looked_at_before_it_is_used() -> None:
-    check_memory(10, available_bytes=10)
-    with pytest.raises(HostUnfitError, match=r"12\.0 GB, but only 3\.0 GB are available; use --to safetensors"):
-        check_memory(12 * 10**9, available_bytes=3 * 10**9)
+@NO_GROUP
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_memory_is_looked_at_before_it_is_used(to: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    needed_bytes = sum(tensor.nbytes for tensor in state_of(20).values())
+    for available_bytes, code in ((needed_bytes - 1, EXIT_UNFIT), (needed_bytes, EXIT_OK)):
+        memory = SimpleNamespace(available=available_bytes)
+        monkeypatch.setattr("elastictrain.checkpoint.commands.export_formats.psutil.virtual_memory", lambda found=memory: found)
+        assert export(run, to, tmp_path / f"{available_bytes}.out") == code
 
 
 def test_unknown_step(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,13 +110,22 @@ def test_nothing_to_resume_from_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 def test_snapshots_of_this_machine_are_rows_too(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    for step, ranks in ((77, (0, 1)), (78, (1,))):
+    for index, (step, ranks) in enumerate(((77, (0, 1)), (78, (1,)), (70, (0, 1)))):
         for rank in ranks:
-            take_snapshot(memory, run, step=step, rank=rank, world_size=2, index=step - 77)
+            take_snapshot(memory, run, step=step, rank=rank, world_size=2, index=index)
+    assert main(["ls", str(run / "checkpoints"), "--memory-dir", str(memory), "--json"]) == EXIT_OK
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert [(one["step"], one["tier"]) for one in listed][:5] == [
+        (80, "storage"),
+        (78, "memory"),
+        (77, "memory"),
+        (70, "memory"),
+        (70, "storage"),
+    ]
     assert main(["ls", str(run / "checkpoints"), "--memory-dir", str(memory)]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()
     found = [line for line in lines if "snapshot of step" in line]
-    assert [line.startswith(">") for line in found] == [False, True]
+    assert [line.startswith(">") for line in found] == [False, True, False]
     assert "partial: rank 0 not on this host" in found[0]
     assert found[1].split()[-2:] == ["memory", "valid"]
 

@@ -9,7 +9,6 @@ from elastictrain.checkpoint.commands.survey import (
     CheckpointRow,
     CheckpointState,
     locate,
-    newest_first,
     resume_choice,
     split_url,
 )
@@ -121,16 +120,3 @@ def rows(*states: CheckpointState) -> list[CheckpointRow]:
 def test_what_a_start_takes(states: tuple[CheckpointState, ...], chosen: str | None) -> None:
     found = resume_choice(rows(*states))
     assert (found.name if found else None) == chosen
-
-
-def test_newest_first_and_snapshots_before_storage() -> None:
-    stored = [
-        replace(ROW, step=7, name="b"),
-        replace(ROW, step=7, name="a"),
-        replace(ROW, step=5, name="c"),
-    ]
-    snapshots = [
-        replace(ROW, step=9, tier="memory", name="m9"),
-        replace(ROW, step=7, tier="memory", name="m7"),
-    ]
-    assert [row.name for row in newest_first([*snapshots, *stored])] == ["m9", "m7", "b", "a", "c"]
