@@ -60,7 +60,8 @@ def _run(parsed: argparse.Namespace) -> int:
     surroundings = Surroundings()
     verdicts = check_host(surroundings, asked, more=transport_checks(surroundings))
     show(verdicts, as_json=parsed.json)
-    return decide(verdicts, host=surroundings.host, hosts=[surroundings.host]).exit_code
+    error = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
+    return EXIT_OK if error is None else error.exit_code
 
 
 def _run_speed(parsed: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from elastictrain.distributed.device import find_backend
 from elastictrain.distributed.generation import Introduction, agree, check_alike
 from elastictrain.distributed.group import connect, leave, make_group
 from elastictrain.distributed.store import BoundedStore, StoreExchange
-from elastictrain.errors import TransportError
+from elastictrain.errors import EXIT_OK, TransportError
 from elastictrain.identity import read_identity
 from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.host_checks import OwnChecks
@@ -37,8 +37,8 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
     own = replace(own, local_world_size=layout.local_world_size, several_hosts=len(layout.hosts) > 1, towards=layout.rendezvous)
     exchange = store.ask(lambda: StoreExchange(shared))
     report = HostPreflight(layout=layout, own=own, exchange=exchange).check()
-    verdicts, outcome = list(report.verdicts), report.outcome
-    if not outcome.exit_code and identity.world_size > 1:
+    verdicts, error = list(report.verdicts), report.error
+    if error is None and identity.world_size > 1:
         # On links that are known to be ill, collectives would only hang.
         request = Request(full=own.level is Level.FULL, settings=own.settings)
         try:
@@ -48,18 +48,20 @@ def check_group(own: OwnChecks, *, as_json: bool) -> int:
             found = GroupChecks(group, exchange, identity, request, hosts=layout.hosts_of_ranks).run()
             if found.usable:
                 leave(group)
-        except RuntimeError as error:
-            raise TransportError(f"the ranks do not come together in a group ({backend}): {error}") from error
+        except RuntimeError as broken:
+            raise TransportError(f"the ranks do not come together in a group ({backend}): {broken}") from broken
         verdicts += apply_modes(found.verdicts, own.modes)
-        outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
-        if not found.usable and not outcome.exit_code:
+        error = decide(verdicts, host=layout.host, hosts=layout.hosts)
+        if not found.usable and error is None:
             # What hangs is a failure, whatever was said of the check.
-            outcome = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
+            error = decide(found.verdicts, host=layout.host, hosts=layout.hosts)
     if identity.is_log_rank:
         show(verdicts, as_json=as_json)
-    if layout.leads_host and outcome.exit_code:
-        sys.stderr.write(f"elastictrain: {layout.host}: {outcome.reason}\n")
-    return outcome.exit_code
+    if error is None:
+        return EXIT_OK
+    if layout.leads_host:
+        sys.stderr.write(f"elastictrain: {layout.host}: {error}\n")
+    return error.exit_code
 
 
 def _tell(text: str) -> None:

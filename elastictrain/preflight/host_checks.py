@@ -156,7 +156,7 @@ def _uses_rdma(surroundings: Surroundings) -> bool:
 
 def transport_checks(surroundings: Surroundings) -> list[Check]:
     """Of a host that knows nothing of others: how it would choose its interfaces, and what is wrong with its ports."""
-    facts = Once(lambda: read_facts(surroundings, rendezvous=None, peers={}, alone=True))
+    facts = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
     return [
         Check("interface", lambda: judge_interface(facts()), _TRANSPORT_LIMIT_S),
         Check("infiniband", lambda: judge_infiniband(facts()), _TRANSPORT_LIMIT_S),

@@ -13,31 +13,26 @@ import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from elastictrain.bounded_json import encode_record, parse_record
+from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.distributed.bounded import within
-from elastictrain.errors import PreflightError
+from elastictrain.errors import ElasticTrainError, PreflightError
 from elastictrain.preflight.host.alike import Likeness, compare, describe
 from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.messages import HostIntroduction
 from elastictrain.preflight.links.probes import LinkOptions
 from elastictrain.preflight.links.session import LinkReport, LinkSession
-from elastictrain.preflight.policy import Level, Outcome, apply_modes, decide
-from elastictrain.preflight.surroundings import Exchange, Surroundings
+from elastictrain.preflight.policy import Level, apply_modes, decide
+from elastictrain.preflight.surroundings import Exchange, Surroundings, get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma, common, kinds_here
-from elastictrain.preflight.transport.interfaces import ask_kernel, find_route
+from elastictrain.preflight.transport.interfaces import ask_kernel, find_route, way_out
 from elastictrain.preflight.transport.judge import judge_alike, judge_infiniband, judge_interface
-from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply, read_facts
-from elastictrain.preflight.transport.plan import decide as decide_transport
+from elastictrain.preflight.transport.plan import Facts, TransportPlan, apply, decide_transport, read_facts
 from elastictrain.preflight.transport.settings import OWN_VARIABLES
-from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, from_json, to_json, worst_first
+from elastictrain.preflight.verdict import Reporter, Status, Verdict, failures, findings, worst_first
 
 logger = logging.getLogger(__name__)
 
-_ANYWHERE = "192.0.2.1"
-"""An address that nobody has (RFC 5737): the way to it is the way to the rest of the world."""
-
 _LOOK_UP_S = 5.0
-_KINDS_S = 5.0
 _LATE_WORD_S = 2.0
 _READ_S = 2.0
 
@@ -99,11 +94,12 @@ def find_layout(ranks: Sequence[tuple[str, int]], *, rank: int, local_rank: int,
 class Report:
     """What all ranks go by: warnings and failures, and on the first rank whatever else was found.
 
-    `alone`: there is one host only. `plan`: of this host, on the rank that acts for it.
+    `error`: why this host leaves, if it does. `alone`: there is one host only. `plan`: of this host, on the rank that acts for
+    it.
     """
 
     verdicts: tuple[Verdict, ...]
-    outcome: Outcome
+    error: ElasticTrainError | None
     seconds: float
     alone: bool
     plan: TransportPlan | None = None
@@ -111,40 +107,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostReport:
-    """What one host tells the first one of itself. `kinds`: what RDMA it could do; `hcas`: the ports that it plans to use."""
+    """What one host tells the first one of itself. `hcas`: the ports that it plans to use."""
 
     verdicts: tuple[Verdict, ...]
     likeness: Likeness
-    kinds: frozenset[Rdma]
-    hcas: tuple[str, ...]
-
-    def to_bytes(self) -> bytes:
-        """As ASCII."""
-        likeness = encode_record(self.likeness).decode()
-        return encode_record(_PackedReport(to_json(self.verdicts), likeness, self.kinds, self.hcas))
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedReport:
-    verdicts: str
-    likeness: str
-    kinds: frozenset[Rdma]
     hcas: tuple[str, ...]
 
 
-def host_report_from_bytes(data: bytes) -> HostReport | None:
-    """The inverse of `to_bytes`; None for what another release says."""
-    try:
-        row = parse_record(data, _PackedReport)
-        verdicts, likeness = tuple(from_json(row.verdicts)), parse_record(row.likeness, Likeness)
-    except ValueError:
-        return None
-    return HostReport(verdicts=verdicts, likeness=likeness, kinds=row.kinds, hcas=row.hcas)
-
-
-def judge_host_reports(words: Mapping[str, HostReport | None], *, agreed: Rdma, waited_s: float) -> list[Verdict]:
+def judge_host_reports(
+    words: Mapping[str, HostReport | None], *, kinds: Mapping[str, frozenset[Rdma]], waited_s: float
+) -> list[Verdict]:
     """What hosts found of themselves, and what they have unlike each other. A host whose word is None said nothing, or nothing
-    that is understood."""
+    that is understood. `kinds`: what RDMA each could do."""
     known = {host: word for host, word in words.items() if word is not None}
     verdicts = [verdict for word in known.values() for verdict in word.verdicts]
     for host in (host for host, word in words.items() if word is None):
@@ -155,7 +129,8 @@ def judge_host_reports(words: Mapping[str, HostReport | None], *, agreed: Rdma, 
     if len(words) > 1:
         verdicts += compare({host: word.likeness for host, word in known.items()})
         hcas = {host: word.hcas for host, word in known.items()}
-        verdicts += judge_alike(hcas, {host: word.kinds for host, word in known.items()}, agreed=agreed)
+        told = {host: kinds[host] for host in known if host in kinds}
+        verdicts += judge_alike(hcas, told, agreed=common(kinds))
     return verdicts
 
 
@@ -190,75 +165,78 @@ class HostPreflight:
     surroundings: Surroundings = field(default_factory=Surroundings)
     links: LinkOptions = field(default_factory=LinkOptions)
     clock: Callable[[], float] = time.monotonic
+    _began: float = field(default=0.0, init=False)
 
     def check(self) -> Report:
         """Collective: yes, through the exchange.
 
         Raises: PreflightError if a host that the others depend on says nothing; TransportError if the exchange does not answer.
         """
-        began = self.clock()
-        plan, result = self._lead_host(began) if self.layout.leads_host else self._follow_host()
+        self._began = self.clock()
+        plan, result = self._lead_host() if self.layout.leads_host else self._follow_host()
         if result is None:
-            result = self._hear_result(began)
+            limit_s = self._limit_s + _FOLLOW_S - (self.clock() - self._began)
+            result = get_record(self.exchange, "result", list[Verdict], limit_s=limit_s)
+            if result is None:
+                said = f"did not say what the preflight found within {self._limit_s:g} s"
+                raise PreflightError(f"{self.layout.hosts[0]}, the first host, {said}")
+            if self.layout.leads_host and failures(result):
+                put_record(self.exchange, f"read/{self.layout.node_rank}", True)
         return Report(
             verdicts=tuple(result),
-            outcome=decide(result, host=self.layout.host, hosts=self.layout.hosts),
-            seconds=self.clock() - began,
+            error=decide(result, host=self.layout.host, hosts=self.layout.hosts),
+            seconds=self.clock() - self._began,
             alone=self._alone,
             plan=plan,
         )
 
     @property
+    def _alone(self) -> bool:
+        return len(self.layout.hosts) == 1
+
+    @property
     def _limit_s(self) -> float:
         return self.own.settings.limit_s
 
-    def _hear_result(self, began: float) -> list[Verdict]:
-        data = self.exchange.get("result", limit_s=self._limit_s + _FOLLOW_S - (self.clock() - began))
-        if data is None:
-            raise self._silence("what the preflight found")
-        result = from_json(data.decode())
-        if self.layout.leads_host and failures(result):
-            self.exchange.put(f"read/{self.layout.node_rank}", b"")
-        return result
+    def _left_s(self) -> float:
+        return max(0.0, self._limit_s - (self.clock() - self._began))
 
-    def _lead_host(self, began: float) -> tuple[TransportPlan, list[Verdict] | None]:
+    def _lead_host(self) -> tuple[TransportPlan, list[Verdict] | None]:
         """The plan of this host, and on the first one the result."""
         own: list[list[Verdict]] = []
         thread = threading.Thread(target=lambda: own.append(self._check_own()), name="own-checks", daemon=True)
         thread.start()
-        links = LinkReport(verdicts=()) if self._alone else self._check_links(self._facts({}))
-        others = [one for one in (links.roster.hosts if links.roster else ()) if one.node_rank != self.layout.node_rank]
-        facts = self._facts({one.name: one.address for one in others})
-        kinds = kinds_here(facts.devices, settings=facts.settings)
-        gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
-        agreed = self._agree_on_rdma(kinds, gone, began)
-        plan = decide_transport(facts, agreed=agreed, after_failure=self.after_failure)
-        done = apply(plan, self.environment)
-        self.exchange.put(f"environment/{self.layout.node_rank}", json.dumps(done).encode())
-        thread.join(max(0.0, self._left_s(began)))
+        facts = within(_LOOK_UP_S, lambda: self._facts(self.layout.rendezvous)) or self._facts(None)
+        here = kinds_here(facts.devices, settings=facts.settings)
+        links = LinkReport(()) if self._alone else self._check_links(facts, here)
+        kinds = {self.layout.host: here if self._alone else frozenset({Rdma.UNKNOWN})}
+        if links.roster is not None:
+            kinds = {one.name: one.kinds for one in links.roster.hosts}
+            others = [one for one in links.roster.hosts if one.node_rank != self.layout.node_rank]
+            ways = {one.name: find_route(one.address, interfaces=facts.interfaces, probe=ask_kernel) for one in others}
+            facts = replace(facts, peers=ways)
+        plan = decide_transport(facts, agreed=common(kinds), after_failure=self.after_failure)
+        put_record(self.exchange, f"environment/{self.layout.node_rank}", apply(plan, self.environment))
+        thread.join(self._left_s())
         if own:
             # One whose checks do not end says nothing, and is named for it.
-            found = [*own[0], *judge_interface(facts), *judge_infiniband(facts)]
-            # A host that could not take part in the link checks tells why; for the others the first host speaks.
-            silent = links.roster is None and not self.layout.leads_group
-            own_links = links.verdicts if silent else ()
-            word = HostReport(
-                verdicts=(*relabel(found, name=self.surroundings.host, label=self.layout.host), *own_links),
-                likeness=describe(self.packages, config=self.config),
-                kinds=kinds,
-                hcas=plan.hcas,
+            found = relabel(
+                [*own[0], *judge_interface(facts), *judge_infiniband(facts)],
+                name=self.surroundings.host,
+                label=self.layout.host,
             )
-            self.exchange.put(f"word/{self.layout.node_rank}", word.to_bytes())
+            # Of the links the first host speaks, but for a host that could not take part to the end.
+            found += [] if self.layout.leads_group else links.verdicts
+            likeness = describe(self.packages, config=self.config)
+            report = HostReport(verdicts=tuple(found), likeness=likeness, hcas=plan.hcas)
+            put_record(self.exchange, f"word/{self.layout.node_rank}", report)
         if not self.layout.leads_group:
             return plan, None
-        reports = judge_host_reports(self._words(gone, began), agreed=agreed, waited_s=self._limit_s)
+        gone = {one.subject for one in links.verdicts if one.check == "roster" and one.status is Status.FAIL}
+        reports = judge_host_reports(self._words(gone), kinds=kinds, waited_s=self._limit_s)
         result = worst_first(apply_modes([*links.verdicts, *reports], self.own.modes))
         self._publish(result, gone)
         return plan, result
-
-    @property
-    def _alone(self) -> bool:
-        return len(self.layout.hosts) == 1
 
     def _check_own(self) -> list[Verdict]:
         try:
@@ -270,17 +248,49 @@ class HostPreflight:
             remedy = f"python -m elastictrain.preflight  # on {host}: it shows where; report it as a bug"
             return [Reporter("roster", host).failed(measured, expected="verdicts", remedy=remedy)]
 
-    def _facts(self, peers: Mapping[str, str]) -> Facts:
-        """Of this host; without the rendezvous where its name takes too long to be looked up."""
+    def _facts(self, rendezvous: str | None) -> Facts:
+        return read_facts(self.surroundings, rendezvous=rendezvous, alone=self._alone)
 
-        def read(rendezvous: str | None) -> Facts:
-            return read_facts(self.surroundings, rendezvous=rendezvous, peers=peers, alone=self._alone)
+    def _check_links(self, facts: Facts, kinds: frozenset[Rdma]) -> LinkReport:
+        # The first host may meet the others at a name that means loopback to itself.
+        known = facts.rendezvous.remote if facts.rendezvous is not None else None
+        route = way_out([known] if known else [], interfaces=facts.interfaces)
+        interface = facts.interface(route.interface) if route is not None else None
+        settings = self.own.settings
+        session = LinkSession(
+            host=HostIntroduction(
+                name=self.layout.host,
+                node_rank=self.layout.node_rank,
+                address=(route.local if route is not None else None) or "127.0.0.1",
+                interface=interface.name if interface is not None else "",
+                mtu=interface.mtu_bytes if interface is not None else None,
+                tcp_ports=(0, *settings.ports),
+                kinds=kinds,
+            ),
+            names=self.layout.hosts,
+            exchange=self.exchange,
+            full=self.own.level is Level.FULL,
+            options=replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits),
+        )
+        return session.run()
 
-        return within(_LOOK_UP_S, lambda: read(self.layout.rendezvous)) or read(None)
+    def _words(self, gone: Set[str]) -> dict[str, HostReport | None]:
+        """Of all hosts. Who is known to be gone is not waited for long, nor named again; but it may still tell why."""
+        words: dict[str, HostReport | None] = {}
+        for node, host in enumerate(self.layout.hosts):
+            limit_s = min(_LATE_WORD_S, self._left_s()) if host in gone else self._left_s()
+            word = None
+            try:
+                word = get_record(self.exchange, f"word/{node}", HostReport, limit_s=limit_s)
+            except MalformedJsonError as error:
+                logger.warning("%s does not report as this release does: %s", host, error)
+            if word is not None or host not in gone:
+                words[host] = word
+        return words
 
     def _publish(self, verdicts: list[Verdict], gone: Set[str]) -> None:
         """As the first host. What passed matters to nobody but the rank that shows it."""
-        self.exchange.put("result", to_json(findings(verdicts)).encode())
+        put_record(self.exchange, "result", findings(verdicts))
         if not failures(verdicts):
             return
         # This host leaves, and may take the store along: the others should have heard why before.
@@ -291,69 +301,10 @@ class HostPreflight:
 
     def _follow_host(self) -> tuple[None, None]:
         """Take over what the rank that acts for this host has decided."""
-        data = self.exchange.get(f"environment/{self.layout.node_rank}", limit_s=self._limit_s)
-        if data is None:
+        done = get_record(self.exchange, f"environment/{self.layout.node_rank}", dict[str, str], limit_s=self._limit_s)
+        if done is None:
             message = f"the first rank of {self.layout.host} did not decide on its interfaces within {self._limit_s:g} s"
             raise PreflightError(message)
-        done = parse_record(data, dict[str, str])
         self.environment.update(done)
         self.environment[OWN_VARIABLES] = json.dumps(done)
         return None, None
-
-    def _check_links(self, facts: Facts) -> LinkReport:
-        route = facts.rendezvous
-        interface = facts.interface(route.interface) if route is not None else None
-        if route is None or route.local is None or interface is None or interface.name == "lo":
-            # The first host may meet the others at a name that means loopback to itself.
-            route = find_route(_ANYWHERE, interfaces=facts.interfaces, probe=ask_kernel)
-            interface = facts.interface(route.interface)
-        host = HostIntroduction(
-            name=self.layout.host,
-            node_rank=self.layout.node_rank,
-            address=route.local or "127.0.0.1",
-            interface=interface.name if interface is not None else "",
-            mtu=interface.mtu_bytes if interface is not None else None,
-            tcp_ports=(0, *self.own.settings.ports),
-        )
-        settings = self.own.settings
-        session = LinkSession(
-            host=host,
-            names=self.layout.hosts,
-            exchange=self.exchange,
-            full=self.own.level is Level.FULL,
-            options=replace(self.links, roster_s=settings.wait_s, thresholds=settings.thresholds, limits=settings.limits),
-        )
-        return session.run()
-
-    def _agree_on_rdma(self, kinds: frozenset[Rdma], gone: Set[str], began: float) -> Rdma:
-        """What all hosts can do; those that do not say are named later."""
-        self.exchange.put(f"kinds/{self.layout.node_rank}", json.dumps(sorted(kinds)).encode())
-        if self.layout.leads_group:
-            told: dict[str, frozenset[Rdma]] = {}
-            for node, host in enumerate(self.layout.hosts):
-                limit_s = min(_KINDS_S, self._left_s(began) / 2) if host not in gone else 0.0
-                data = self.exchange.get(f"kinds/{node}", limit_s=limit_s)
-                if data is not None:
-                    told[host] = parse_record(data, frozenset[Rdma])
-            self.exchange.put("rdma", common(told).value.encode())
-        data = self.exchange.get("rdma", limit_s=self._left_s(began))
-        if data is None:
-            raise self._silence("what all hosts can use")
-        return Rdma(data.decode())
-
-    def _words(self, gone: Set[str], began: float) -> dict[str, HostReport | None]:
-        """Of all hosts. Who is known to be gone is not waited for long, nor named again; but a host that could not listen for
-        the others counts as gone, too, and tells here why."""
-        words: dict[str, HostReport | None] = {}
-        for node, host in enumerate(self.layout.hosts):
-            limit_s = min(_LATE_WORD_S, self._left_s(began)) if host in gone else self._left_s(began)
-            data = self.exchange.get(f"word/{node}", limit_s=limit_s)
-            if data is not None or host not in gone:
-                words[host] = None if data is None else host_report_from_bytes(data)
-        return words
-
-    def _silence(self, what: str) -> PreflightError:
-        return PreflightError(f"{self.layout.hosts[0]}, the first host, did not say {what} within {self._limit_s:g} s")
-
-    def _left_s(self, began: float) -> float:
-        return max(0.0, self._limit_s - (self.clock() - began))

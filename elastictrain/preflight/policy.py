@@ -4,16 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from elastictrain.errors import (
-    EXIT_CONFIG,
-    EXIT_OK,
-    EXIT_TRANSPORT,
-    EXIT_UNFIT,
-    ConfigError,
-    ElasticTrainError,
-    HostUnfitError,
-    PreflightError,
-)
+from elastictrain.errors import EXIT_TRANSPORT, ConfigError, ElasticTrainError, HostUnfitError, PreflightError
 from elastictrain.preflight.verdict import Scope, Status, Verdict, describe, failures, findings
 
 
@@ -80,23 +71,8 @@ def apply_modes(verdicts: Iterable[Verdict], modes: Mapping[str, str]) -> list[V
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The exit code with which a host leaves (0: it goes on), and the sentence that says why."""
-
-    exit_code: int
-    reason: str = ""
-
-    def error(self) -> ElasticTrainError | None:
-        """What to raise; None if the host goes on."""
-        if not self.exit_code:
-            return None
-        kinds: dict[int, type[ElasticTrainError]] = {EXIT_CONFIG: ConfigError, EXIT_UNFIT: HostUnfitError}
-        return kinds.get(self.exit_code, PreflightError)(self.reason)
-
-
-def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> Outcome:
-    """What `host` does, one of `hosts`.
+def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> ElasticTrainError | None:
+    """Why `host`, one of `hosts`, leaves; None if it goes on.
 
     - Nothing failed: go on.
     - Every host failed the same check by itself: no other host would do better, so nothing is tried again (78), unless it may
@@ -106,15 +82,15 @@ def decide(verdicts: Sequence[Verdict], *, host: str, hosts: Sequence[str]) -> O
     """
     failed = failures(verdicts)
     if not failed:
-        return Outcome(EXIT_OK)
+        return None
     own = [verdict for verdict in failed if verdict.scope is Scope.HOST and host_of(verdict.subject) == host]
     if len(hosts) > 1 and (alike := _failed_everywhere(failed, hosts)):
         passing = any(one.may_pass for one in failed if one.check == alike.check)
         reason = f"every host fails the check {alike.check}: {describe(alike)}"
-        return Outcome(EXIT_TRANSPORT if passing else EXIT_CONFIG, reason)
+        return PreflightError(reason) if passing else ConfigError(reason)
     if own:
-        return Outcome(EXIT_UNFIT, f"this host is unfit: {describe(own[0])}")
-    return Outcome(EXIT_TRANSPORT, f"preflight failed: {describe(failed[0])}")
+        return HostUnfitError(f"this host is unfit: {describe(own[0])}")
+    return PreflightError(f"preflight failed: {describe(failed[0])}")
 
 
 def host_of(subject: str) -> str:

@@ -10,7 +10,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,20 @@ class Exchange(Protocol):
 
     def get(self, key: str, *, limit_s: float) -> bytes | None:
         """Wait for word; None if nobody has left it in time."""
+
+
+def put_record(exchange: Exchange, key: str, record: object) -> None:
+    """Leave a record for all. Raises: TransportError."""
+    exchange.put(key, encode_record(record))
+
+
+def get_record(exchange: Exchange, key: str, kind: type[T], *, limit_s: float) -> T | None:
+    """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
+    data = exchange.get(key, limit_s=max(0.0, limit_s))
+    try:
+        return None if data is None else parse_record(data, kind, limits=DOCUMENT)
+    except MalformedJsonError as error:
+        raise MalformedJsonError(f"{key} {error}") from error
 
 
 class Tools:

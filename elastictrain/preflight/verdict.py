@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
-from elastictrain.bounded_json import DOCUMENT, parse_record
-
 
 class Status(StrEnum):
     """How a check ended. SKIP: it does not apply here, or what it needs is missing. FAIL: the subject cannot take part."""
@@ -135,16 +133,6 @@ def findings(verdicts: Iterable[Verdict]) -> list[Verdict]:
     return [verdict for verdict in verdicts if verdict.status in (Status.WARN, Status.FAIL)]
 
 
-def to_json(verdicts: Sequence[Verdict]) -> str:
-    """An array of objects, in the order of the verdicts."""
-    return json.dumps([asdict(verdict) for verdict in verdicts])
-
-
-def from_json(text: str) -> list[Verdict]:
-    """The inverse. Raises: ValueError if it is not what `to_json` writes."""
-    return parse_record(text, list[Verdict], limits=DOCUMENT)
-
-
 def describe(verdict: Verdict) -> str:
     """One sentence: who, what was measured, what to do."""
     unit = f" {verdict.unit}" if verdict.unit else ""
@@ -197,7 +185,7 @@ def count(verdicts: Iterable[Verdict]) -> dict[str, int]:
 def show(verdicts: Sequence[Verdict], *, as_json: bool) -> None:
     """Write them to the terminal, or for a script, the worst first."""
     if as_json:
-        sys.stdout.write(f"{to_json(worst_first(verdicts))}\n")
+        sys.stdout.write(json.dumps([asdict(verdict) for verdict in worst_first(verdicts)]) + "\n")
         return
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((120, 24)).columns

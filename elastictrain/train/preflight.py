@@ -102,8 +102,8 @@ class RunPreflight:
             _print_report(
                 report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report))
             )
-        if (error := report.outcome.error()) is not None:
-            raise error
+        if report.error is not None:
+            raise report.error
 
     def listen_to_nccl(self) -> None:
         """Before the group is made: have NCCL write down which transport it takes, where that will be looked at."""
@@ -134,11 +134,11 @@ class RunPreflight:
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
         self._forget_nccl_log()
         verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
-        outcome = decide(verdicts, host=layout.host, hosts=layout.hosts)
+        error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.is_log_rank:
             self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
             _print_verdicts("collectives", verdicts, seconds=seconds)
-        if (error := outcome.error()) is not None:
+        if error is not None:
             raise error
         if not found.usable:
             # Its check only warns, but the group is of no use any more.

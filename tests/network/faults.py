@@ -156,7 +156,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of the link checks; `verdicts` are those that all hosts reported alike. `seconds`: from the roster on."""
+    """What came of the link checks; `verdicts` are those of the first host. `seconds`: from the roster on."""
 
     verdicts: list[dict[str, Any]]
     seconds: float
@@ -208,7 +208,7 @@ def check_links(
             continue
         assert run.wait(max(0.0, deadline - time.monotonic())) == 0, run.output()
         reports.append(json.loads(run.output().strip().rpartition("\n")[2]))
-    assert all(report["verdicts"] == reports[0]["verdicts"] for report in reports), "verdicts differ"
+    assert not any(report["verdicts"] for report in reports[1:]), "another host than the first one speaks"
     return Checked(
         reports[0]["verdicts"],
         seconds=max(report["seconds"] for report in reports),

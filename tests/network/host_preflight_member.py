@@ -25,9 +25,10 @@ def main() -> int:
     report = HostPreflight(layout=layout, own=own, exchange=WordFolder(Path(folder))).check()
     if layout.leads_group:
         show(report.verdicts, as_json=True)
-    if report.outcome.exit_code:
-        sys.stderr.write(f"elastictrain: {name}: {report.outcome.reason}\n")
-    return report.outcome.exit_code
+    if report.error is None:
+        return 0
+    sys.stderr.write(f"elastictrain: {name}: {report.error}\n")
+    return report.error.exit_code
 
 
 if __name__ == "__main__":

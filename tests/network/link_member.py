@@ -1,6 +1,6 @@
 """One host's part in the link checks, for the network tests: words are files in a folder that all hosts see.
 
-python link_member.py FACTS     (JSON: see `Facts` in faults.py; prints the report as JSON in its last line)
+python link_member.py FACTS     (JSON: see `Facts` in faults.py; prints its verdicts as JSON in its last line)
 """
 
 import json
@@ -34,7 +34,11 @@ def main() -> None:
         options=LinkOptions(roster_s=facts["roster_s"]),
         wall=lambda: time.time() + facts["skew_s"],
     ).run()
-    sys.stdout.write(json.dumps(asdict(report)) + "\n")
+    seconds = time.time() - (folder / "links-roster").stat().st_mtime
+    orders = [json.loads(path.read_text()) for path in folder.glob("links-order-*")]
+    num_rounds = sum(order["measure"] for order in orders)
+    said = {"verdicts": [asdict(one) for one in report.verdicts], "seconds": seconds, "num_rounds": num_rounds}
+    sys.stdout.write(json.dumps(said) + "\n")
 
 
 if __name__ == "__main__":

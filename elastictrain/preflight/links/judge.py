@@ -174,7 +174,7 @@ def _gbps(figure: float) -> float:
     return float(f"{figure:.3g}")
 
 
-def judge(
+def judge_links(
     roster: Roster,
     *,
     contacts: Mapping[Link, Contact],

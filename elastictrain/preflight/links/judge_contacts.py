@@ -50,10 +50,10 @@ class LinkReporter:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """A host that is in the roster, and was not heard any more. `doing`: what it was to do."""
+    """A host that is in the roster, and was not heard any more when bandwidth was `measured`, or contacts were made."""
 
     place: int
-    doing: str
+    measured: bool
     waited_s: float
 
 
@@ -74,8 +74,9 @@ def judge_roster(roster: Roster, *, silences: Sequence[Silence], names: Sequence
             f"look whether {label} ({address}) is up and its launcher runs (`ping`, `ssh {address}`); restart it there, or run "
             f"without this host"
         )
+        doing = "bandwidth was measured" if silence.measured else "contacts were made"
         expected = f"word within {silence.waited_s:.3g} s"
-        verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {silence.doing}", expected, remedy))
+        verdicts.append(_ON_ROSTER(label, Status.FAIL, f"silent while {doing}", expected, remedy))
     everybody = f"{num_present} hosts"
     return verdicts or [_ON_ROSTER("all", Status.PASS, everybody, everybody, scope=Scope.GROUP)]
 
@@ -100,20 +101,18 @@ def unheard(host: str, *, why: str) -> Verdict:
     return _ON_ROSTER(host, Status.FAIL, why, "word from and to all hosts", remedy)
 
 
-def no_port(host: HostIntroduction, *, why: str) -> Verdict:
-    """By a host that cannot listen for the others."""
-    remedy = f"see who has the address and the ports: `ip address show dev {host.interface}`, `ss -ltnp`; choose others"
-    return Reporter("reachable")(host.name, Status.FAIL, why, f"a listener on {host.address}", remedy)
-
-
 def judge_reach(contacts: Mapping[Link, Contact], *, roster: Roster) -> list[Verdict]:
-    """Check `reachable`: every port that was tried."""
-    report = LinkReporter("reachable", roster)
+    """Check `reachable`: hosts that cannot listen, and every port that was tried."""
+    report, found = LinkReporter("reachable", roster), []
+    for place, host in enumerate(roster.hosts):
+        if host.trouble:
+            remedy = f"see who has the address and the ports: `ip address show dev {host.interface}`, `ss -ltnp`; choose others"
+            found.append(report(place, Status.FAIL, host.trouble, f"a listener on {host.address}", remedy))
     if not contacts:
-        return [report(None, Status.SKIP, "no link to try", remedy="start preflight on two hosts or more")]
+        return found or [report(None, Status.SKIP, "no link to try", remedy="start preflight on two hosts or more")]
     bad = {link: contact for link, contact in contacts.items() if contact.blocked}
     everything = f"{len(contacts)} links"
-    found = [_unreachable(report, one, [bad[link] for link in one.links]) for one in find_broken(bad, tried=contacts)]
+    found += [_unreachable(report, one, [bad[link] for link in one.links]) for one in find_broken(bad, tried=contacts)]
     return found or [report(None, Status.PASS, everything, everything)]
 
 

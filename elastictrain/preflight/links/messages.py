@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
 
-from elastictrain.preflight.verdict import Verdict
+from elastictrain.preflight.transport.infiniband import Rdma
 
 Place = Annotated[int, Meta(ge=0)]
 """Of a host in the roster."""
@@ -18,7 +17,10 @@ Link = tuple[Place, Place]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostIntroduction:
-    """How a host says who it is. `interface` and `mtu` are of the one that `address` belongs to; `mtu` None: unknown."""
+    """How a host says who it is. `interface` and `mtu` are of the one that `address` belongs to; `mtu` None: unknown.
+
+    `kinds`: what RDMA it could do. `trouble`: why it cannot listen for the others; empty if it can.
+    """
 
     name: str
     node_rank: int
@@ -29,6 +31,8 @@ class HostIntroduction:
     udp_port: int = 0
     nonce: str = ""
     """Of this start, in hexadecimal: two hosts that claim the same node rank differ in it."""
+    kinds: frozenset[Rdma] = frozenset()
+    trouble: str = ""
 
     def __post_init__(self) -> None:
         bytes.fromhex(self.nonce)
@@ -127,27 +131,17 @@ def _better(one: Contact, other: Contact) -> Contact:
     )
 
 
-class LinkTask(StrEnum):
-    """What the first host of each link does."""
-
-    CONTACT = "contact"
-    """It probes the second host."""
-
-    MEASURE = "measure"
-    """It measures bandwidth there and back. No host is in two links, so that nobody's bandwidth is shared."""
-
-    END = "end"
-    """Nothing: all hosts adopt the verdicts."""
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What the first host has the others do next."""
+    """What the first host has the others do next: nothing any more, where there are no links.
 
-    task: LinkTask
-    links: tuple[Link, ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
+    The first host of each link probes the second one or, to `measure`, finds the bandwidth there and back. Then no host is in
+    two links, so that nobody's bandwidth is shared.
+    """
+
+    links: tuple[Link, ...]
+    measure: bool = False
 
     def concerns(self, place: int) -> bool:
         """Whether this host reports; of a measurement both hosts do, so that one that is gone is known by its silence."""
-        return any(place in (link if self.task is LinkTask.MEASURE else link[:1]) for link in self.links)
+        return any(place in (link if self.measure else link[:1]) for link in self.links)

@@ -134,9 +134,9 @@ class LinkOptions:
     mtu_wait_s: float = 0.45
     """Until a large frame that was not acknowledged counts as lost. Healthy links answer in a millisecond."""
 
-    def measure_s(self) -> float:
-        """What the streams of one pair take at the most, each with connecting, a handshake and a receipt."""
-        return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s)
+    def limit_s(self, *, measure: bool) -> float:
+        """When all must have carried out an order. Each stream of a pair takes connecting, a handshake and a receipt."""
+        return 3 * (self.connect_s + 2 * self.answer_s + self.limits.stream_s) if measure else self.limits.contact_s
 
 
 _NUM_PINGS = 9

@@ -1,7 +1,7 @@
 """The link checks of one host among all.
 
 Each host introduces itself. The first host publishes who takes part, gives one order after another, waits for what all report,
-and judges it; one that is gone costs the others one order's time at the most. All hosts adopt the same verdicts.
+and judges it; one that is gone costs the others one order's time at the most.
 """
 
 import logging
@@ -12,19 +12,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from elastictrain.bounded_json import DOCUMENT, MalformedJsonError, encode_record, parse_record
+from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.errors import HostUnfitError, TransportError
-from elastictrain.preflight.links.judge import judge, suspect_rounds, suspicious_contacts
-from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, no_port, unheard
+from elastictrain.preflight.links.judge import judge_links, suspect_rounds, suspicious_contacts
+from elastictrain.preflight.links.judge_contacts import Silence, claimed_twice, leaderless, unheard
 from elastictrain.preflight.links.messages import (
     Contact,
     Flow,
     HostIntroduction,
     Link,
     LinkFindings,
-    LinkTask,
     Order,
     Roster,
     merged,
@@ -32,14 +30,11 @@ from elastictrain.preflight.links.messages import (
 from elastictrain.preflight.links.probes import LinkOptions, PeerProbe
 from elastictrain.preflight.links.responder import Responder
 from elastictrain.preflight.links.rounds import Pair, Round, contact_links, first_rounds
-from elastictrain.preflight.surroundings import Exchange
+from elastictrain.preflight.surroundings import Exchange, get_record, put_record
 from elastictrain.preflight.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_PREFIX = "links"
 _TOKEN_BYTES = 32
 
 _AT_ONCE_S = 0.02
@@ -54,20 +49,14 @@ _AT_A_TIME = 16
 _ALL_PAIRS_UP_TO = 16
 """Up to so many hosts a full check contacts every pair; above, distances of 1, 2, 4, 8 and so on along the ring."""
 
-_DOING = {LinkTask.CONTACT: "contacts were made", LinkTask.MEASURE: "bandwidth was measured"}
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class LinkReport:
-    """What all hosts go by. `roster` is None if there was none. `num_rounds` is known to the first host.
-
-    `seconds`: from the roster to the verdicts, without waiting for hosts to come.
-    """
+    """Who took part (None: not known here), and the verdicts: on the first host all, on another one why it did not take part to
+    the end, if so."""
 
     verdicts: tuple[Verdict, ...]
     roster: Roster | None = None
-    num_rounds: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(slots=True)
@@ -84,63 +73,51 @@ class LinkSession:
     full: bool = False
     options: LinkOptions = field(default_factory=LinkOptions)
     wall: Callable[[], float] = time.time
+    _roster: Roster | None = field(default=None, init=False)
 
     def run(self) -> LinkReport:
         """Never raises for what hosts or the network do, and every wait in it has a limit."""
         responder = Responder(self.host.address, ports=self.host.tcp_ports, wall=self.wall)
         try:
-            responder.start()
-            return self._run(responder)
-        except HostUnfitError as error:
-            return LinkReport(verdicts=(no_port(self.host, why=str(error)),))
+            verdicts = self._take_part(responder)
         except (TransportError, MalformedJsonError) as error:
-            return LinkReport(verdicts=(unheard(self.host.name, why=str(error)),))
+            verdicts = [unheard(self.host.name, why=str(error))]
         finally:
             responder.close()
+        return LinkReport(tuple(verdicts), self._roster)
 
-    def put(self, key: str, record: object) -> None:
-        """Leave a record for all. Raises: TransportError."""
-        self.exchange.put(f"{_PREFIX}/{key}", encode_record(record))
-
-    def get(self, key: str, kind: type[T], *, limit_s: float) -> T | None:
-        """Wait for a record. Raises: TransportError; MalformedJsonError for what another release writes."""
-        data = self.exchange.get(f"{_PREFIX}/{key}", limit_s=max(limit_s, _AT_ONCE_S))
+    def _take_part(self, responder: Responder) -> list[Verdict]:
+        began, own = time.monotonic(), replace(self.host, nonce=responder.nonce.hex())
         try:
-            return None if data is None else parse_record(data, kind, limits=DOCUMENT)
-        except MalformedJsonError as error:
-            raise MalformedJsonError(f"{key} {error}") from error
-
-    def _run(self, responder: Responder) -> LinkReport:
-        began = time.monotonic()
-        own = replace(self.host, tcp_ports=responder.tcp_ports, udp_port=responder.udp_port, nonce=responder.nonce.hex())
-        leads = own.node_rank == 0
-        self.put(f"hello/{own.node_rank}", own)
+            responder.start()
+            own = replace(own, tcp_ports=responder.tcp_ports, udp_port=responder.udp_port)
+        except HostUnfitError as error:
+            own = replace(own, trouble=str(error))
+        put_record(self.exchange, f"links/hello/{own.node_rank}", own)
         # The first host may have begun a whole limit after us.
         late_s = 2 * self.options.roster_s + self.options.grace_s
-        roster = self._gather_roster(own) if leads else self.get("roster", Roster, limit_s=late_s)
+        leads = own.node_rank == 0
+        roster = self._gather_roster(own) if leads else get_record(self.exchange, "links/roster", Roster, limit_s=late_s)
+        self._roster = roster
         if roster is None:
-            waited_s = time.monotonic() - began
-            return LinkReport(verdicts=(leaderless(self.host.name, waited_s=waited_s, leader=self.names[0]),))
+            return [leaderless(own.name, waited_s=time.monotonic() - began, leader=self.names[0])]
         listed = next((host for host in roster.hosts if host.node_rank == own.node_rank), None)
         if listed is None:
-            return LinkReport(verdicts=(unheard(own.name, why="it came too late"),), roster=roster)
+            return [unheard(own.name, why="it came too late")]
         if listed != own:
-            return LinkReport(verdicts=(claimed_twice(own, listed),), roster=roster)
-        complete = time.monotonic()
+            return [claimed_twice(own, listed)]
         responder.set_token(bytes.fromhex(roster.token))
         part = _LinkMember(self, roster, roster.hosts.index(own))
-        verdicts = part.lead() if leads else part.follow()
-        seconds = round(time.monotonic() - complete, 4)
-        return LinkReport(verdicts=verdicts, roster=roster, num_rounds=part.num_rounds, seconds=seconds)
+        return part.lead() if leads else part.follow()
 
     def _gather_roster(self, own: HostIntroduction) -> Roster:
         """As the first host: wait for all, publish who came."""
         began, num_hosts = time.monotonic(), len(self.names)
         found = {own.node_rank: own}
         for rank in range(1, num_hosts):
+            left_s = max(_AT_ONCE_S, began + self.options.roster_s - time.monotonic())
             try:
-                left_s = began + self.options.roster_s - time.monotonic()
-                introduction = self.get(f"hello/{rank}", HostIntroduction, limit_s=left_s)
+                introduction = get_record(self.exchange, f"links/hello/{rank}", HostIntroduction, limit_s=left_s)
             except MalformedJsonError as error:
                 logger.warning("node rank %d does not introduce itself as this release does: %s", rank, error)
                 continue
@@ -152,7 +129,7 @@ class LinkSession:
             waited_s=round(time.monotonic() - began, 3),
             token=secrets.token_hex(_TOKEN_BYTES),
         )
-        self.put("roster", roster)
+        put_record(self.exchange, "links/roster", roster)
         return roster
 
 
@@ -160,9 +137,10 @@ class _LinkMember:
     """What the host at `place` of the roster does in a session. All methods raise TransportError."""
 
     def __init__(self, session: LinkSession, roster: Roster, place: int) -> None:
-        self.num_rounds = 0
         self._session = session
+        self._exchange = session.exchange
         self._options = session.options
+        self._hosts = roster.hosts
         self._roster = roster
         self._place = place
         self._probes: dict[int, PeerProbe] = {}
@@ -170,46 +148,41 @@ class _LinkMember:
         self._contacts: dict[Link, Contact] = {}
         self._silences: dict[int, Silence] = {}
 
-    def follow(self) -> tuple[Verdict, ...]:
-        """Carry out what the first host orders, until it publishes the verdicts."""
+    def follow(self) -> list[Verdict]:
+        """Carry out what the first host orders, until the last order."""
         # For the next order the first host may take as long as everybody may take for this one, and judge a little.
-        limit_s, number = self._options.limits.contact_s, 0
+        limit_s = self._options.limits.contact_s
         while True:
             patience_s = limit_s + 2 * self._options.grace_s
-            order = self._session.get(f"order/{number}", Order, limit_s=patience_s)
+            order = get_record(self._exchange, f"links/order/{self._num_orders}", Order, limit_s=patience_s)
             if order is None:
-                return (leaderless(self._session.host.name, waited_s=patience_s, leader=self._session.names[0]),)
-            if order.task is LinkTask.END:
-                return order.verdicts
+                return [leaderless(self._session.host.name, waited_s=patience_s, leader=self._session.names[0])]
+            if not order.links:
+                return []
             self._check_places(order.links)
-            self._carry_out(number, order)
-            limit_s = self._limit_s(order)
-            number += 1
+            self._carry_out(order)
+            limit_s = self._options.limit_s(measure=order.measure)
+            self._num_orders += 1
 
-    def _limit_s(self, order: Order) -> float:
-        """When all must have carried it out."""
-        return self._options.limits.contact_s if order.task is LinkTask.CONTACT else self._options.measure_s()
-
-    def _carry_out(self, number: int, order: Order) -> None:
+    def _carry_out(self, order: Order) -> None:
         """Do what concerns this host, and report what it found."""
         if not order.concerns(self._place):
             return
-        self._session.put(f"taken/{number}/{self._place}", True)
+        put_record(self._exchange, f"links/taken/{self._num_orders}/{self._place}", True)
         probes = [self._probe(target) for source, target in order.links if source == self._place]
-        if order.task is LinkTask.MEASURE:
+        if order.measure:
             found = LinkFindings((), tuple(flow for probe in probes for flow in probe.flows()))
         else:
             with ThreadPoolExecutor(_AT_A_TIME, thread_name_prefix="link-contact") as threads:
                 found = LinkFindings(tuple(threads.map(PeerProbe.contact, probes)), ())
-        self._session.put(f"found/{number}/{self._place}", found)
+        put_record(self._exchange, f"links/found/{self._num_orders}/{self._place}", found)
 
     def _probe(self, target: int) -> PeerProbe:
         """The same one each time: it knows which port of the other host can be used."""
         if target not in self._probes:
-            hosts = self._roster.hosts
             self._probes[target] = PeerProbe(
-                hosts[self._place],
-                hosts[target],
+                self._hosts[self._place],
+                self._hosts[target],
                 link=(self._place, target),
                 token=bytes.fromhex(self._roster.token),
                 options=self._options,
@@ -217,103 +190,93 @@ class _LinkMember:
             )
         return self._probes[target]
 
-    def lead(self) -> tuple[Verdict, ...]:
-        """As the first host: give the orders, gather what hosts report, judge it, and publish the verdicts."""
-        thresholds = self._options.thresholds
-        num, full = len(self._roster.hosts), self._session.full
+    def lead(self) -> list[Verdict]:
+        """As the first host: give the orders, gather what hosts report, and judge it."""
+        thresholds, num, full = self._options.thresholds, len(self._hosts), self._session.full
         self._make_contact(contact_links(num, all_pairs=full and num <= _ALL_PAIRS_UP_TO, num_distances=None if full else 2))
         first: tuple[Flow, ...] = ()
         again: tuple[Flow, ...] = ()
         if full:
-            first = self._measure(self._first_rounds())
+            alive = [place for place in range(num) if self._is_there((place,))]
+            # Restarts measure other links than earlier starts did.
+            plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
+            first = self._measure(tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan))
             again = self._measure(suspect_rounds(first, num_hosts=num, thresholds=thresholds))
-        verdicts = tuple(
-            judge(
-                self._roster,
-                contacts=self._contacts,
-                flows=(first, again) if full else None,
-                silences=tuple(self._silences.values()),
-                thresholds=thresholds,
-                names=self._session.names,
-            )
+        put_record(self._exchange, f"links/order/{self._num_orders}", Order(()))
+        return judge_links(
+            self._roster,
+            contacts=self._contacts,
+            flows=(first, again) if full else None,
+            silences=tuple(self._silences.values()),
+            thresholds=thresholds,
+            names=self._session.names,
         )
-        self._session.put(f"order/{self._num_orders}", Order(LinkTask.END, verdicts=verdicts))
-        return verdicts
+
+    def _is_there(self, places: Iterable[int]) -> bool:
+        """Whether all of these hosts listen, and have reported what they were asked."""
+        return not any(place in self._silences or self._hosts[place].trouble for place in places)
 
     def _make_contact(self, links: Iterable[Link]) -> None:
         """What looks bad is tried a second time, and the better result counts."""
         for _ in range(2):
-            links = tuple(link for link in links if not self._silences.keys() & set(link))
+            links = tuple(filter(self._is_there, links))
             if not links:
                 return
-            found = self._order(Order(LinkTask.CONTACT, links))
+            found = self._order(Order(links))
             self._contacts = merged([*self._contacts.values(), *(one for report in found for one in report.contacts)])
-            heard = {link: one for link, one in self._contacts.items() if not self._silences.keys() & set(link)}
+            heard = {link: one for link, one in self._contacts.items() if self._is_there(link)}
             links = sorted(suspicious_contacts(heard, thresholds=self._options.thresholds) & set(links))
-
-    def _first_rounds(self) -> tuple[Round, ...]:
-        """Among those who are still heard."""
-        alive = [place for place in range(len(self._roster.hosts)) if place not in self._silences]
-        # Restarts measure other links than earlier starts did.
-        plan = first_rounds(len(alive), seed=random.SystemRandom().getrandbits(32))
-        return tuple(tuple((alive[a], alive[b]) for a, b in pairs) for pairs in plan)
 
     def _measure(self, rounds: tuple[Round, ...]) -> tuple[Flow, ...]:
         links = {link for pairs in rounds for a, b in pairs for link in ((a, b), (b, a))}
         self._make_contact(sorted(links - self._contacts.keys()))
         flows: list[Flow] = []
         for pairs in rounds:
-            usable = tuple(pair for pair in pairs if self._is_usable(pair))
-            if usable:
-                self.num_rounds += 1
-                flows += (flow for report in self._order(Order(LinkTask.MEASURE, usable)) for flow in report.flows)
+            if usable := tuple(filter(self._is_usable, pairs)):
+                flows += (flow for report in self._order(Order(usable, measure=True)) for flow in report.flows)
         return tuple(flows)
 
     def _is_usable(self, pair: Pair) -> bool:
-        """Both hosts are heard, and large frames pass in both directions as far as is known."""
+        """Both hosts are there, and large frames pass in both directions as far as is known."""
         contacts = [self._contacts.get(link) for link in (pair, pair[::-1])]
         passing = all(one is not None and one.latency_s is not None and not one.loses_large for one in contacts)
-        return passing and not self._silences.keys() & set(pair)
+        return passing and self._is_there(pair)
 
     def _order(self, order: Order) -> list[LinkFindings]:
         """Have it carried out; the reports of all whom it concerns. Who does not report in time counts as silent."""
         number, began = self._num_orders, time.monotonic()
+        put_record(self._exchange, f"links/order/{number}", order)
+        self._carry_out(order)
         self._num_orders += 1
-        self._session.put(f"order/{number}", order)
-        self._carry_out(number, order)
-        until = began + self._limit_s(order) + self._options.grace_s
+        until = began + self._options.limit_s(measure=order.measure) + self._options.grace_s
         found: list[LinkFindings] = []
-        waiting = deque(place for place in range(len(self._roster.hosts)) if order.concerns(place))
+        waiting = deque(place for place in range(len(self._hosts)) if order.concerns(place))
         while waiting:
             place = waiting.popleft()
             is_lost = False
+            limit_s = max(_AT_ONCE_S, min(_TURN_S, until - time.monotonic()))
             try:
-                report = self._report(number, place, limit_s=min(_TURN_S, until - time.monotonic()))
+                report = get_record(self._exchange, f"links/found/{number}/{place}", LinkFindings, limit_s=limit_s)
+                self._check_places(report.links() if report is not None else ())
             except MalformedJsonError as error:
-                logger.warning("%s: %s", self._roster.hosts[place].name, error)
+                logger.warning("%s: %s", self._hosts[place].name, error)
                 report, is_lost = None, True
             waited_s = time.monotonic() - began
             if report is not None:
                 found.append(report)
             elif is_lost or began + waited_s >= until or self._is_ignored(number, place, waited_s):
-                self._silences[place] = Silence(place, _DOING[order.task], waited_s)
+                self._silences[place] = Silence(place, measured=order.measure, waited_s=waited_s)
             else:
                 waiting.append(place)
-        return found
-
-    def _report(self, number: int, place: int, *, limit_s: float) -> LinkFindings | None:
-        found = self._session.get(f"found/{number}/{place}", LinkFindings, limit_s=limit_s)
-        if found is not None:
-            self._check_places(found.links())
         return found
 
     def _is_ignored(self, number: int, place: int, waited_s: float) -> bool:
         """Whether the host has not taken up the order in all the time that there was for that."""
         # One that cannot be reached from here may well do its part: it is known by its records alone.
-        return waited_s >= self._options.take_s and self._session.get(f"taken/{number}/{place}", bool, limit_s=0.0) is None
+        taken = f"links/taken/{number}/{place}"
+        return waited_s >= self._options.take_s and get_record(self._exchange, taken, bool, limit_s=_AT_ONCE_S) is None
 
     def _check_places(self, links: Iterable[Link]) -> None:
-        num_hosts = len(self._roster.hosts)
-        wrong = [(a, b) for a, b in links if a == b or max(a, b) >= num_hosts]
+        wrong = [(a, b) for a, b in links if a == b or max(a, b) >= len(self._hosts)]
         if wrong:
-            raise MalformedJsonError(f"there is no link {wrong[0]} among {num_hosts} hosts")
+            raise MalformedJsonError(f"there is no link {wrong[0]} among {len(self._hosts)} hosts")

@@ -4,7 +4,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -224,17 +223,21 @@ _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that nobody has (RFC 5737, RFC 3849): the way to them is the default route."""
 
 
+def way_out(targets: Sequence[str], *, interfaces: Sequence[NetworkInterface]) -> Route | None:
+    """The way to the first target that does not lead back to this host, or the default route; None without either."""
+    for target in (*targets, *_ELSEWHERE):
+        route = find_route(target, interfaces=interfaces, probe=ask_kernel)
+        if route.local is not None and not is_loopback(route.local):
+            return route
+    return None
+
+
 def own_address(peers: Sequence[str], *, surroundings: Surroundings) -> str:
     """The address from which the kernel sends to the others, or by the default route; else any that others may reach."""
-    for target in (*peers, *_ELSEWHERE):
-        with suppress(OSError, UnicodeError):
-            _, local = ask_kernel(target)
-            if not local.startswith("127.") and local != "::1":
-                return local
-    for interface in usable_interfaces(surroundings):
-        if interface.addresses:
-            return interface.addresses[0]
-    return "127.0.0.1"
+    interfaces = usable_interfaces(surroundings)
+    if (route := way_out(peers, interfaces=interfaces)) is not None and route.local:
+        return route.local
+    return next((one.addresses[0] for one in interfaces if one.addresses), "127.0.0.1")
 
 
 def usable_interfaces(surroundings: Surroundings) -> list[NetworkInterface]:

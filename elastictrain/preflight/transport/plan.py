@@ -63,19 +63,17 @@ def read_facts(
     surroundings: Surroundings,
     *,
     rendezvous: str | None,
-    peers: Mapping[str, str],
     alone: bool = False,
     addresses: Addresses = system_addresses,
     probe: Probe = ask_kernel,
 ) -> Facts:
-    """Look at this host. `rendezvous` and `peers` (by name of host) are addresses, or names, whose look-up may take time."""
+    """Look at this host. `rendezvous` is an address, or a name, whose look-up may take time."""
     interfaces = read_interfaces(surroundings, addresses=addresses)
     return Facts(
         host=surroundings.host,
         interfaces=interfaces,
         devices=read_devices(surroundings),
         rendezvous=find_route(rendezvous, interfaces=interfaces, probe=probe) if rendezvous else None,
-        peers={name: find_route(address, interfaces=interfaces, probe=probe) for name, address in peers.items()},
         settings=read_settings(surroundings),
         alone=alone,
     )
@@ -144,7 +142,7 @@ class TransportPlan:
     notes: tuple[str, ...] = ()
 
 
-def decide(facts: Facts, *, agreed: Rdma | None = None, after_failure: bool = False) -> TransportPlan:
+def decide_transport(facts: Facts, *, agreed: Rdma | None = None, after_failure: bool = False) -> TransportPlan:
     """The plan for this host. `agreed`: what all hosts can do (`infiniband.common`), None where only this host is known."""
     choice = choose_interface(facts)
     rdma = decide_rdma(facts.devices, settings=facts.settings, agreed=agreed)

@@ -86,6 +86,12 @@ def check(
     return results
 
 
+def codes(results: Mapping[int, Report | Exception]) -> dict[int, int]:
+    """With which each rank leaves; 0 goes on."""
+    reports = {rank: one for rank, one in sorted(results.items()) if isinstance(one, Report)}
+    return {rank: 0 if one.error is None else one.error.exit_code for rank, one in reports.items()}
+
+
 def test_one_host(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
     results = check([("a", 2), ("a", 2)], tmp_path)
     first, second = results[0], results[1]
@@ -94,7 +100,7 @@ def test_one_host(tmp_path: Path, own: dict[str, list[Verdict]]) -> None:
     assert [one.check for one in first.verdicts] == ["infiniband", "disk"]
     # What passed matters to nobody else.
     assert second.verdicts == ()
-    assert (first.outcome.exit_code, second.outcome.exit_code) == (0, 0)
+    assert first.error is second.error is None
     assert first.plan is not None
     assert second.plan is None
     environments = check.environments  # type: ignore[attr-defined]
@@ -108,7 +114,7 @@ def test_hosts_come_back_with_the_same_verdicts_and_the_unfit_one_leaves(tmp_pat
     reports = [one for one in results.values() if isinstance(one, Report)]
     assert len(reports) == 3, results
     assert len({tuple(failures(one.verdicts)) for one in reports}) == 1
-    assert {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)} == {0: 71, 1: 69, 2: 69}
+    assert codes(results) == {0: 71, 1: 69, 2: 69}
     # What is between them was looked at, too.
     leader = results[0]
     assert isinstance(leader, Report)
@@ -119,7 +125,7 @@ def test_what_only_warns_stops_nobody(tmp_path: Path, own: dict[str, list[Verdic
     own["a"] = [verdict("fail", check="storage", subject="a"), verdict("fail", check="disk", subject="a")]
     (result,) = check([("a", 1)], tmp_path, modes={"storage": "warn", "disk": "off"}).values()
     assert isinstance(result, Report)
-    assert result.outcome.exit_code == 0
+    assert result.error is None
     assert [(one.check, one.status) for one in result.verdicts if one.status is Status.WARN] == [("storage", "warn")]
     assert not [one for one in result.verdicts if one.check == "disk"]
 
@@ -129,7 +135,7 @@ def test_a_host_that_never_comes_is_named(tmp_path: Path, own: dict[str, list[Ve
     for rank in (0, 2):
         result = results[rank]
         assert isinstance(result, Report), result
-        assert result.outcome.exit_code == 71
+        assert isinstance(result.error, PreflightError)
         assert {one.subject for one in result.verdicts if one.status is Status.FAIL} == {"b"}
 
 
@@ -137,7 +143,6 @@ def test_without_the_first_host_the_others_do_not_wait_for_ever(tmp_path: Path, 
     began = time.monotonic()
     results = check([("a", 1), ("b", 1)], tmp_path, absent=(0,), limit_s=2.0)
     assert isinstance(results[1], PreflightError)
-    assert "a, the first host, did not say" in str(results[1])
     assert time.monotonic() - began < 15
 
 
@@ -157,7 +162,7 @@ def test_checks_that_never_end_make_a_host_silent_and_named(
     for result in results.values():
         assert isinstance(result, Report), result
         failed = [one for one in result.verdicts if one.status is Status.FAIL]
-        assert [(one.subject, one.measured) for one in failed] == [("b", "said nothing of its own checks")]
+        assert [(one.check, one.subject) for one in failed] == [("roster", "b")]
 
 
 def test_a_host_whose_checks_break_does_not_pass_for_well(
@@ -170,8 +175,7 @@ def test_a_host_whose_checks_break_does_not_pass_for_well(
 
     monkeypatch.setattr(host_preflight, "check_host", broken)
     results = check([("a", 1), ("b", 1)], tmp_path)
-    codes = {rank: one.outcome.exit_code for rank, one in results.items() if isinstance(one, Report)}
-    assert codes == {0: 71, 1: 69}
+    assert codes(results) == {0: 71, 1: 69}
     (result, *_) = results.values()
     assert isinstance(result, Report)
     assert [one.measured for one in failures(result.verdicts)] == ["its checks broke: OSError: no home"]
@@ -206,8 +210,7 @@ def test_hosts_of_one_name_are_told_apart_in_verdicts(
         assert isinstance(result, Report), result
         (failed,) = failures(result.verdicts)
         assert failed.subject in ("x (node rank 0)", "x (node rank 1)")
-    codes = sorted(one.outcome.exit_code for one in results.values() if isinstance(one, Report))
-    assert codes == [69, 71]
+    assert sorted(codes(results).values()) == [69, 71]
 
 
 class Slow(Table):
@@ -247,7 +250,7 @@ def test_the_first_host_leaves_when_the_others_have_read_why_but_does_not_wait_f
     monkeypatch.setattr(HostPreflight, "_publish", timed)
     table = Slow(loses_acknowledgements=loses)
     results = check([("a", 1), ("b", 1)], tmp_path, table=table)
-    assert [one.outcome.exit_code for _, one in sorted(results.items()) if isinstance(one, Report)] == [71, 69]
+    assert codes(results) == {0: 71, 1: 69}
     assert left[0] >= table.heard_s[0]
     if loses:
         assert 1.0 <= left[0] - published[0] < 5.0
@@ -281,6 +284,6 @@ def test_a_host_that_is_lost_after_all_had_met_is_named(tmp_path: Path, own: dic
     for rank in (0, 2):
         result = results[rank]
         assert isinstance(result, Report), result
-        assert result.outcome.exit_code == 71
+        assert isinstance(result.error, PreflightError)
         # Nothing that it does not answer any more is held against anybody else.
         assert {(one.check, one.subject) for one in failures(result.verdicts)} == {("roster", "b")}

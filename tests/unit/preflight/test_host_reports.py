@@ -2,16 +2,13 @@
 
 import pytest
 
+from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.preflight.host.alike import Likeness
-from elastictrain.preflight.host_preflight import (
-    HostReport,
-    find_layout,
-    host_report_from_bytes,
-    judge_host_reports,
-    relabel,
-)
+from elastictrain.preflight.host_preflight import HostReport, find_layout, judge_host_reports, relabel
+from elastictrain.preflight.surroundings import get_record, put_record
 from elastictrain.preflight.transport.infiniband import Rdma
 from tests.unit.preflight.made import verdict
+from tests.unit.preflight.table import Table
 
 
 @pytest.mark.parametrize(
@@ -41,47 +38,50 @@ def test_hosts_of_one_name_are_told_apart() -> None:
     assert layout.host == "x (node rank 2)"
 
 
-def word(
-    *, code: str = "c0de", kinds: frozenset[Rdma] = frozenset(), hcas: tuple[str, ...] = (), host: str = "a"
-) -> HostReport:
+NO_RDMA: dict[str, frozenset[Rdma]] = {host: frozenset() for host in "abc"}
+
+
+def word(*, code: str = "c0de", hcas: tuple[str, ...] = (), host: str = "a") -> HostReport:
     likeness = Likeness(code={"elastictrain/train": code}, folders={"elastictrain": "/x"}, versions={"torch": "2.13"})
-    return HostReport(verdicts=(verdict(check="disk", subject=host),), likeness=likeness, kinds=kinds, hcas=hcas)
+    return HostReport(verdicts=(verdict(check="disk", subject=host),), likeness=likeness, hcas=hcas)
 
 
 def test_a_word_comes_back_as_it_went() -> None:
-    one = word(kinds=frozenset({Rdma.ROCE}), hcas=("mlx5_0:1",))
-    assert host_report_from_bytes(one.to_bytes()) == one
+    one, table = word(hcas=("mlx5_0:1",)), Table()
+    put_record(table, "word/0", one)
+    assert get_record(table, "word/0", HostReport, limit_s=0.0) == one
+    assert get_record(table, "word/1", HostReport, limit_s=0.0) is None
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"7", b"{}", b"[]", b'{"verdicts": "[]", "likeness": "", "kinds": [], "hcas": []}', b"[" * 9999]
-)
-def test_what_another_release_says_is_not_understood(data: bytes) -> None:
-    assert host_report_from_bytes(data) is None
+@pytest.mark.parametrize("data", [b"", b"7", b"{}", b"[]", b'{"verdicts": [], "likeness": "", "hcas": []}', b"[" * 9999])
+def test_what_another_release_says_is_not_understood_and_the_key_is_named(data: bytes) -> None:
+    table = Table()
+    table.put("word/3", data)
+    with pytest.raises(MalformedJsonError, match="word/3"):
+        get_record(table, "word/3", HostReport, limit_s=0.0)
 
 
 def test_a_host_with_other_code_is_named() -> None:
     words = {host: word(host=host) for host in ("a", "b")} | {"c": word(code="other", host="c")}
-    found = judge_host_reports(words, agreed=Rdma.NONE, waited_s=60)
+    found = judge_host_reports(words, kinds=NO_RDMA, waited_s=60)
     failed = [one for one in found if one.status == "fail"]
     assert [(one.check, one.subject) for one in failed] == [("alike", "c")]
     assert "elastictrain/train" in f"{failed[0].measured}"
 
 
 def test_a_host_that_says_nothing_is_named_and_nobody_is_compared_with_it() -> None:
-    found = judge_host_reports({"a": word(), "b": None}, agreed=Rdma.NONE, waited_s=60)
+    found = judge_host_reports({"a": word(), "b": None}, kinds=NO_RDMA, waited_s=60)
     assert [(one.check, one.subject) for one in found if one.status == "fail"] == [("roster", "b")]
 
 
 def test_hosts_with_fewer_ports_are_named() -> None:
-    kinds = frozenset({Rdma.INFINIBAND})
-    words = {"a": word(kinds=kinds, hcas=("m0", "m1")), "b": word(kinds=kinds, hcas=("m0",), host="b")}
-    found = judge_host_reports(words, agreed=Rdma.INFINIBAND, waited_s=60)
+    words = {"a": word(hcas=("m0", "m1")), "b": word(hcas=("m0",), host="b")}
+    found = judge_host_reports(words, kinds=dict.fromkeys("ab", frozenset({Rdma.INFINIBAND})), waited_s=60)
     assert [(one.check, one.subject, one.measured) for one in found if one.status == "warn"] == [("infiniband", "b", 1)]
 
 
 def test_one_host_is_compared_with_nobody() -> None:
-    assert [one.check for one in judge_host_reports({"a": word()}, agreed=Rdma.NONE, waited_s=60)] == ["disk"]
+    assert [one.check for one in judge_host_reports({"a": word()}, kinds=NO_RDMA, waited_s=60)] == ["disk"]
 
 
 def test_a_host_gets_the_name_that_it_has_in_the_group() -> None:

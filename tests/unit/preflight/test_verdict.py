@@ -1,20 +1,17 @@
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.preflight.verdict import (
     Scope,
     Status,
     Verdict,
     describe,
     failures,
-    from_json,
     render,
     shown,
     summary,
-    to_json,
     worst_first,
 )
 from tests.unit.preflight.made import verdict
@@ -78,9 +75,8 @@ def test_a_long_figure_is_wrapped_and_not_cut() -> None:
 
 @given(st.lists(verdicts, max_size=5))
 def test_json_comes_back_as_it_went(found: list[Verdict]) -> None:
-    assert from_json(to_json(found)) == found
+    assert parse_record(encode_record(found), list[Verdict]) == found
     assert render(found, colour=True, width=80)
-    json.loads(to_json(found))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +84,7 @@ def test_json_comes_back_as_it_went(found: list[Verdict]) -> None:
 )
 def test_what_is_no_list_of_verdicts_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        from_json(text)
+        parse_record(text, list[Verdict])
 
 
 def test_nothing_checked_is_said() -> None:

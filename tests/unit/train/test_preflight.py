@@ -65,7 +65,7 @@ def make(store: Store, monkeypatch: pytest.MonkeyPatch) -> Make:
             checked.append(one)
             return Report(
                 verdicts=tuple(found),
-                outcome=decide(found, host="a", hosts=["a"]),
+                error=decide(found, host="a", hosts=["a"]),
                 seconds=0.5,
                 alone=True,
                 plan=PLAN,

@@ -36,15 +36,16 @@ def run_group(
     options: LinkOptions = QUICK,
     started: tuple[int, ...] | None = None,
     session: Callable[[LinkSession], None] = lambda session: None,
+    table: Table | None = None,
     **changed: Any,
 ) -> list[LinkReport]:
     """The reports of the hosts `started` (all, if not given). `session` may change each before it runs."""
-    table = Table()
+    shared = table or Table()
     ranks = tuple(range(num_hosts)) if started is None else started
     reports: dict[int, LinkReport] = {}
 
     def run(rank: int) -> None:
-        one = LinkSession(host=host(rank), names=names(num_hosts), exchange=table, options=options, **changed)
+        one = LinkSession(host=host(rank), names=names(num_hosts), exchange=shared, options=options, **changed)
         session(one)
         reports[rank] = one.run()
 

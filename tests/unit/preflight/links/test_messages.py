@@ -12,26 +12,25 @@ from elastictrain.preflight.links.messages import (
     Flow,
     HostIntroduction,
     LinkFindings,
-    LinkTask,
     Order,
     Roster,
     merged,
 )
+from elastictrain.preflight.transport.infiniband import Rdma
 from tests.unit.examples import examples
 from tests.unit.preflight.links.made import introduction, roster
-from tests.unit.preflight.made import verdict
 
 FINDINGS = LinkFindings(
     contacts=(Contact(link=(0, 1), blocked=((1, "refused"),), largest=None, intended=9000, latency_s=0.1),),
     flows=(Flow(link=(1, 0), gbps=2.5, both=True),),
 )
 RECORDS = [
-    introduction(1, mtu=None),
+    introduction(1, mtu=None, kinds=frozenset({Rdma.ROCE}), trouble="in use"),
     roster(3, absent=(3,)),
     FINDINGS,
-    Order(LinkTask.CONTACT, ((0, 1), (1, 0))),
-    Order(LinkTask.MEASURE, ((0, 1),)),
-    Order(LinkTask.END, verdicts=(verdict(), verdict("fail", measured=0.5))),
+    Order(((0, 1), (1, 0))),
+    Order(((0, 1),), measure=True),
+    Order(()),
 ]
 
 
@@ -47,12 +46,11 @@ def test_records_are_received_as_they_were_sent(record: object) -> None:
         b"\xff",
         b"[]",
         b"{}",
-        b'{"task": "sing"}',
-        b'{"task": "contact", "links": [[0, -1]]}',
-        b'{"task": "contact", "links": [[0, "1"]]}',
-        b'{"task": "contact", "links": [[0, 1, 2]]}',
-        b'{"task": "measure", "links": 3}',
-        b'{"task": "end", "verdicts": [{"check": "mtu"}]}',
+        b'{"links": [[0, 1]], "measure": "yes"}',
+        b'{"links": [[0, -1]]}',
+        b'{"links": [[0, "1"]]}',
+        b'{"links": [[0, 1, 2]]}',
+        b'{"links": 3, "measure": true}',
     ],
 )
 def test_a_garbled_order_is_an_error(text: bytes) -> None:
@@ -69,6 +67,7 @@ def test_a_garbled_order_is_an_error(text: bytes) -> None:
         lambda row: row.update(tcp_ports=5),
         lambda row: row.update(node_rank=True),
         lambda row: row.update(nonce="xyz"),
+        lambda row: row.update(kinds=["fast"]),
     ],
 )
 def test_a_garbled_introduction_is_an_error(spoil: Callable[[dict[str, Any]], Any]) -> None:
@@ -88,8 +87,8 @@ def test_other_json_is_an_error(value: object) -> None:
 
 def test_of_a_measurement_both_hosts_report() -> None:
     links = ((0, 1),)
-    assert [Order(LinkTask.CONTACT, links).concerns(place) for place in range(3)] == [True, False, False]
-    assert [Order(LinkTask.MEASURE, links).concerns(place) for place in range(3)] == [True, True, False]
+    assert [Order(links).concerns(place) for place in range(3)] == [True, False, False]
+    assert [Order(links, measure=True).concerns(place) for place in range(3)] == [True, True, False]
 
 
 def test_the_better_of_two_contacts_counts() -> None:

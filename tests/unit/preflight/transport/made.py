@@ -2,10 +2,11 @@
 
 import ipaddress
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elastictrain.preflight.surroundings import Surroundings
-from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Probe
+from elastictrain.preflight.transport.interfaces import Kind, NetworkInterface, Probe, find_route
 from elastictrain.preflight.transport.plan import Facts, read_facts
 from elastictrain.preflight.transport.settings import Setting
 
@@ -111,14 +112,14 @@ class MadeHost:
         self.routes[target] = (remote or target, local)
 
     def facts(self, *, rendezvous: str | None = None, peers: Mapping[str, str] | None = None, alone: bool = False) -> Facts:
-        return read_facts(
-            self.surroundings(),
-            rendezvous=rendezvous,
-            peers=peers or {},
-            alone=alone,
-            addresses=lambda: self.addresses,
-            probe=self.probe(),
+        facts = read_facts(
+            self.surroundings(), rendezvous=rendezvous, alone=alone, addresses=lambda: self.addresses, probe=self.probe()
         )
+        ways = {
+            name: find_route(address, interfaces=facts.interfaces, probe=self.probe())
+            for name, address in (peers or {}).items()
+        }
+        return replace(facts, peers=ways)
 
 
 def mapped(address: str) -> str:

@@ -16,7 +16,7 @@ from elastictrain.preflight.transport.infiniband import (
     read_devices,
 )
 from elastictrain.preflight.transport.judge import judge_infiniband
-from elastictrain.preflight.transport.plan import decide
+from elastictrain.preflight.transport.plan import decide_transport
 from elastictrain.preflight.transport.settings import Setting
 from tests.unit.examples import examples
 from tests.unit.preflight.transport.made import MadeHost, mapped, set_by_hand
@@ -129,7 +129,7 @@ def test_garbled_files_are_unknown_and_never_stop_anything(
         host.write(f"/sys/class/infiniband/mlx5_0/ports/1/{file}", content)
     facts = host.facts(peers={"h2": "h2"})
     assert [device.name for device in facts.devices] == ["mlx5_0"]
-    assert decide(facts).interface == "eth0"
+    assert decide_transport(facts).interface == "eth0"
     assert judge_infiniband(facts)
 
 
