@@ -20,7 +20,7 @@ from elastictrain.distributed.bounded import each_within, within
 from elastictrain.preflight.host import names, resources, storage_trip
 from elastictrain.preflight.host.amd import judge_xgmi, read_amd
 from elastictrain.preflight.host.cgroup import read_allowance, read_mounts
-from elastictrain.preflight.host.counters import check_counters, counters_path
+from elastictrain.preflight.host.counters import check_counters
 from elastictrain.preflight.host.disk import folders_of, judge_disk, judge_shared_memory, read_space
 from elastictrain.preflight.host.gpu import GpuReport, Trouble, Vendor, judge_ecc, judge_row_remap, judge_throttle
 from elastictrain.preflight.host.kernel_log import judge_xids, read_kernel_log
@@ -169,7 +169,7 @@ def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = Fa
     host, environment = surroundings.host, surroundings.environment
     allowance = Once(lambda: read_allowance(surroundings))
     capabilities = Once(lambda: resources.read_capabilities(surroundings))
-    known_names = Once(lambda: names.read_names(surroundings, resolver=names.Resolver(), towards=asked.towards))
+    known_names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
     visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     wanted_ports = asked.settings.ports if asked.ports_free else ()
     storage_s = asked.settings.limits.storage_s
@@ -280,7 +280,7 @@ def device_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
         return judge_pcie(read_lanes(surroundings, devices.used()), host=host)
 
     def counters() -> list[Verdict]:
-        return check_counters(surroundings, counters_path(surroundings), now=time.time())
+        return check_counters(surroundings, now=time.time())
 
     return [
         Check("gpus", gpus, _TOOLS_LIMIT_S),

@@ -7,7 +7,7 @@ Source: proc_pid_mountinfo(5); cgroups(7); admin-guide/cgroup-v1 (memory, cpu) a
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.surroundings import Surroundings
@@ -94,13 +94,34 @@ class Allowance:
 
 def read_allowance(surroundings: Surroundings) -> Allowance:
     """The tightest limits of all levels that can be seen."""
-    cpu, memory, pids = (list(_levels(surroundings, controller)) for controller in ("cpu", "memory", "pids"))
+    cpus, throttling, memory, processes = list[float](), list[Throttling](), list[MemoryGroup](), list[ProcessGroup]()
+    for version, text in _levels(surroundings, "cpu"):
+        quota, _, period = text("cpu.max").partition(" ")
+        if version == 1:
+            quota, period = text("cpu.cfs_quota_us"), text("cpu.cfs_period_us")
+        # No limit is "max" or -1, which are no whole numbers.
+        if (quota_us := _whole(quota)) and (period_us := _whole(period)):
+            cpus.append(quota_us / period_us)
+        numbers = _numbers(text("cpu.stat"))
+        if {"nr_periods", "nr_throttled"} <= numbers.keys():
+            throttling.append(Throttling(numbers["nr_periods"], numbers["nr_throttled"]))
+    for version, text in _levels(surroundings, "memory"):
+        names = ("memory.max", "memory.current", "inactive_file")
+        if version == 1:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        limit, used = _whole(text(names[0])), _whole(text(names[1]))
+        if limit is not None and limit < _UNLIMITED_BYTES and used is not None:
+            memory.append(MemoryGroup(limit, max(0, used - _numbers(text("memory.stat")).get(names[2], 0))))
+    for _, text in _levels(surroundings, "pids"):
+        limit, used = _whole(text("pids.max")), _whole(text("pids.current"))
+        if limit is not None and used is not None:
+            processes.append(ProcessGroup(limit, used))
     return Allowance(
-        cpus=min(filter(None, map(_cpus, cpu)), default=None),
+        cpus=min(cpus, default=None),
         # Of the level that was throttled most: the counters of a parent do not contain those of its children.
-        throttling=max(filter(None, map(_throttling, cpu)), key=lambda one: one.throttled_periods, default=None),
-        memory=min(filter(None, map(_memory, memory)), key=lambda group: group.free_bytes, default=None),
-        processes=min(filter(None, map(_processes, pids)), key=lambda group: group.limit - group.used, default=None),
+        throttling=max(throttling, key=lambda one: one.throttled_periods, default=None),
+        memory=min(memory, key=lambda group: group.free_bytes, default=None),
+        processes=min(processes, key=lambda group: group.limit - group.used, default=None),
     )
 
 
@@ -116,28 +137,8 @@ def parse_membership(text: str) -> Mapping[str, str]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One level of a controller: a folder of files."""
-
-    surroundings: Surroundings
-    version: int
-    folder: str
-
-    def text(self, name: str) -> str:
-        return self.surroundings.read(f"{self.folder}/{name}") or ""
-
-    def number(self, name: str) -> int | None:
-        return _whole(self.text(name))
-
-    def numbers(self, name: str) -> dict[str, int]:
-        """Of a file of lines `name number`; other lines are left out."""
-        rows = (line.partition(" ") for line in self.text(name).splitlines())
-        return {name: number for name, _, value in rows if (number := _whole(value)) is not None}
-
-
-def _levels(surroundings: Surroundings, controller: str) -> Iterator[_Level]:
-    """From the own group of a controller up to the uppermost that is mounted."""
+def _levels(surroundings: Surroundings, controller: str) -> Iterator[tuple[int, Callable[[str], str]]]:
+    """From the own group of a controller up to the uppermost that is mounted: its version, and what reads one of its files."""
     mounts, own = read_mounts(surroundings), parse_membership(surroundings.read("proc/self/cgroup") or "")
     # Where a controller is in version 1, it is not in version 2.
     version = 1 if controller in own else 2
@@ -158,38 +159,18 @@ def _levels(surroundings: Surroundings, controller: str) -> Iterator[_Level]:
     if ".." in parts or not surroundings.names("/".join([point, *parts])):
         parts = []
     for depth in range(len(parts), -1, -1):
-        yield _Level(surroundings, version, "/".join([point, *parts[:depth]]))
+        folder = "/".join([point, *parts[:depth]])
+
+        def text(name: str, folder: str = folder) -> str:
+            return surroundings.read(f"{folder}/{name}") or ""
+
+        yield version, text
 
 
-def _cpus(level: _Level) -> float | None:
-    quota, _, period = level.text("cpu.max").partition(" ")
-    if level.version == 1:
-        quota, period = level.text("cpu.cfs_quota_us"), level.text("cpu.cfs_period_us")
-    quota_us, period_us = _whole(quota), _whole(period)
-    # No limit is "max" or -1, which are no whole numbers.
-    return quota_us / period_us if quota_us and period_us else None
-
-
-def _throttling(level: _Level) -> Throttling | None:
-    numbers = level.numbers("cpu.stat")
-    if {"nr_periods", "nr_throttled"} <= numbers.keys():
-        return Throttling(numbers["nr_periods"], numbers["nr_throttled"])
-    return None
-
-
-def _memory(level: _Level) -> MemoryGroup | None:
-    names = ("memory.max", "memory.current", "inactive_file")
-    if level.version == 1:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-    limit, used = level.number(names[0]), level.number(names[1])
-    if limit is None or limit >= _UNLIMITED_BYTES or used is None:
-        return None
-    return MemoryGroup(limit, max(0, used - level.numbers("memory.stat").get(names[2], 0)))
-
-
-def _processes(level: _Level) -> ProcessGroup | None:
-    limit, used = level.number("pids.max"), level.number("pids.current")
-    return None if limit is None or used is None else ProcessGroup(limit, used)
+def _numbers(text: str) -> dict[str, int]:
+    """Of lines `name number`; other lines are left out."""
+    rows = (line.partition(" ") for line in text.splitlines())
+    return {name: number for name, _, value in rows if (number := _whole(value)) is not None}
 
 
 def _whole(text: str) -> int | None:

@@ -1,10 +1,11 @@
 """Error counters of ports, and how often they lost their carrier, since the last preflight on this host."""
 
 import json
+import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -61,15 +62,6 @@ class PortCounters:
     format: Literal[1] = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """By how much counters grew between two readings. `hours`: the time in which they did; `gone`: ports that are no more."""
-
-    hours: float
-    ports: Mapping[str, Mapping[str, int]]
-    gone: tuple[str, ...] = ()
-
-
 def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
     """Counters of InfiniBand and RoCE ports and of wired network cards."""
     ports: dict[str, dict[str, int]] = {}
@@ -91,13 +83,11 @@ def read_counters(surroundings: Surroundings, *, now: float) -> PortCounters:
     )
 
 
-def growth(before: PortCounters | None, after: PortCounters) -> Growth | None:
-    """What came to the counters of ports that both readings know; None without an earlier reading.
+def growth(before: PortCounters, after: PortCounters) -> tuple[float, Mapping[str, Mapping[str, int]]]:
+    """The hours between two readings, and what came in them to the counters of ports that both know.
 
     A counter that is smaller than before was reset, and counts from zero; after a boot all do, and the time since boot counts.
     """
-    if before is None:
-        return None
     rebooted = before.boot_id != after.boot_id
     seconds = after.uptime_s if rebooted else after.time - before.time
     ports = {}
@@ -110,45 +100,41 @@ def growth(before: PortCounters | None, after: PortCounters) -> Growth | None:
         if rebooted:
             known = {name: max(0, value - 2) if name == "carrier_changes" else value for name, value in known.items()}
         ports[port] = {name: value - old if value >= (old := earlier.get(name, 0)) else value for name, value in known.items()}
-    gone = tuple(sorted(set(before.ports) - set(after.ports)))
-    return Growth(max(seconds, 0.0) / 3600, ports, gone)
+    return max(seconds, 0.0) / 3600, ports
 
 
-def judge_counters(grown: Growth | None, *, host: str, num_ports: int) -> list[Verdict]:
-    """Ports that lost their link, or made more errors than noise explains."""
+def judge_counters(before: PortCounters | None, after: PortCounters, *, host: str) -> list[Verdict]:
+    """Ports that lost their link, or made more errors than noise explains. `before`: the earlier reading, if there is one."""
     verdict = Reporter("counters", host)
-    if not num_ports and (grown is None or not grown.gone):
+    gone = sorted(set(before.ports) - set(after.ports)) if before is not None else []
+    if not after.ports and not gone:
         return []
-    if grown is None:
+    if before is None:
         remedy = "none: the next preflight on this host compares with what this one has written down"
         return [verdict.skipped("first reading", remedy=remedy)]
     found = []
-    for port in grown.gone:
+    for port in gone:
         see = "see whether the card is still there (lspci; dmesg | grep -i mlx5) and its driver loaded"
         remedy = f"{see}; reboot, or replace the host"
         found.append(verdict(f"{port} on {host}", Status.WARN, "gone", "there, as last time", remedy))
-    for port, counters in grown.ports.items():
-        found += _judge_port(port, counters, grown.hours, verdict)
-    return found or [verdict.passed(f"{len(grown.ports)} ports without trouble in {grown.hours:.2g} h")]
-
-
-def _judge_port(port: str, counters: Mapping[str, int], hours: float, verdict: Reporter) -> Iterator[Verdict]:
+    hours, ports = growth(before, after)
     # Less than an hour counts as one, or a single error right after the last preflight would look like a storm.
-    about, counted_h = f"{port} on {verdict.subject}", max(hours, 1.0)
-    # A carrier is counted when it goes and when it comes back: two changes are one outage.
-    outages = max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2)
-    look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
-    if outages:
-        flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * counted_h
-        mending = "clean or replace the cable or transceiver, try another port of the switch"
-        remedy, status = f"{mending}; look: {look}; dmesg | grep -i link", Status.FAIL if flapping else Status.WARN
-        yield verdict(about, status, f"link lost {outages} times in {hours:.2g} h", "never", remedy)
-    many = {name: count for name, count in counters.items() if name in PER_HOUR and count > PER_HOUR[name] * counted_h}
-    if many:
-        measured = ", ".join(f"{name} +{count}" for name, count in many.items()) + f" in {hours:.2g} h"
-        expected = ", ".join(f"{name} at most {PER_HOUR[name]:g} an hour" for name in many)
-        remedy = f"check cable and transceiver, and the switch's own counters of that port; look: {look}"
-        yield verdict(about, Status.WARN, measured, expected, remedy)
+    counted_h = max(hours, 1.0)
+    for port, counters in ports.items():
+        about = f"{port} on {host}"
+        look = f"mlxlink -d {port.partition('/')[0]} -m" if "/" in port else f"ethtool -S {port}; ethtool -m {port}"
+        # A carrier is counted when it goes and when it comes back: two changes are one outage.
+        if outages := max(counters.get("link_downed", 0), (counters.get("carrier_changes", 0) + 1) // 2):
+            flapping = outages >= FLAPPING_OUTAGES and outages >= FLAPPING_PER_HOUR * counted_h
+            mending = "clean or replace the cable or transceiver, try another port of the switch"
+            remedy, status = f"{mending}; look: {look}; dmesg | grep -i link", Status.FAIL if flapping else Status.WARN
+            found.append(verdict(about, status, f"link lost {outages} times in {hours:.2g} h", "never", remedy))
+        if many := {name: count for name, count in counters.items() if count > PER_HOUR.get(name, math.inf) * counted_h}:
+            measured = ", ".join(f"{name} +{count}" for name, count in many.items()) + f" in {hours:.2g} h"
+            expected = ", ".join(f"{name} at most {PER_HOUR[name]:g} an hour" for name in many)
+            remedy = f"check cable and transceiver, and the switch's own counters of that port; look: {look}"
+            found.append(verdict(about, Status.WARN, measured, expected, remedy))
+    return found or [verdict.passed(f"{len(ports)} ports without trouble in {hours:.2g} h")]
 
 
 def load(path: Path) -> PortCounters | None:
@@ -157,7 +143,9 @@ def load(path: Path) -> PortCounters | None:
         # Neither a link nor a pipe of somebody else leads us away or holds us up.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:  # noqa: PTH123
-            if not _is_trusted(os.fstat(descriptor), path.parent):
+            found, for_all = os.fstat(descriptor), path.parent.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            # On a file server our own file may show as nobody's; that is no reason for doubt in a folder that only we write to.
+            if not stat.S_ISREG(found.st_mode) or (for_all and found.st_uid != os.geteuid()):
                 return None
             return parse_record(file.read(RECORD.max_bytes), PortCounters)
     except (OSError, ValueError):
@@ -179,16 +167,11 @@ def store(path: Path, counters: PortCounters) -> None:
         raise
 
 
-def _is_trusted(found: os.stat_result, folder: Path) -> bool:
-    """On a file server our own file may show as nobody's; that is no reason for doubt in a folder that only we write to."""
-    ours = found.st_uid == os.geteuid() or not folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISREG(found.st_mode) and ours
-
-
-def check_counters(surroundings: Surroundings, path: Path, *, now: float) -> list[Verdict]:
-    """Compares with what is kept in `path`, and keeps what is found for the next time."""
+def check_counters(surroundings: Surroundings, *, now: float) -> list[Verdict]:
+    """Compares with what is kept, and keeps what is found for the next time."""
+    path = counters_path(surroundings)
     host, after = surroundings.host, read_counters(surroundings, now=now)
-    verdicts = judge_counters(growth(load(path), after), host=host, num_ports=len(after.ports))
+    verdicts = judge_counters(load(path), after, host=host)
     if after.ports:
         try:
             store(path, after)

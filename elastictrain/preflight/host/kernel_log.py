@@ -91,17 +91,16 @@ def judge_xids(xids: Sequence[Xid] | None, report: GpuReport | None, *, host: st
         if counts := Counter(xid.code for xid in xids if xid.bus == bus and not xid.switch and xid.code in HARDWARE):
             gpu = next((gpu for gpu in report.gpus if gpu.bus == bus), None) if report else None
             status = Status.FAIL if counts.keys() & UNFIT.keys() else Status.WARN
-            measured = f"Xid {'; '.join(_counted(code, count) for code, count in counts.items())}"
+            texts = [
+                f"{code}" + (f" ({UNFIT[code]})" if code in UNFIT else "") + f", {count} times" * (count > 1)
+                for code, count in counts.items()
+            ]
             about = f"GPU {gpu.index if gpu else bus} on {host}"
-            found.append(verdict(about, status, measured, "none since boot", _remedy(set(counts), bus)))
+            found.append(verdict(about, status, f"Xid {'; '.join(texts)}", "none since boot", _remedy(set(counts), bus)))
     if found:
         return found
     others = sorted({xid.code for xid in xids if not xid.switch})
     return [verdict.passed(f"only of programs: {', '.join(map(str, others))}" if others else "none since boot")]
-
-
-def _counted(code: int, count: int) -> str:
-    return f"{code}" + (f" ({UNFIT[code]})" if code in UNFIT else "") + f", {count} times" * (count > 1)
 
 
 def _remedy(codes: set[int], bus: str) -> str:

@@ -1,10 +1,11 @@
 """Checks `name`, `lookup` and `ports`: the host's own name, how long it takes to look names up, and ports that must be free."""
 
 import errno
+import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,18 +31,18 @@ _ROUTED = "192.0.2.1"
 """An address that nobody has: the way to it is the way out. Source: RFC 5737."""
 
 
-class Resolver:
-    """Names to addresses, and back, as every other program on this host asks for them."""
+Ask = Callable[[str], Sequence[str]]
+"""Addresses of a name, or the name of an address. Raises: OSError."""
 
-    def addresses(self, name: str) -> Sequence[str]:
-        """In the order of preference. Raises: OSError if there are none."""
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(one[4][0]) for one in found))
 
-    def names(self, address: str) -> Sequence[str]:
-        """The name, or the address where it has none. Raises: OSError."""
+def ask_resolver(question: str) -> Sequence[str]:
+    """As every other program on this host asks: addresses in the order of preference, or the name that an address has."""
+    with suppress(ValueError):
+        ipaddress.ip_address(question)
         # The same question that torch's store asks for each connection.
-        return [socket.getnameinfo((address, 0), 0)[0]]
+        return [socket.getnameinfo((question, 0), 0)[0]]
+    found = socket.getaddrinfo(question, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +60,21 @@ class LookUp:
         return self.answers is None and not self.error
 
 
-def look_up(questions: Mapping[str, Callable[[], Sequence[str]]], *, limit_s: float) -> list[LookUp]:
+def look_up(questions: Sequence[str], *, limit_s: float, ask: Ask = ask_resolver) -> list[LookUp]:
     """All questions at once: what each name and each address led to. Takes no longer than `limit_s`."""
-    answers = each_within([(limit_s, partial(_ask, *question)) for question in questions.items()])
+
+    def look(question: str) -> LookUp:
+        began = time.monotonic()
+        answers, error = None, ""
+        try:
+            answers = tuple(ask(question))
+        except (OSError, UnicodeError) as problem:
+            # A name that no host may have (an empty part, one too long) is a UnicodeError.
+            error = str(getattr(problem, "strerror", None) or problem) or type(problem).__name__
+        return LookUp(question, answers, time.monotonic() - began, error)
+
+    answers = each_within([(limit_s, partial(look, question)) for question in questions])
     return [answer or LookUp(question, None, limit_s) for question, answer in zip(questions, answers, strict=True)]
-
-
-def _ask(question: str, request: Callable[[], Sequence[str]]) -> LookUp:
-    began = time.monotonic()
-    answers, error = None, ""
-    try:
-        answers = tuple(request())
-    except (OSError, UnicodeError) as problem:
-        # A name that no host may have (an empty part, one too long) is a UnicodeError.
-        error = str(getattr(problem, "strerror", None) or problem) or type(problem).__name__
-    return LookUp(question, answers, time.monotonic() - began, error)
 
 
 def address_towards(target: str) -> str | None:
@@ -112,19 +113,18 @@ class NameFacts:
     servers: tuple[str, ...] = ()
 
 
-def read_names(surroundings: Surroundings, *, resolver: Resolver, towards: str | None) -> NameFacts:
+def read_names(surroundings: Surroundings, *, towards: str | None, ask: Ask = ask_resolver) -> NameFacts:
     """`towards` is an address of another host, for finding out the own one."""
     name, address = surroundings.host, address_towards(towards or _ROUTED)
-    reverse = [MAPPED_LOOPBACK, *([address] if address else [])]
-    questions: dict[str, Callable[[], Sequence[str]]] = {name: partial(resolver.addresses, name)}
-    own, *others = look_up(questions | {one: partial(resolver.names, one) for one in reverse}, limit_s=LIMIT_S)
+    own, *others = look_up([name, MAPPED_LOOPBACK, *([address] if address else [])], limit_s=LIMIT_S, ask=ask)
+    servers = [line.split() for line in (surroundings.read("etc/resolv.conf") or "").splitlines()]
     return NameFacts(
         name=name,
         own=own,
         reverse=tuple(others),
         address=None if address is None or is_loopback(address) else address,
         lines=tuple(parse_hosts(surroundings.read("etc/hosts") or "")),
-        servers=tuple(_servers(surroundings.read("etc/resolv.conf") or "")),
+        servers=tuple(words[1] for words in servers if len(words) >= 2 and words[0] == "nameserver"),
     )
 
 
@@ -143,8 +143,14 @@ def judge_name(facts: NameFacts, *, several_hosts: bool) -> Verdict:
     measured = ", ".join(facts.own.answers)
     if not several_hosts or not any(map(is_loopback, facts.own.answers)):
         return report.passed(measured, expected=expected)
-    line = next((line for line in facts.lines if facts.name in line.names and is_loopback(line.address)), None)
-    remedy = adding if line is None else _changing(line, facts.name, address) + where
+    remedy = adding
+    if line := next((line for line in facts.lines if facts.name in line.names and is_loopback(line.address)), None):
+        # Other names in the line (localhost) may well be loopback, and stay.
+        ours = tuple(one for one in line.names if one == facts.name or one.startswith(f"{facts.name}."))
+        others = tuple(one for one in line.names if one not in ours)
+        new = [HostsLine(line.number, address, ours), *([HostsLine(line.number, line.address, others)] if others else [])]
+        lines = " and ".join(f"`{one}`" for one in new)
+        remedy = f"in /etc/hosts on {facts.name}, change line {line.number} from `{line}` to {lines}{where}"
     # The first answer is the one that programs take.
     report_as = report.failed if is_loopback(facts.own.answers[0]) else report.warned
     return report_as(measured, expected=expected, remedy=remedy)
@@ -171,21 +177,6 @@ def parse_hosts(text: str) -> list[HostsLine]:
     return [HostsLine(number, words[0], tuple(words[1:])) for number, words in lines if len(words) >= 2]
 
 
-def _changing(line: HostsLine, name: str, address: str) -> str:
-    # Other names in the line (localhost) may well be loopback, and stay.
-    ours = tuple(one for one in line.names if one == name or one.startswith(f"{name}."))
-    others = tuple(one for one in line.names if one not in ours)
-    new = [HostsLine(line.number, address, ours), *([HostsLine(line.number, line.address, others)] if others else [])]
-    lines = " and ".join(f"`{one}`" for one in new)
-    return f"in /etc/hosts on {name}, change line {line.number} from `{line}` to {lines}"
-
-
-def _servers(text: str) -> list[str]:
-    """Source: resolv.conf(5)."""
-    lines = [line.split() for line in text.splitlines()]
-    return [words[1] for words in lines if len(words) >= 2 and words[0] == "nameserver"]
-
-
 @dataclass(frozen=True, slots=True)
 class Holder:
     """The process that listens on a port. `ours`: it is this process or one that led to it, such as torchrun."""
@@ -193,12 +184,6 @@ class Holder:
     pid: int
     command: str
     ours: bool = False
-
-
-def check_port(port: int, *, host: str) -> Verdict:
-    """Tries a port of `preflight.ports` for a moment, on all addresses; nobody can connect meanwhile."""
-    problem = try_port(port)
-    return judge_port(port, problem, find_holder(port) if problem == errno.EADDRINUSE else None, host=host)
 
 
 def try_port(port: int) -> int | None:
@@ -230,6 +215,12 @@ def find_holder(port: int) -> Holder | None:
             command = command if len(command) <= 80 else f"{command[:77]}..."
             return Holder(process.pid, command, ours=process.pid > 1 and process in (own, *own.parents()))
     return None
+
+
+def check_port(port: int, *, host: str) -> Verdict:
+    """Tries a port of `preflight.ports` for a moment, on all addresses; nobody can connect meanwhile."""
+    problem = try_port(port)
+    return judge_port(port, problem, find_holder(port) if problem == errno.EADDRINUSE else None, host=host)
 
 
 def judge_port(number: int, problem: int | None, holder: Holder | None, *, host: str) -> Verdict:

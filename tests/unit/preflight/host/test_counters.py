@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastictrain.preflight.host.counters import (
-    Growth,
     PortCounters,
     counters_path,
     growth,
@@ -104,31 +103,28 @@ def test_growth_is_what_came_since() -> None:
     grown = growth(
         reading(eth0={"rx_errors": 5, "carrier_changes": 2}), reading(2.0, eth0={"rx_errors": 9, "carrier_changes": 2})
     )
-    assert grown == Growth(2.0, {"eth0": {"rx_errors": 4, "carrier_changes": 0}})
-    assert growth(None, reading()) is None
+    assert grown == (2.0, {"eth0": {"rx_errors": 4, "carrier_changes": 0}})
 
 
 def test_a_counter_that_was_reset_counts_from_zero() -> None:
     grown = growth(reading(eth0={"rx_errors": 500}), reading(1.0, eth0={"rx_errors": 7}))
-    assert grown is not None
-    assert grown.ports == {"eth0": {"rx_errors": 7}}
+    assert grown == (1.0, {"eth0": {"rx_errors": 7}})
 
 
 def test_after_a_boot_the_time_since_boot_counts() -> None:
     before = reading(eth0={"rx_errors": 5, "carrier_changes": 8})
     grown = growth(before, reading(50.0, boot="b", uptime_h=3.0, eth0={"rx_errors": 9, "carrier_changes": 2}))
     # The first coming up of a port is no outage.
-    assert grown == Growth(3.0, {"eth0": {"rx_errors": 9, "carrier_changes": 0}})
+    assert grown == (3.0, {"eth0": {"rx_errors": 9, "carrier_changes": 0}})
 
 
 def test_ports_that_are_new_or_gone() -> None:
-    grown = growth(
-        reading(eth0={"rx_errors": 0}, eth1={"rx_errors": 0}), reading(1.0, eth0={"rx_errors": 0}, eth2={"rx_errors": 9})
-    )
-    assert grown is not None
-    assert (set(grown.ports), grown.gone) == ({"eth0"}, ("eth1",))
-    (found,) = judge_counters(grown, host="h1", num_ports=2)
+    before = reading(eth0={"rx_errors": 0}, eth1={"rx_errors": 0})
+    after = reading(1.0, eth0={"rx_errors": 0}, eth2={"rx_errors": 9})
+    assert set(growth(before, after)[1]) == {"eth0"}
+    (found,) = judge_counters(before, after, host="h1")
     assert (found.status, found.subject) == (Status.WARN, "eth1 on h1")
+    assert [found.subject for found in judge_counters(before, reading(1.0), host="h1")] == ["eth0 on h1", "eth1 on h1"]
 
 
 @pytest.mark.parametrize(
@@ -146,13 +142,14 @@ def test_ports_that_are_new_or_gone() -> None:
     ],
 )
 def test_verdicts(counters: dict[str, int], hours: float, status: Status, measured: str) -> None:
-    (found,) = judge_counters(Growth(hours, {"mlx5_0/1": counters}), host="h1", num_ports=1)
+    before = reading(**{"mlx5_0/1": dict.fromkeys(counters, 0)})
+    (found,) = judge_counters(before, reading(hours, **{"mlx5_0/1": counters}), host="h1")
     assert (found.status, found.measured) == (status, measured)
 
 
 def test_a_first_reading_and_no_ports() -> None:
-    assert [found.status for found in judge_counters(None, host="h1", num_ports=2)] == [Status.SKIP]
-    assert judge_counters(None, host="h1", num_ports=0) == []
+    assert [found.status for found in judge_counters(None, reading(eth0={}), host="h1")] == [Status.SKIP]
+    assert judge_counters(None, reading(), host="h1") == []
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -181,11 +178,11 @@ numbers = st.dictionaries(st.sampled_from(["carrier_changes", "rx_errors", "link
 
 @given(before=numbers, after=numbers, boot=st.sampled_from(["a", "b"]), hours=st.floats(-5, 1e4))
 def test_growth_is_never_negative(before: dict[str, int], after: dict[str, int], boot: str, hours: float) -> None:
-    grown = growth(reading(eth0=before), reading(hours, boot=boot, eth0=after))
-    assert grown is not None
-    assert grown.hours >= 0
-    assert all(value >= 0 for value in grown.ports["eth0"].values())
-    assert judge_counters(grown, host="h1", num_ports=1)
+    first, second = reading(eth0=before), reading(hours, boot=boot, eth0=after)
+    grown_h, ports = growth(first, second)
+    assert grown_h >= 0
+    assert all(value >= 0 for value in ports["eth0"].values())
+    assert judge_counters(first, second, host="h1")
 
 
 def test_where_counters_are_kept() -> None:

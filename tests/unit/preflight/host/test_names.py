@@ -4,7 +4,6 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
@@ -13,7 +12,6 @@ from elastictrain.preflight.host.names import (
     Holder,
     LookUp,
     NameFacts,
-    Resolver,
     address_towards,
     check_port,
     find_holder,
@@ -33,22 +31,19 @@ HOSTS = "127.0.0.1 localhost\n# 127.0.1.1 h1 in a comment\n\n127.0.1.1\th1.examp
 
 
 @dataclass
-class FakeResolver(Resolver):
-    """Answers from tables; some questions take their time."""
+class FakeResolver:
+    """Answers from a table of names; some questions take their time."""
 
     forward: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    reverse: Mapping[str, str] = field(default_factory=dict)
     delays: Mapping[str, float] = field(default_factory=dict)
 
-    def addresses(self, name: str) -> Sequence[str]:
-        time.sleep(self.delays.get(name, 0))
-        if name not in self.forward:
+    def __call__(self, question: str) -> Sequence[str]:
+        time.sleep(self.delays.get(question, 0))
+        if question[0] in "0123456789:":
+            return [question]
+        if question not in self.forward:
             raise OSError(-2, "Name or service not known")
-        return self.forward[name]
-
-    def names(self, address: str) -> Sequence[str]:
-        time.sleep(self.delays.get(address, 0))
-        return [self.reverse.get(address, address)]
+        return self.forward[question]
 
 
 def facts(*answers: str, hosts: str = HOSTS, address: str | None = "10.0.0.3") -> NameFacts:
@@ -107,11 +102,11 @@ def test_name_that_is_not_answered() -> None:
 
 def test_reading(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -> None:
     host = make_host({"etc/hosts": HOSTS})
-    loopback = read_names(host, resolver=FakeResolver(), towards="127.0.0.1")
+    loopback = read_names(host, ask=FakeResolver(), towards="127.0.0.1")
     assert loopback.address is None
     assert loopback.own.error == "Name or service not known"
     monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
-    found = read_names(host, resolver=FakeResolver({"h1": ["127.0.1.1"]}), towards=None)
+    found = read_names(host, ask=FakeResolver({"h1": ["127.0.1.1"]}), towards=None)
     assert judge_name(found, several_hosts=True).status is Status.FAIL
     assert (found.lines[1].number, found.address) == (4, "10.0.0.3")
 
@@ -151,7 +146,7 @@ def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -
     resolver = FakeResolver({"h1": ["10.0.0.3"]}, delays={MAPPED_LOOPBACK: 0.5})
     began = time.monotonic()
     monkeypatch.setattr("elastictrain.preflight.host.names.address_towards", lambda _: "10.0.0.3")
-    found = read_names(host, resolver=resolver, towards=None)
+    found = read_names(host, ask=resolver, towards=None)
     assert time.monotonic() - began < 0.4
     assert [one.stalled for one in found.reverse] == [True, False]
     assert found.servers == ("10.0.0.53",)
@@ -159,9 +154,7 @@ def test_stalled_lookup(make_host: HostMaker, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_system_resolver() -> None:
-    resolver = Resolver()
-    questions = {name: partial(resolver.addresses, name) for name in ("localhost", "a" * 70)}
-    local, wrong, back = look_up({**questions, "127.0.0.1": partial(resolver.names, "127.0.0.1")}, limit_s=20)
+    local, wrong, back = look_up(["localhost", "a" * 70, "127.0.0.1"], limit_s=20)
     assert local.answers is not None
     assert all(map(is_loopback, local.answers))
     assert wrong.answers is None
