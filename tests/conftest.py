@@ -1,5 +1,6 @@
 """What holds for all tests: how many examples are tried, compiled bytecode, and which tests stay together on one worker."""
 
+import gc
 import os
 import sys
 from typing import Any
@@ -21,10 +22,8 @@ TOGETHER = ("tests/process/s3/", "tests/network/")
 
 
 def work_unit(nodeid: str) -> str:
-    """What one process does at one go with `-n 2`: a unit test, all of a file that starts processes, all of such a folder."""
+    """What one process does at one go with `-n 2`: a file, all of such a folder."""
     file = nodeid.partition("::")[0]
-    if file.startswith("tests/unit/"):
-        return nodeid
     return next((folder for folder in TOGETHER if file.startswith(folder)), file)
 
 
@@ -38,3 +37,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
             return work_unit(nodeid)
 
     return ByWorkUnit(config, log)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # All that imports and collection have made lives to the end: the garbage collector need not go through it again and again.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)

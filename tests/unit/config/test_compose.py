@@ -1,6 +1,7 @@
 """Arguments into a plain tree, through Hydra."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ from hydra.core.global_hydra import GlobalHydra
 
 from elastictrain.config.compose import compose
 from elastictrain.errors import ConfigError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def hydra_each_time(hydra_compose: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastictrain.config.compose.hydra_compose", hydra_compose)
 
 
 def test_groups_values_and_deletions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
