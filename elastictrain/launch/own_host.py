@@ -17,7 +17,7 @@ from elastictrain.fault.notices import LimitSource, Notice, NoticePoller, Notice
 from elastictrain.fault.stop import StopListener
 from elastictrain.launch.cluster.place import ClusterPlace, visible_gpus
 from elastictrain.launch.records import NoticeGiven, Recorder
-from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
+from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings
 from elastictrain.preflight.verdict import describe, failures
@@ -113,8 +113,9 @@ def why_unfit(config: RunConfig, surroundings: Surroundings, *, processes: int) 
         cpus=float(config.run.num_threads * processes),
         # Nothing of the run listens here yet; in a group it is the preflight itself that does.
         ports_free=True,
+        transport=True,
     )
-    failed = failures(check_host(surroundings, asked, more=transport_checks(surroundings)))
+    failed = failures(check_host(surroundings, asked))
     return describe(failed[0]) if failed else ""
 
 

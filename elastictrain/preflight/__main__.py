@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from elastictrain.bounded_json import as_record
 from elastictrain.config.composed import CheckpointGroup
@@ -26,7 +26,7 @@ from elastictrain.config.preflight import PreflightChecks, PreflightGroup
 from elastictrain.entry_point import leave_process, run_command
 from elastictrain.errors import EXIT_OK
 from elastictrain.identity import pods_without_workers
-from elastictrain.preflight.host_checks import OwnChecks, check_host, transport_checks
+from elastictrain.preflight.host_checks import OwnChecks, check_host
 from elastictrain.preflight.links.speedtest import PORT, listen, measure_speed, parse_size
 from elastictrain.preflight.policy import Level, decide
 from elastictrain.preflight.surroundings import Surroundings
@@ -58,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
         return check_group(asked, as_json=parsed.json)
     surroundings = Surroundings()
-    verdicts = check_host(surroundings, asked, more=transport_checks(surroundings))
+    verdicts = check_host(surroundings, replace(asked, transport=True))
     show(verdicts, as_json=parsed.json)
     error = decide(verdicts, host=surroundings.host, hosts=[surroundings.host])
     return EXIT_OK if error is None else error.exit_code

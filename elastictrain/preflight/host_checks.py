@@ -51,6 +51,7 @@ _TOOLS_LIMIT_S = 45.0
 _LINKS_LIMIT_S = 20.0
 _TRANSPORT_LIMIT_S = 5.0
 _RDMA_LIMIT_S = 2.0
+_COUNTERS_LIMIT_S = 10.0
 
 
 class Once(Generic[T]):
@@ -78,7 +79,7 @@ class Check:
 
     name: str
     run: Callable[[], Verdict | Sequence[Verdict]]
-    limit_s: float
+    limit_s: float = _FILES_LIMIT_S
     quick: bool = True
 
 
@@ -121,6 +122,7 @@ class OwnChecks:
 
     `cpus`: that its ranks keep busy (ranks x threads). `towards`: an address of another host (the rendezvous); it
     tells the own address. `ports_free`: whether `preflight.ports` must be free, because nothing of the run listens there yet.
+    `transport`: whether interfaces and InfiniBand are judged as well, by what is known without any other host.
     """
 
     level: Level
@@ -132,6 +134,7 @@ class OwnChecks:
     several_hosts: bool = False
     towards: str | None = None
     ports_free: bool = False
+    transport: bool = False
 
     @property
     def modes(self) -> dict[str, str]:
@@ -139,103 +142,80 @@ class OwnChecks:
         return asdict(self.settings.checks)
 
 
-def check_host(surroundings: Surroundings, asked: OwnChecks, *, more: Sequence[Check] = ()) -> list[Verdict]:
-    """All checks of this host by itself, and `more`, side by side; never raises."""
-    # A person's settings may lie in a home folder whose server is dead.
-    uses_rdma = within(_RDMA_LIMIT_S, lambda: _uses_rdma(surroundings)) or False
-    checks = [*host_checks(surroundings, asked, rdma=uses_rdma), *device_checks(surroundings, asked), *more]
+def check_host(surroundings: Surroundings, asked: OwnChecks) -> list[Verdict]:
+    """All checks of this host by itself, side by side; never raises."""
     modes, full = asked.modes, asked.level is Level.FULL
+    checks = own_checks(surroundings, asked)
     chosen = [check for check in checks if modes.get(check.name) != "off" and (check.quick or full)]
     return apply_modes(run_checks(chosen, subject=surroundings.host), modes)
 
 
-def _uses_rdma(surroundings: Surroundings) -> bool:
+def own_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
+    """The table of checks. To add one, write its function below, or the facts and the judge of it in `preflight/host`.
+
+    On a healthy host all of them, side by side, take well under a second, and only `storage` takes longer where a client of
+    an object store must be loaded. Without GPUs those of GPUs are silent.
+    """
+    at, host, storage_s = HostFacts(surroundings, asked), surroundings.host, asked.settings.limits.storage_s
+    names_s = names.LIMIT_S + _MARGIN_S
+    ports = asked.settings.ports if asked.ports_free else ()
+    table = [
+        Check("name", lambda: names.judge_name(at.names(), several_hosts=asked.several_hosts), names_s),
+        Check("lookup", lambda: names.judge_lookups(at.names(), host=host), names_s),
+        Check("ports", lambda: [names.check_port(port, host=host) for port in ports]),
+        Check("storage", at.check_storage, storage_s + _MARGIN_S),
+        Check("disk", at.check_disk),
+        Check("shared_memory", at.check_shared_memory),
+        Check("memory", at.check_memory),
+        Check("memlock", at.check_memlock),
+        Check("open_files", lambda: resources.judge_open_files(resources.read_limit(resource.RLIMIT_NOFILE), host=host)),
+        Check("processes", at.check_processes),
+        Check("cpu", lambda: resources.judge_cpu(at.allowance(), visible=at.visible_cpus, needed=asked.cpus, host=host)),
+        Check("load", at.check_load),
+        Check("gpus", at.check_gpus, _TOOLS_LIMIT_S),
+        Check("fabric_manager", at.check_fabric_manager, _TOOLS_LIMIT_S),
+        Check("ecc", lambda: at.of_used(judge_ecc), _TOOLS_LIMIT_S),
+        Check("row_remap", lambda: at.of_used(judge_row_remap), _TOOLS_LIMIT_S),
+        Check("xid", at.check_xids, _TOOLS_LIMIT_S),
+        Check("throttle", lambda: at.of_used(judge_throttle), _TOOLS_LIMIT_S),
+        Check("pcie", lambda: judge_pcie(read_lanes(surroundings, at.used()), host=host), _TOOLS_LIMIT_S),
+        Check("nvlink", at.check_nvlink, 2 * _TOOLS_LIMIT_S, quick=False),
+        Check("counters", lambda: check_counters(surroundings, now=time.time()), _COUNTERS_LIMIT_S),
+    ]
+    if asked.transport:
+        table.append(Check("interface", lambda: judge_interface(at.transport()), _TRANSPORT_LIMIT_S))
+        table.append(Check("infiniband", lambda: judge_infiniband(at.transport()), _TRANSPORT_LIMIT_S))
+    return table
+
+
+def uses_rdma(surroundings: Surroundings) -> bool:
+    """Whether this host has InfiniBand, RoCE or EFA that will be used."""
     kinds = kinds_here(read_devices(surroundings), settings=read_settings(surroundings))
     return bool(kinds - {Rdma.NONE, Rdma.UNKNOWN})
 
 
-def transport_checks(surroundings: Surroundings) -> list[Check]:
-    """Of a host that knows nothing of others: how it would choose its interfaces, and what is wrong with its ports."""
-    facts = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
-    return [
-        Check("interface", lambda: judge_interface(facts()), _TRANSPORT_LIMIT_S),
-        Check("infiniband", lambda: judge_infiniband(facts()), _TRANSPORT_LIMIT_S),
-    ]
+class HostFacts:
+    """What is known of this host, each question asked at most once, and the checks that take more than one fact."""
 
-
-def host_checks(surroundings: Surroundings, asked: OwnChecks, *, rdma: bool = False) -> list[Check]:
-    """On a healthy host all of them, side by side, take well under a second, and only `storage` takes longer where a client of
-    an object store must be loaded. `rdma`: whether this host has InfiniBand, RoCE or EFA that will be used."""
-    host, environment = surroundings.host, surroundings.environment
-    allowance = Once(lambda: read_allowance(surroundings))
-    capabilities = Once(lambda: resources.read_capabilities(surroundings))
-    known_names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
-    visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    wanted_ports = asked.settings.ports if asked.ports_free else ()
-    storage_s = asked.settings.limits.storage_s
-
-    def storage() -> Verdict:
-        trip = storage_trip.read_trip(surroundings, url=asked.run_dir, limit_s=storage_s) if asked.run_dir else None
-        return storage_trip.judge_trip(trip, host=host, environment=environment)
-
-    def disk() -> list[Verdict]:
-        mounts, folders = read_mounts(surroundings), folders_of(asked.run_dir, environment=environment)
-        return [judge_disk(folder, read_space(folder.path, mounts=mounts), host=host) for folder in folders]
-
-    def shared_memory() -> Verdict:
-        space = read_space(asked.memory_dir, mounts=read_mounts(surroundings))
-        return judge_shared_memory(asked.memory_dir, space, host=host)
-
-    def memory() -> Verdict:
-        found, group = psutil.virtual_memory(), allowance().memory
-        swapped = psutil.swap_memory().used
-        return resources.judge_memory(total=found.total, available=found.available, swapped=swapped, group=group, host=host)
-
-    def memlock() -> Verdict:
-        limit = resources.read_limit(resource.RLIMIT_MEMLOCK)
-        return resources.judge_memlock(limit, capabilities=capabilities(), host=host, rdma=rdma)
-
-    def processes() -> Verdict:
-        limit, group = resources.read_limit(resource.RLIMIT_NPROC), allowance().processes
-        return resources.judge_processes(limit, group, capabilities=capabilities(), host=host)
-
-    def open_files() -> Verdict:
-        return resources.judge_open_files(resources.read_limit(resource.RLIMIT_NOFILE), host=host)
-
-    def load() -> Verdict:
-        return resources.judge_load(round(os.getloadavg()[0], 2), cpus=psutil.cpu_count() or visible, host=host)
-
-    return [
-        Check("name", lambda: names.judge_name(known_names(), several_hosts=asked.several_hosts), names.LIMIT_S + _MARGIN_S),
-        Check("lookup", lambda: names.judge_lookups(known_names(), host=host), names.LIMIT_S + _MARGIN_S),
-        Check("ports", lambda: [names.check_port(port, host=host) for port in wanted_ports], _FILES_LIMIT_S),
-        Check("storage", storage, storage_s + _MARGIN_S),
-        Check("disk", disk, _FILES_LIMIT_S),
-        Check("shared_memory", shared_memory, _FILES_LIMIT_S),
-        Check("memory", memory, _FILES_LIMIT_S),
-        Check("memlock", memlock, _FILES_LIMIT_S),
-        Check("open_files", open_files, _FILES_LIMIT_S),
-        Check("processes", processes, _FILES_LIMIT_S),
-        Check("cpu", lambda: resources.judge_cpu(allowance(), visible=visible, needed=asked.cpus, host=host), _FILES_LIMIT_S),
-        Check("load", load, _FILES_LIMIT_S),
-    ]
-
-
-class LocalDevices:
-    """What is known of this host's devices, each question asked at most once. Safe for checks that run side by side."""
-
-    def __init__(self, surroundings: Surroundings) -> None:
-        self._environment = surroundings.environment
-        self.pci = Once(lambda: read_pci(surroundings))
+    def __init__(self, surroundings: Surroundings, asked: OwnChecks) -> None:
+        self._surroundings = surroundings
+        self._asked = asked
+        self._host = surroundings.host
+        self.visible_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.allowance = Once(lambda: read_allowance(surroundings))
+        self.names = Once(lambda: names.read_names(surroundings, towards=asked.towards))
+        self.transport = Once(lambda: read_facts(surroundings, rendezvous=None, alone=True))
+        self._capabilities = Once(lambda: resources.read_capabilities(surroundings))
+        self._pci = Once(lambda: read_pci(surroundings))
         self._nvidia = Once(lambda: read_nvidia(surroundings))
-        self.amd = Once(lambda: read_amd(surroundings))
+        self._amd = Once(lambda: read_amd(surroundings))
 
     def report(self) -> GpuReport | None:
         """Facts of the GPUs: of NVIDIA's, or else of AMD's; None if there is no vendor's tool at all."""
         nvidia = self._nvidia()
         # Images often carry nvidia-smi on hosts that have AMD's GPUs, or none.
         absent = nvidia is None or nvidia.trouble in {Trouble.NO_DRIVER, Trouble.NO_DEVICES}
-        if absent and not self.pci().nvidia and (amd := self.amd()) is not None:
+        if absent and not self._pci().nvidia and (amd := self._amd()) is not None:
             return amd[0]
         return nvidia
 
@@ -244,83 +224,90 @@ class LocalDevices:
         report = self.report()
         if report is None:
             return None
-        selection = select(report.gpus, self._environment, report.vendor)
+        selection = select(report.gpus, self._surroundings.environment, report.vendor)
         return report if selection.mig_instances else replace(report, gpus=selection.gpus)
 
+    def of_used(self, judge: Callable[..., list[Verdict]]) -> list[Verdict]:
+        """What `judge` says of the GPUs that are used."""
+        report = self.used()
+        return judge(report, host=self._host) if report is not None else []
 
-def device_checks(surroundings: Surroundings, asked: OwnChecks) -> list[Check]:
-    """Checks of GPUs, of their links and of this host's ports. A tool is asked once, however many checks want its answer;
-    without GPUs they are silent."""
-    devices, host = LocalDevices(surroundings), surroundings.host
+    def check_storage(self) -> Verdict:
+        url, limit_s = self._asked.run_dir, self._asked.settings.limits.storage_s
+        trip = storage_trip.read_trip(self._surroundings, url=url, limit_s=limit_s) if url else None
+        return storage_trip.judge_trip(trip, host=self._host, environment=self._surroundings.environment)
 
-    def gpus() -> list[Verdict]:
-        return judge_visible(
-            devices.report(),
-            pci=devices.pci(),
-            bound=surroundings.names("/proc/driver/nvidia/gpus"),
-            environment=surroundings.environment,
-            local_world_size=asked.local_world_size,
-            host=host,
+    def check_disk(self) -> list[Verdict]:
+        mounts = read_mounts(self._surroundings)
+        folders = folders_of(self._asked.run_dir, environment=self._surroundings.environment)
+        return [judge_disk(folder, read_space(folder.path, mounts=mounts), host=self._host) for folder in folders]
+
+    def check_shared_memory(self) -> Verdict:
+        folder = self._asked.memory_dir
+        return judge_shared_memory(folder, read_space(folder, mounts=read_mounts(self._surroundings)), host=self._host)
+
+    def check_memory(self) -> Verdict:
+        found, swapped = psutil.virtual_memory(), psutil.swap_memory().used
+        group = self.allowance().memory
+        return resources.judge_memory(
+            total=found.total, available=found.available, swapped=swapped, group=group, host=self._host
         )
 
-    def fabric_manager() -> list[Verdict]:
-        report = devices.report()
-        if not switched_fabric(report, num_switches=devices.pci().switches):
+    def check_memlock(self) -> Verdict:
+        limit, capabilities = resources.read_limit(resource.RLIMIT_MEMLOCK), self._capabilities()
+        # A person's settings may lie in a home folder whose server is dead.
+        rdma = within(_RDMA_LIMIT_S, lambda: uses_rdma(self._surroundings)) or False
+        return resources.judge_memlock(limit, capabilities=capabilities, host=self._host, rdma=rdma)
+
+    def check_processes(self) -> Verdict:
+        limit, group = resources.read_limit(resource.RLIMIT_NPROC), self.allowance().processes
+        return resources.judge_processes(limit, group, capabilities=self._capabilities(), host=self._host)
+
+    def check_load(self) -> Verdict:
+        cpus = psutil.cpu_count() or self.visible_cpus
+        return resources.judge_load(round(os.getloadavg()[0], 2), cpus=cpus, host=self._host)
+
+    def check_gpus(self) -> list[Verdict]:
+        return judge_visible(
+            self.report(),
+            pci=self._pci(),
+            bound=self._surroundings.names("/proc/driver/nvidia/gpus"),
+            environment=self._surroundings.environment,
+            local_world_size=self._asked.local_world_size,
+            host=self._host,
+        )
+
+    def check_fabric_manager(self) -> list[Verdict]:
+        report = self.report()
+        switched = switched_fabric(report, num_switches=self._pci().switches)
+        return check_fabric(self._surroundings, report) if switched else []
+
+    def check_xids(self) -> list[Verdict]:
+        report = self.report()
+        listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
+        if not listed and not self._pci().nvidia:
             return []
-        return check_fabric(surroundings, report)
+        xids = read_kernel_log(self._surroundings)
+        if xids is not None and report is not None:
+            used = self.used()
+            hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in (used.gpus if used else ())}
+            xids = [xid for xid in xids if xid.bus not in hidden]
+        return judge_xids(xids, report, host=self._host)
 
-    def of_used(judge: Callable[..., list[Verdict]]) -> Callable[[], list[Verdict]]:
-        def run() -> list[Verdict]:
-            report = devices.used()
-            return judge(report, host=host) if report is not None else []
-
-        return run
-
-    def pcie() -> list[Verdict]:
-        return judge_pcie(read_lanes(surroundings, devices.used()), host=host)
-
-    def counters() -> list[Verdict]:
-        return check_counters(surroundings, now=time.time())
-
-    return [
-        Check("gpus", gpus, _TOOLS_LIMIT_S),
-        Check("fabric_manager", fabric_manager, _TOOLS_LIMIT_S),
-        Check("ecc", of_used(judge_ecc), _TOOLS_LIMIT_S),
-        Check("row_remap", of_used(judge_row_remap), _TOOLS_LIMIT_S),
-        Check("xid", lambda: _check_xids(surroundings, devices), _TOOLS_LIMIT_S),
-        Check("throttle", of_used(judge_throttle), _TOOLS_LIMIT_S),
-        Check("pcie", pcie, _TOOLS_LIMIT_S),
-        Check("nvlink", lambda: _check_links(surroundings, devices), 2 * _TOOLS_LIMIT_S, quick=False),
-        Check("counters", counters, 10.0),
-    ]
-
-
-def _check_xids(surroundings: Surroundings, devices: LocalDevices) -> list[Verdict]:
-    report = devices.report()
-    listed = report is not None and report.vendor is Vendor.NVIDIA and (report.gpus or report.lost)
-    if not listed and not devices.pci().nvidia:
-        return []
-    xids = read_kernel_log(surroundings)
-    if xids is not None and report is not None:
-        used = devices.used()
-        hidden = {gpu.bus for gpu in report.gpus} - {gpu.bus for gpu in (used.gpus if used else ())}
-        xids = [xid for xid in xids if xid.bus not in hidden]
-    return judge_xids(xids, report, host=surroundings.host)
-
-
-def _check_links(surroundings: Surroundings, devices: LocalDevices) -> list[Verdict]:
-    report, host = devices.used(), surroundings.host
-    if report is None or len(report.gpus) < 2:
-        return []
-    if report.vendor is Vendor.AMD:
-        amd = devices.amd()
-        return judge_xgmi(amd[1] if amd is not None else {}, host=host)
-    ask, used = partial(surroundings.ask, limit_s=_LINKS_LIMIT_S), {gpu.index for gpu in report.gpus}
-    return judge_nvlink(
-        [one for one in parse_links(ask("nvidia-smi", "nvlink", "--status")) if one.index in used],
-        parse_topology(ask("nvidia-smi", "topo", "-m")),
-        switched=switched_fabric(report, num_switches=devices.pci().switches),
-        mig=all(gpu.mig for gpu in report.gpus),
-        num_gpus=len(report.gpus),
-        host=host,
-    )
+    def check_nvlink(self) -> list[Verdict]:
+        report = self.used()
+        if report is None or len(report.gpus) < 2:
+            return []
+        if report.vendor is Vendor.AMD:
+            amd = self._amd()
+            return judge_xgmi(amd[1] if amd is not None else {}, host=self._host)
+        ask = partial(self._surroundings.ask, "nvidia-smi", limit_s=_LINKS_LIMIT_S)
+        used = {gpu.index for gpu in report.gpus}
+        return judge_nvlink(
+            [one for one in parse_links(ask("nvlink", "--status")) if one.index in used],
+            parse_topology(ask("topo", "-m")),
+            switched=switched_fabric(report, num_switches=self._pci().switches),
+            mig=all(gpu.mig for gpu in report.gpus),
+            num_gpus=len(report.gpus),
+            host=self._host,
+        )

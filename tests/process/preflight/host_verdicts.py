@@ -9,7 +9,8 @@ from dataclasses import asdict
 began = time.monotonic()
 
 from elastictrain.config.preflight import PreflightGroup, PreflightLimits  # noqa: E402
-from elastictrain.preflight.host_checks import OwnChecks, host_checks, run_checks  # noqa: E402
+from elastictrain.preflight import host_checks  # noqa: E402
+from elastictrain.preflight.host_checks import OwnChecks, own_checks, run_checks  # noqa: E402
 from elastictrain.preflight.policy import Level  # noqa: E402
 from elastictrain.preflight.surroundings import Surroundings  # noqa: E402
 
@@ -20,7 +21,8 @@ surroundings = Surroundings()
 loaded = time.monotonic()
 settings = PreflightGroup(limits=PreflightLimits(storage_s=order["storage_s"]))
 asked = OwnChecks(level=Level.FULL, settings=settings, **order["options"])
-verdicts = run_checks(host_checks(surroundings, asked, rdma=order["rdma"]), subject=surroundings.host)
+host_checks.uses_rdma = lambda _: order["rdma"]
+verdicts = run_checks(own_checks(surroundings, asked), subject=surroundings.host)
 said = {
     "verdicts": [asdict(verdict) for verdict in verdicts],
     "loading_s": loaded - began,

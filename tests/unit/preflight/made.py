@@ -5,6 +5,9 @@ from typing import Any
 from elastictrain.config.preflight import PreflightChecks, PreflightGroup
 from elastictrain.preflight.verdict import Figure, Scope, Status, Verdict
 
+OF_DEVICES = {"gpus", "fabric_manager", "ecc", "row_remap", "xid", "throttle", "pcie", "nvlink", "counters"}
+"""The checks of GPUs, of their links and of this host's ports."""
+
 
 def verdict(
     status: str = "pass",

@@ -10,22 +10,24 @@ import pytest
 
 from elastictrain.config.preflight import PreflightChecks
 from elastictrain.preflight.group.checks import CHECKS
-from elastictrain.preflight.host_checks import Check, Once, OwnChecks, check_host, device_checks, host_checks, run_checks
+from elastictrain.preflight.host_checks import Check, Once, OwnChecks, check_host, own_checks, run_checks
 from elastictrain.preflight.policy import Level
 from elastictrain.preflight.surroundings import Surroundings, ToolOutput
 from elastictrain.preflight.verdict import Status, Verdict
-from tests.unit.preflight.made import settings, verdict
+from tests.unit.preflight.made import OF_DEVICES, settings, verdict
 from tests.unit.preflight.transport.made import MadeHost
 
 Host = Callable[..., Surroundings]
 Answered = Callable[..., ToolOutput]
 NVIDIA_GPU = {"/sys/bus/pci/devices/0000:1b:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:1b:00.0/class": "0x030200"}
-BETWEEN_HOSTS = {"alike", "interface", "infiniband", "roster", "clock", "reachable", "mtu", "latency", "bandwidth"}
+BETWEEN_HOSTS = {"alike", "roster", "clock", "reachable", "mtu", "latency", "bandwidth"}
 SWITCH = {"/sys/bus/pci/devices/0000:05:00.0/vendor": "0x10de", "/sys/bus/pci/devices/0000:05:00.0/class": "0x068000"}
 
 
 def verdicts(surroundings: Surroundings, *, ranks: int | None = 2) -> list[Verdict]:
-    return run_checks(device_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=ranks)), subject="h1")
+    """What the checks of devices say."""
+    checks = own_checks(surroundings, OwnChecks(level=Level.FULL, local_world_size=ranks))
+    return run_checks([check for check in checks if check.name in OF_DEVICES], subject="h1")
 
 
 def by_check(found: list[Verdict]) -> dict[str, Status]:
@@ -147,8 +149,8 @@ def test_locked_memory_matters_where_infiniband_will_be_used(tmp_path: Path) -> 
 
 
 def test_the_keys_are_the_checks(tmp_path: Path) -> None:
-    surroundings, asked = Surroundings(root=tmp_path, environment={}), OwnChecks(level=Level.FULL)
-    own = [*host_checks(surroundings, asked), *device_checks(surroundings, asked)]
+    surroundings, asked = Surroundings(root=tmp_path, environment={}), OwnChecks(level=Level.FULL, transport=True)
+    own = own_checks(surroundings, asked)
     assert {field.name for field in fields(PreflightChecks)} == {check.name for check in own} | BETWEEN_HOSTS | set(CHECKS)
 
 
