@@ -17,27 +17,25 @@ class Level(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How one rank of the last incarnation said that it ended."""
+class Chosen:
+    """How much is checked, and why. `after_failure`: whether the transport has failed before this start."""
 
-    rank: int
-    exit_code: int
+    level: Level
+    reason: str
+    after_failure: bool = False
 
 
-def choose_level(wanted: str, *, first_start: bool, ended: Sequence[Ended], world_size: int) -> tuple[Level, str]:
-    """The level, and why. `wanted` is `preflight.level`; `ended` is what ranks of the last incarnation said, of `world_size`.
+def choose_level(*, first_start: bool, exit_codes: Sequence[int | None]) -> Chosen:
+    """Where the configuration leaves it open. `exit_codes`: what the ranks of the last incarnation said; None: nothing.
 
     A group whose ranks all ended with a transport failure has a network that fails. If a rank is gone without a word, its
     process was killed, and the others only noticed.
     """
-    if wanted != "auto":
-        return Level(wanted), f"preflight={wanted}"
     if first_start:
-        return Level.FULL, "first start"
-    spoke = {one.rank for one in ended}
-    if ended and spoke >= set(range(world_size)) and any(one.exit_code == EXIT_TRANSPORT for one in ended):
-        return Level.FULL, "the last incarnation ended with a transport failure"
-    return Level.QUICK, "restart"
+        return Chosen(Level.FULL, "first start")
+    if EXIT_TRANSPORT in exit_codes and None not in exit_codes:
+        return Chosen(Level.FULL, "the last incarnation ended with a transport failure", after_failure=True)
+    return Chosen(Level.QUICK, "restart")
 
 
 PastFindings = Sequence[Mapping[str, object]]

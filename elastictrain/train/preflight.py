@@ -23,8 +23,8 @@ from elastictrain.preflight.group.checks import GroupChecks, Request
 from elastictrain.preflight.group.members import Planned
 from elastictrain.preflight.group.nccl_transport import DEBUG, FILE, SUBSYSTEMS, debug_variables, log_path
 from elastictrain.preflight.host_checks import OwnChecks
-from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, Report, find_layout
-from elastictrain.preflight.policy import STARTS, Ended, Level, PastFindings, apply_modes, choose_level, decide, find_repeated
+from elastictrain.preflight.host_preflight import HostLayout, HostPreflight, find_layout
+from elastictrain.preflight.policy import STARTS, Chosen, Level, PastFindings, apply_modes, choose_level, decide, find_repeated
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import TransportPlan, describe
 from elastictrain.preflight.transport.settings import own_variables
@@ -53,16 +53,6 @@ _READ_BYTES = 256 << 10
 """Of each log: its last record names where all ranks were, and a long run's log is long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """How much is checked, and why."""
-
-    level: Level
-    reason: str
-    after_failure: bool = False
-    """Whether the transport has failed before this start."""
-
-
 class RunPreflight:
     """One rank's preflights of one bring-up."""
 
@@ -72,7 +62,7 @@ class RunPreflight:
         self._identity = context.identity
         self._record = context.journal.record
         self._exchange = exchange
-        self._past = PastStarts(context.store, number=number_of(context.generation.name))
+        self._past = PastStarts(context.store, number_of(context.generation.name))
         self._plan: TransportPlan | None = None
         self._nccl_log = f"{temporary_folder()}/nccl-%h-%p.txt"
         self.chosen = self._choose()
@@ -85,23 +75,44 @@ class RunPreflight:
         level, reason = self.chosen.level, self.chosen.reason
         if level is Level.OFF:
             return
-        layout = self._layout()
+        layout, config = self._layout(), self._config
+        own = OwnChecks(
+            level=level,
+            settings=config.preflight,
+            local_world_size=layout.local_world_size,
+            run_dir=config.run.dir,
+            memory_dir=config.checkpoint.memory_dir,
+            cpus=float(config.run.num_threads * layout.local_world_size),
+            several_hosts=len(layout.hosts) > 1,
+            towards=layout.rendezvous,
+        )
         report = HostPreflight(
             layout=layout,
-            own=self._own_checks(level, layout),
+            own=own,
             exchange=self._exchange,
-            packages=("elastictrain", self._config.task.target),
-            config=group_digest(self._config, data_digest=self._context.samples.digest),
+            packages=("elastictrain", config.task.target),
+            config=group_digest(config, data_digest=self._context.samples.digest),
             after_failure=self.chosen.after_failure,
         ).check()
-        self._plan = report.plan
-        if report.plan is not None:
-            self._record(_planned(report.plan))
-        if self._identity.is_log_rank:
-            self._record(_event("hosts", report.verdicts, level=level, reason=reason, seconds=report.seconds))
-            _print_report(
-                report, level=level, reason=reason, repeated=find_repeated(report.verdicts, self._past_findings(report))
+        plan = self._plan = report.plan
+        if plan is not None:
+            planned = TransportPlanned(
+                host=plan.host,
+                interface=plan.interface,
+                rdma=plan.rdma.value,
+                variables={one.name: one.value for one in plan.variables},
+                reasons={one.name: one.reason for one in plan.variables},
+                kept={one.name: one.value for one in plan.kept},
             )
+            self._record(planned)
+        if self._identity.is_log_rank:
+            self._report("hosts", f"{level}, {reason}", report.verdicts, seconds=report.seconds)
+            # Nothing is read where there is nothing to compare.
+            past = within(_READ_S, self._past.findings) if findings(report.verdicts) else None
+            lines = [f"again: {one}" for one in find_repeated(report.verdicts, past or [])]
+            lines += describe(plan) if plan is not None and (not report.alone or plan.kept) else []
+            sys.stderr.write("".join(f"  {line}\n" for line in lines))
+            sys.stderr.flush()
         if report.error is not None:
             raise report.error
 
@@ -117,27 +128,23 @@ class RunPreflight:
 
         Raises: HostUnfitError on a host that failed; PreflightError on the others. A collective may then still be under way.
         """
-        level, reason = self.chosen.level, self.chosen.reason
-        if level is Level.OFF or self._identity.world_size == 1:
+        if self.chosen.level is Level.OFF or self._identity.world_size == 1:
             return
-        layout = self._layout()
-        began = time.monotonic()
+        layout, began = self._layout(), time.monotonic()
         plan, settings = self._plan, self._config.preflight
         request = Request(
-            full=level is Level.FULL,
+            full=self.chosen.level is Level.FULL,
             settings=settings,
             network_gbps=plan.link_gbps if plan is not None else None,
             planned=_NCCL_NETWORKS.get(plan.rdma) if plan is not None else None,
         )
-        hosts = layout.hosts_of_ranks
-        group = self._context.group
+        group, hosts = self._context.group, layout.hosts_of_ranks
         found = GroupChecks(group, self._exchange, self._identity, request, hosts=hosts, on_part=on_part).run()
         self._forget_nccl_log()
         verdicts, seconds = apply_modes(found.verdicts, asdict(settings.checks)), time.monotonic() - began
         error = decide(verdicts, host=layout.host, hosts=layout.hosts)
         if self._identity.is_log_rank:
-            self._record(_event("group", verdicts, level=level, reason=reason, seconds=seconds))
-            _print_verdicts("collectives", verdicts, seconds=seconds)
+            self._report("group", "collectives", verdicts, seconds=seconds)
         if error is not None:
             raise error
         if not found.usable:
@@ -153,42 +160,39 @@ class RunPreflight:
             rendezvous=os.environ.get("MASTER_ADDR") if self._identity.launched else None,
         )
 
-    def _own_checks(self, level: Level, layout: HostLayout) -> OwnChecks:
-        config = self._config
-        return OwnChecks(
-            level=level,
-            settings=config.preflight,
-            local_world_size=layout.local_world_size,
-            run_dir=config.run.dir,
-            memory_dir=config.checkpoint.memory_dir,
-            cpus=float(config.run.num_threads * layout.local_world_size),
-            several_hosts=len(layout.hosts) > 1,
-            towards=layout.rendezvous,
-        )
-
     def _choose(self) -> Chosen:
         """As the first rank chose for all."""
-        wanted = self._config.preflight.level
+        wanted, limit_s = self._config.preflight.level, self._config.preflight.limit_s
         if wanted != "auto":
             return Chosen(Level(wanted), f"preflight={wanted}")
         if self._identity.is_log_rank:
             launcher = self._identity.launcher
             first_start = not launcher.restarted if launcher else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-            ended, world_size = ([], 1) if first_start else within(_READ_S, self._past.ended) or ([], 1)
-            level, reason = choose_level(wanted, first_start=first_start, ended=ended, world_size=world_size)
-            after_failure = level is Level.FULL and not first_start
-            chosen = Chosen(level, reason, after_failure)
+            exit_codes = [] if first_start else within(_READ_S, self._past.exit_codes) or []
+            chosen = choose_level(first_start=first_start, exit_codes=exit_codes)
             self._exchange.put("level", encode_record(chosen))
             return chosen
-        limit_s = self._config.preflight.limit_s
         data = self._exchange.get("level", limit_s=limit_s)
         if data is None:
             raise PreflightError(f"rank 0 did not say within {limit_s:g} s how much is to be checked")
         return parse_record(data, Chosen)
 
-    def _past_findings(self, report: Report) -> list[PastFindings]:
-        """Nothing is read where there is nothing to compare."""
-        return (within(_READ_S, self._past.findings) or []) if findings(report.verdicts) else []
+    def _report(self, stage: str, what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
+        """As the rank that speaks: a record, and one line if all is well, else what is not, too."""
+        event = Preflight(
+            stage=stage,
+            level=self.chosen.level.value,
+            reason=self.chosen.reason,
+            counts=count(verdicts),
+            findings=tuple(asdict(one) for one in findings(verdicts)),
+            seconds=round(seconds, 4),
+        )
+        self._record(event)
+        sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
+        if event.findings:
+            colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+            sys.stderr.write(f"{render(verdicts, colour=colour, width=_WIDTH, everything=False)}\n")
+        sys.stderr.flush()
 
     def _forget_nccl_log(self) -> None:
         """Take back what `listen_to_nccl` has set."""
@@ -200,46 +204,6 @@ class RunPreflight:
         if path is not None:
             with suppress(OSError):
                 Path(path).unlink()
-
-
-def _planned(plan: TransportPlan) -> TransportPlanned:
-    return TransportPlanned(
-        host=plan.host,
-        interface=plan.interface,
-        rdma=plan.rdma.value,
-        variables={one.name: one.value for one in plan.variables},
-        reasons={one.name: one.reason for one in plan.variables},
-        kept={one.name: one.value for one in plan.kept},
-    )
-
-
-def _event(stage: str, verdicts: Sequence[Verdict], *, level: Level, reason: str, seconds: float) -> Preflight:
-    return Preflight(
-        stage=stage,
-        level=level.value,
-        reason=reason,
-        counts=count(verdicts),
-        findings=tuple(asdict(one) for one in findings(verdicts)),
-        seconds=round(seconds, 4),
-    )
-
-
-def _print_report(report: Report, *, level: Level, reason: str, repeated: Sequence[str]) -> None:
-    """As the rank that speaks: one line if all is well, else what is not."""
-    _print_verdicts(f"{level}, {reason}", report.verdicts, seconds=report.seconds)
-    sys.stderr.write("".join(f"  again: {one}\n" for one in repeated))
-    if report.plan is not None and (not report.alone or report.plan.kept):
-        sys.stderr.write("".join(f"  {line}\n" for line in describe(report.plan)))
-    sys.stderr.flush()
-
-
-def _print_verdicts(what: str, verdicts: Sequence[Verdict], *, seconds: float) -> None:
-    sys.stderr.write(f"preflight ({what}): {summary(verdicts)} in {seconds:.1f} s\n")
-    if findings(verdicts):
-        colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        table = render(verdicts, colour=colour, width=_WIDTH, everything=False)
-        sys.stderr.write(f"{table}\n")
-    sys.stderr.flush()
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,68 +222,57 @@ class _HostsPreflight:
     findings: list[Any]
 
 
+@dataclass(frozen=True, slots=True)
 class PastStarts:
     """Starts of the run in `store` before that `number`. What cannot be read is not known, and said. Nothing is listed."""
 
-    def __init__(self, store: Store, *, number: int) -> None:
-        self._store = store
-        self._number = number
+    store: Store
+    number: int
 
-    def ended(self) -> tuple[list[Ended], int]:
-        """How the ranks of the last incarnation said that they ended, and how many of them there were: of the first ones only,
-        where there were many. One that was killed at once may have left no log."""
-        try:
-            starts = Starts(self._store).last(self._number, count=STARTS)
-            if not starts:
-                return [], 1
-            num_ranks = min(starts[-1].world_size, _READ_AT_MOST)
-            ends = side_by_side([partial(self._end_of, starts[-1], rank) for rank in range(num_ranks)])
-        except StorageError as error:
-            logger.warning("how the last incarnation ended cannot be read: %s", error)
-            return [], 1
-        return [word for rank, data in enumerate(ends) if (word := last_word(data, rank=rank)) is not None], num_ranks
+    def exit_codes(self) -> list[int | None]:
+        """With which the ranks of the last incarnation said that they ended, or None: of the first ones only, where there were
+        many. One that was killed at once may have left no log."""
+        logs = self._logs("how the last incarnation ended", first=False)
+        return [last_exit_code(data) for data in logs]
 
     def findings(self) -> list[PastFindings]:
-        """Of each earlier preflight of the hosts, the newest last."""
+        """Of each earlier preflight of the hosts, the newest last: it is among the first that happens."""
+        logs = self._logs("what earlier starts found", first=True)
+        return [one for data in logs for one in findings_in(data)]
+
+    def _logs(self, what: str, *, first: bool) -> list[bytes]:
+        """The first records of rank 0 of all starts, or the last ones of all ranks of the last start."""
         try:
-            starts = Starts(self._store).last(self._number, count=STARTS)
-            found = side_by_side([partial(self._begin_of, start) for start in starts])
+            starts = Starts(self.store).last(self.number, count=STARTS)
+            places = [(start, 0) for start in starts]
+            if starts and not first:
+                places = [(starts[-1], rank) for rank in range(min(starts[-1].world_size, _READ_AT_MOST))]
+            return side_by_side([partial(self._read, start, rank, first=first) for start, rank in places])
         except StorageError as error:
-            logger.warning("what earlier starts found cannot be read: %s", error)
+            logger.warning("%s cannot be read: %s", what, error)
             return []
-        return [one for data in found for one in findings_in(data)]
 
-    def _end_of(self, start: StartRecord, rank: int) -> bytes:
-        """The last records of a rank; the last object of a log has the last word."""
-        stem = _stem(start, rank)
+    def _read(self, start: StartRecord, rank: int, *, first: bool) -> bytes:
+        """The first or the last records of a rank's log, in which the last object has the last word; nothing without a log."""
+        stem = f"events/{start.incarnation}-r{rank:05d}"
         key = f"{stem}.jsonl"
-        try:
-            size_bytes = self._store.stat(key).size_bytes
-        except ObjectNotFoundError:
-            number = last_part(self._store, stem)
-            return self._store.read(part_key(stem, number))[-_READ_BYTES:] if number else b""
-        return self._store.read(key, start=max(0, size_bytes - _READ_BYTES))
-
-    def _begin_of(self, start: StartRecord) -> bytes:
-        """The first records of rank 0: a preflight is among the first that happens."""
-        stem = _stem(start, 0)
-        for key in (f"{stem}.jsonl", part_key(stem, 1)):
-            try:
-                return self._store.read(key, end=_READ_BYTES)
-            except ObjectNotFoundError:
-                continue
+        with suppress(ObjectNotFoundError):
+            if first:
+                return self.store.read(key, end=_READ_BYTES)
+            return self.store.read(key, start=max(0, self.store.stat(key).size_bytes - _READ_BYTES))
+        with suppress(ObjectNotFoundError):
+            if first:
+                return self.store.read(part_key(stem, 1), end=_READ_BYTES)
+            number = last_part(self.store, stem)
+            return self.store.read(part_key(stem, number))[-_READ_BYTES:] if number else b""
         return b""
 
 
-def _stem(start: StartRecord, rank: int) -> str:
-    return f"events/{start.incarnation}-r{rank:05d}"
-
-
-def last_word(data: bytes, *, rank: int) -> Ended | None:
+def last_exit_code(data: bytes) -> int | None:
     """How a rank ended, by the last line of its records; None if it did not say."""
     lines = data.strip().splitlines()
     try:
-        return Ended(rank, parse_record(lines[-1], _End).exit_code) if lines else None
+        return parse_record(lines[-1], _End).exit_code if lines else None
     except ValueError:
         return None
 

@@ -5,7 +5,6 @@ import pytest
 
 from elastictrain.preflight.policy import (
     STARTS,
-    Ended,
     Level,
     apply_modes,
     choose_level,
@@ -18,30 +17,28 @@ from tests.unit.preflight.made import verdict
 
 SLOW = {"check": "bandwidth", "subject": "b"}
 FLAPS = {"check": "counters", "subject": "c"}
-HANG = [Ended(rank, 71) for rank in range(3)]
+HANG = [71, 71, 71]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "first", "ended", "level"),
+    ("first", "exit_codes", "level", "after_failure"),
     [
-        ("off", True, HANG, "off"),
-        ("quick", True, HANG, "quick"),
-        ("full", False, [], "full"),
-        ("auto", True, [], "full"),
-        ("auto", False, [], "quick"),
-        ("auto", False, HANG, "full"),
+        (True, [], "full", False),
+        (True, HANG, "full", False),
+        (False, [], "quick", False),
+        (False, HANG, "full", True),
         # A rank that said nothing was killed: that the others then failed says nothing about the network.
-        ("auto", False, HANG[:2], "quick"),
-        ("auto", False, [Ended(rank, 75) for rank in range(3)], "quick"),
-        ("auto", False, [Ended(0, 70), Ended(1, 71), Ended(2, 71)], "full"),
+        (False, [71, 71, None], "quick", False),
+        (False, [75, 75, 75], "quick", False),
+        (False, [70, 71, 71], "full", True),
     ],
 )
 def test_the_level_follows_from_how_the_last_incarnation_ended(
-    wanted: str, first: bool, ended: list[Ended], level: str
+    first: bool, exit_codes: list[int | None], level: str, after_failure: bool
 ) -> None:
-    chosen, reason = choose_level(wanted, first_start=first, ended=ended, world_size=3)
-    assert chosen == Level(level)
-    assert reason
+    chosen = choose_level(first_start=first, exit_codes=exit_codes)
+    assert (chosen.level, chosen.after_failure) == (Level(level), after_failure)
+    assert chosen.reason
 
 
 def test_what_is_off_is_left_out_and_what_only_warns_does_not_fail() -> None:

@@ -21,14 +21,14 @@ from elastictrain.identity import Identity
 from elastictrain.lease.chain import StartRecord, Starts
 from elastictrain.preflight.group.checks import GroupFindings, Request
 from elastictrain.preflight.host_preflight import HostPreflight, Report
-from elastictrain.preflight.policy import Ended, Level, decide
+from elastictrain.preflight.policy import Chosen, Level, decide
 from elastictrain.preflight.transport.infiniband import Rdma
 from elastictrain.preflight.transport.plan import PlannedVariable, TransportPlan
 from elastictrain.preflight.verdict import Verdict
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
 from elastictrain.train import preflight as module
-from elastictrain.train.preflight import Chosen, PastStarts, RunPreflight, findings_in, last_word
+from elastictrain.train.preflight import PastStarts, RunPreflight, findings_in, last_exit_code
 from tests.unit.checkpoint.fakes import FakeStore
 from tests.unit.preflight.made import verdict
 from tests.unit.train.parts import context_of
@@ -142,6 +142,13 @@ def test_a_rank_that_is_told_no_level_does_not_wait_for_ever(store: Store) -> No
         follower(StoreExchange(dist.HashStore()), store, limit_s=0.2)
 
 
+@pytest.mark.parametrize("level", ["off", "quick", "full"])
+def test_a_level_that_is_set_is_taken_on_a_first_start_and_on_a_restart(level: str, make: Make) -> None:
+    for restart in ("0", "1"):
+        chosen = make(level=level, restart=restart)[0].chosen
+        assert (chosen.level, chosen.after_failure) == (level, False)
+
+
 def test_off_checks_nothing(make: Make) -> None:
     preflight, recorded, checked = make(level="off")
     preflight.check_hosts()
@@ -177,10 +184,10 @@ def test_an_unfit_host_leaves(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "ended"),
+    ("data", "exit_code"),
     [
-        (b'{"event": "step"}\n{"event": "failure", "exit_code": 71}\n', Ended(3, 71)),
-        (b'{"event": "stop", "exit_code": 75}\n', Ended(3, 75)),
+        (b'{"event": "step"}\n{"event": "failure", "exit_code": 71}\n', 71),
+        (b'{"event": "stop", "exit_code": 75}\n', 75),
         (b'{"event": "step", "exit_code": 75}\n', None),
         (b'{"event": "failure", "exit_code": "71"}\n', None),
         (b'{"event": "failure", "exit', None),
@@ -189,8 +196,8 @@ def test_an_unfit_host_leaves(make: Make) -> None:
         (b"", None),
     ],
 )
-def test_the_last_word_of_a_rank(data: bytes, ended: Ended | None) -> None:
-    assert last_word(data, rank=3) == ended
+def test_the_last_word_of_a_rank(data: bytes, exit_code: int | None) -> None:
+    assert last_exit_code(data) == exit_code
 
 
 def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Make) -> None:
@@ -199,7 +206,7 @@ def test_a_rank_that_left_no_log_did_not_say_how_it_ended(store: Store, make: Ma
     for rank in range(2):
         store.write(f"events/000006-bb-r{rank:05d}.part-00001.jsonl", b'{"event": "preflight"}\n')
         store.write(f"events/000006-bb-r{rank:05d}.part-00002.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    assert PastStarts(store, number=7).ended() == ([Ended(0, 71), Ended(1, 71)], 3)
+    assert PastStarts(store, number=7).exit_codes() == [71, 71, None]
     preflight, _, _ = make(restart="1")
     assert preflight.chosen.level is Level.QUICK
 
@@ -221,7 +228,7 @@ def test_of_a_long_log_its_ends_are_read() -> None:
 
     store.read = counted  # type: ignore[method-assign]
     past = PastStarts(store, number=7)
-    assert past.ended() == ([Ended(0, 71)], 1)
+    assert past.exit_codes() == [71]
     assert past.findings() == [[{"check": "mtu"}]]
     assert sum(num_read) < 1 << 20
 
@@ -231,8 +238,7 @@ def test_a_large_group_is_known_by_its_first_ranks() -> None:
     Starts(store).write(StartRecord(6, "000006-bb", 100))
     for rank in range(100):
         store.write(f"events/000006-bb-r{rank:05d}.jsonl", b'{"event": "failure", "exit_code": 71}\n')
-    ended, world_size = PastStarts(store, number=7).ended()
-    assert (ended, world_size) == ([Ended(rank, 71) for rank in range(64)], 64)
+    assert PastStarts(store, number=7).exit_codes() == [71] * 64
 
 
 def test_findings_among_other_records() -> None:
@@ -376,4 +382,4 @@ def test_a_line_that_is_no_record_is_skipped_and_counted(line: bytes, caplog: py
     data = b"\n".join([line + b'"preflight""start"', start, good, line + b'"preflight"', b""])
     assert findings_in(data) == [[{"check": "mtu"}]]
     assert "2 malformed lines" in caplog.text
-    assert last_word(line, rank=0) is None
+    assert last_exit_code(line) is None
