@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from dataclasses import replace
 
+from elastictrain.checkpoint.saver.link import SaverLink
 from elastictrain.config.composed import RunConfig
 from elastictrain.distributed.bounded import within
 from elastictrain.distributed.group import flight_recorder
@@ -13,7 +14,7 @@ from elastictrain.liveness.diagnosis import Entered, RankStatus, diagnose, last_
 from elastictrain.liveness.heartbeats import PeerMonitor
 from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient
 from elastictrain.liveness.progress import ProgressMark, ProgressTracker
-from elastictrain.liveness.watchdog import LostPeer, Overdue, bound_s
+from elastictrain.liveness.watchdog import LostPeer, Others, Overdue, bound_s
 from elastictrain.storage.opening import absolute_url
 from elastictrain.torch_private import follow_compilations
 from elastictrain.train.context import TrainContext
@@ -31,6 +32,8 @@ class HangWatch:
         self._identity = identity
         self._tracker = tracker
         self._context: TrainContext | None = None
+        self._link: SaverLink | None = None
+        self._grouped_by = ""
         self._monitor_client: RankMonitorClient | None = None
         self._peer_monitor: PeerMonitor | None = None
         self._sees_compiler = False
@@ -43,7 +46,7 @@ class HangWatch:
         self._context = context
         if not self._identity.launched:
             return
-        self._peer_monitor = PeerMonitor(context.heartbeats, entered=self._entered)
+        self._peer_monitor = PeerMonitor(context.heartbeats, entered=self.entered)
         self._peer_monitor.start()
         try:
             self._monitor_client = self._open_monitor(context)
@@ -52,20 +55,26 @@ class HangWatch:
             return
         self._tracker.follow(self._on_mark)
 
+    def group_formed(self, backend: str, link: SaverLink | None) -> None:
+        """From now on collectives of `backend` may notice a lost rank, and this host's saver tells of those of this host."""
+        self._grouped_by, self._link = backend, link
+
     def beat(self) -> None:
         """Threads of this process can run."""
         if self._monitor_client is not None:
             self._monitor_client.beat()
 
-    @property
-    def in_vain(self) -> bool:
-        """Whether a silence beyond this rank's bound will not end by itself."""
-        return self._peer_monitor is not None and self._peer_monitor.in_vain
-
-    @property
-    def failed_peer(self) -> LostPeer | None:
-        """Another rank that ends because of an error."""
-        return self._peer_monitor.failed_peer if self._peer_monitor is not None else None
+    def others(self) -> Others:
+        """Another rank that is gone, and whether a silence beyond this rank's bound will not end by itself."""
+        peers = self._peer_monitor
+        lost = peers.failed_peer if peers is not None else None
+        if self._link is not None and self._link.lost is not None:
+            rank, since_s = self._link.lost
+            lost = LostPeer(f"rank {rank} of this host", since_s)
+        if lost is not None:
+            # NCCL never notices.
+            lost = replace(lost, noticed=self._grouped_by != "nccl")
+        return Others(lost, in_vain=peers is not None and peers.in_vain)
 
     @property
     def trace(self) -> str | None:
@@ -89,7 +98,9 @@ class HangWatch:
         found = self._peer_monitor.diagnosis if self._peer_monitor is not None else None
         mark, rank = self._tracker.mark, self._identity.rank
         if found is None and self._identity.world_size == 1:
-            found = diagnose([self._status(mark)], frozen_s=float("inf"))
+            silent_s = time.monotonic() - mark.since_s
+            status = RankStatus(rank, self._identity.host, mark, silent_s, bound_s(mark, self._config.fault))
+            found = diagnose([status], frozen_s=float("inf"))
         if found is None or not overdue.hangs:
             return ""
         text = paragraph(found)
@@ -118,6 +129,14 @@ class HangWatch:
         if self._monitor_client is not None:
             self._monitor_client.close()
 
+    def entered(self) -> Entered:
+        """The last collectives that this rank has entered; kept as `trace` while its silence lasts."""
+        mark, trace = self._tracker.mark, flight_recorder()
+        if trace is None:
+            return Entered()
+        self._traced = mark, trace
+        return last_entered(trace)
+
     def _open_monitor(self, context: TrainContext) -> RankMonitorClient:
         config, identity = self._config, self._identity
         facts = MonitoredHost(
@@ -138,27 +157,13 @@ class HangWatch:
                 raise
         return monitor_client
 
-    def _entered(self) -> Entered:
-        mark, trace = self._tracker.mark, flight_recorder()
-        if trace is None:
-            return Entered()
-        self._traced = mark, trace
-        return last_entered(trace)
-
     def _on_mark(self, mark: ProgressMark) -> None:
         if self._monitor_client is not None:
             self._monitor_client.write(mark)
-        if mark.first_step_done and not self._sees_compiler:
-            self._sees_compiler = True
-            _follow_compiler(self._tracker.compiling)
-
-    def _status(self, mark: ProgressMark) -> RankStatus:
-        silent_s = time.monotonic() - mark.since_s
-        return RankStatus(self._identity.rank, self._identity.host, mark, silent_s, bound_s(mark, self._config.fault))
-
-
-def _follow_compiler(tell: Callable[..., None]) -> None:
-    """Hear of compilations from now on, if anything in this process compiles."""
-    changes = follow_compilations(begins=lambda: tell(begins=True), ends=lambda: tell(begins=False))
-    if changes:
-        logger.warning("a compilation after the first step counts as a hang if it takes longer than a step may: %s", changes[0])
+        if not mark.first_step_done or self._sees_compiler:
+            return
+        self._sees_compiler = True
+        tell = self._tracker.compiling
+        if changes := follow_compilations(begins=lambda: tell(begins=True), ends=lambda: tell(begins=False)):
+            message = "a compilation after the first step counts as a hang if it takes longer than a step may: %s"
+            logger.warning(message, changes[0])

@@ -16,7 +16,7 @@ from elastictrain.liveness import monitor_client
 from elastictrain.liveness.monitor_client import RankMonitorClient
 from elastictrain.liveness.progress import Phase, ProgressTracker
 from elastictrain.liveness.stacks import STACKS_SIGNAL
-from elastictrain.liveness.watchdog import Overdue
+from elastictrain.liveness.watchdog import LostPeer, Others, Overdue
 from elastictrain.train import hang_watch as module
 from elastictrain.train.hang_watch import HangWatch
 
@@ -54,8 +54,7 @@ def journal() -> Iterator[StalledJournal]:
 
 def test_a_rank_that_nobody_starts_again_is_not_watched_from_outside() -> None:
     hangs, _ = watch(ALONE)
-    assert not hangs.in_vain
-    assert hangs.failed_peer is None
+    assert hangs.others() == Others()
     hangs.beat()
     hangs.announce_ending()
     hangs.close()
@@ -87,6 +86,13 @@ def test_storage_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, j
     hangs.keep_record()
     assert len(journal.records) == 1
     assert not journal.released.is_set()
+
+
+@pytest.mark.parametrize(("backend", "noticed"), [("nccl", False), ("gloo", True)])
+def test_a_lost_peer_is_noticed_by_the_collectives_of_some_backends(backend: str, noticed: bool) -> None:
+    hangs, _ = watch(ALONE)
+    hangs.group_formed(backend, SimpleNamespace(lost=(0, 5.0)))  # type: ignore[arg-type]
+    assert hangs.others() == Others(LostPeer("rank 0 of this host", 5.0, noticed=noticed))
 
 
 class NoPeerMonitor:
@@ -155,7 +161,7 @@ def test_what_a_rank_had_entered_when_its_silence_began_is_kept_as_long_as_it_la
     hangs, tracker = watch(ALONE)
     tracker.set_phase(Phase.REDUCE, step=7)
     assert hangs.trace is None
-    hangs._entered()
+    hangs.entered()
     assert hangs.trace == '{"entries": []}'
     tracker.set_phase(Phase.UPDATE, step=7)
     assert hangs.trace is None, "that silence was no hang"

@@ -1,0 +1,196 @@
+"""How a worker ends: what it tells a person, its launcher, the other ranks and the run's folder, in a bounded time."""
+
+import faulthandler
+import os
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from elastictrain.config.composed import RunConfig
+from elastictrain.distributed.bounded import within
+from elastictrain.distributed.group import flight_recorder
+from elastictrain.errors import EXIT_OK, EXIT_STOPPED, EXIT_TRANSPORT
+from elastictrain.events import Failure, Stop
+from elastictrain.fault.exits import limit_the_end
+from elastictrain.fault.reasons import (
+    TURN_S,
+    ExitClassification,
+    Reason,
+    classify_exit,
+    describe_heard,
+    elect_reporter,
+    leave_reason,
+)
+from elastictrain.identity import Identity
+from elastictrain.liveness.progress import ProgressTracker
+from elastictrain.liveness.watchdog import Overdue
+from elastictrain.storage.opening import without_sync
+from elastictrain.storage.store import Store
+from elastictrain.train.context import StopRequested, TrainContext
+from elastictrain.train.hang_watch import HangWatch
+from elastictrain.train.loop import Loop
+from elastictrain.train.saving import describe
+
+_FLIGHT_RECORDER_LIMIT_S = 3.0
+_LEAST_END_S = 1.0
+
+
+@dataclass(slots=True)
+class ExitReport:
+    """One worker's, told once: the main thread, the watchdog's and the lease's may all find a reason to end."""
+
+    config: RunConfig
+    identity: Identity
+    tracker: ProgressTracker
+    hangs: HangWatch
+    stop_request: StopRequested
+    context: TrainContext | None = None
+    """What is recorded through, from the moment on that the ranks have met."""
+
+    loop: Loop | None = None
+    _began_s: float = field(default_factory=time.monotonic, init=False)
+    _ending: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    def in_order(self, context: TrainContext, loop: Loop, *, code: int, reason: str) -> None:
+        """The run is complete, or was stopped and has saved what it could."""
+        step, reached, request = loop.state.step, loop.reached, self.stop_request()
+        # Told before anything is closed: storage that is slow may keep us from coming back.
+        self._tell_launcher(code, reason, step=reached.step if reached.tier != "nothing" else 0)
+        if code == EXIT_STOPPED and request is not None and request.deadline_s is not None:
+            # What is left to do is not worth being killed over.
+            left_s = min(self.config.fault.shutdown_grace_s, request.deadline_s - time.monotonic())
+            limit_the_end(max(_LEAST_END_S, left_s), exit_code=EXIT_STOPPED)
+        if self.identity.is_log_rank:
+            seconds, saved = time.monotonic() - self._began_s, reached.tier
+            context.journal.record(
+                Stop(step=step, reason=reason, exit_code=code, seconds=seconds, saved=saved, saved_step=reached.step)
+            )
+        if self.identity.is_log_rank and code == EXIT_STOPPED:
+            where = describe(reached, step=step, run_dir=self.config.run.dir, several_hosts=not self.identity.only_host)
+            # Through the observer: on a terminal there is a bar to keep whole.
+            loop.observer.print_line(
+                f"elastictrain: stopped on request ({reason}) after step {step}{where}; the same command continues from there"
+            )
+        loop.close(finished=code == EXIT_OK)
+        context.heartbeats.close()
+        # Closed only after the last meeting of the ranks, which may fail and has to be recorded then.
+        context.journal.flush()
+
+    def failed(self, error: BaseException) -> int:
+        """Because of an exception; returns the exit code."""
+        mark = self.tracker.mark
+        classify = partial(classify_exit, error, where=str(mark), in_collective=mark.in_collective)
+        self._begin(classify(last_heard={}).exit_code)
+        heard = self._last_heard()
+        what = classify(last_heard=heard)
+        if what.alone:
+            self.hangs.tell_others()
+        self.write(what, heard=heard, stack="".join(traceback.format_exception(error)) if what.show_stack else "")
+        return what.exit_code
+
+    def overdue(self, overdue: Overdue) -> None:
+        """From the watchdog's thread, while the main thread is stuck: say why, and end the process."""
+        self._begin(overdue.exit_code)
+        try:
+            accusation = self.hangs.accuse(overdue)
+            if overdue.exit_code == EXIT_TRANSPORT:
+                self.hangs.tell_others()
+            heard = self._last_heard()
+            sentence = f"{overdue.reason}{accusation}{describe_heard(heard)}"
+            what = ExitClassification(overdue.exit_code, sentence, show_stack=overdue.show_stacks)
+            # Without stacks: another rank is gone, or training had not begun. Nothing is to be learnt here.
+            brief = not overdue.show_stacks
+            self.write(what, heard=heard, stack="" if brief else _all_stacks(), brief=brief)
+        finally:
+            os._exit(overdue.exit_code)
+
+    def lease_lost(self, sentence: str) -> None:
+        """From the lease's thread: another run trains here, so that nothing that is done from now on counts."""
+        self._begin(EXIT_STOPPED)
+        try:
+            self.write(ExitClassification(EXIT_STOPPED, sentence, show_stack=False), heard={}, brief=True)
+        finally:
+            os._exit(EXIT_STOPPED)
+
+    def write(self, what: ExitClassification, *, heard: Mapping[str, str], stack: str = "", brief: bool = False) -> None:
+        """Say why this rank ends. `brief`: what ended it is told elsewhere, and others wait for its end. Then nothing waits for
+        a disk or asks a device whose peer is being torn down, and which may not answer any more."""
+        with self._ending:
+            if self._is_reporter(what):
+                sys.stderr.write(f"elastictrain: rank {self.identity.rank} on {self.identity.host}: {what.sentence}\n{stack}")
+                sys.stderr.flush()
+            mark = self.tracker.mark
+            # A stop is told with what was saved, which the launcher stays for; who reports it here has saved nothing.
+            self._tell_launcher(what.exit_code, what.sentence, step=0 if what.exit_code == EXIT_STOPPED else mark.step)
+            context, limit_s = self.context, self.config.fault.shutdown_grace_s / 2
+            if context is None:
+                return
+            journal, store, trace = context.journal, context.store, self.hangs.trace
+            expected = trace is not None if brief else self.config.fault.flight_recorder_entries > 0
+            key = f"flight/{context.generation.name}-r{self.identity.rank:05d}.json"
+            failure = Failure(
+                exit_code=what.exit_code,
+                error=what.sentence,
+                phase=str(mark.phase),
+                step=mark.step,
+                last_heard=heard,
+                flight_recorder=key if expected else None,
+            )
+
+            def record_last(end: Callable[[], None]) -> None:
+                journal.record(failure)
+                end()
+
+            if brief:
+                within(limit_s, lambda: record_last(journal.flush))
+                _store_trace(without_sync(store), key, trace)
+                return
+            self.hangs.keep_record()
+            # The main thread may hang in this very journal, since storage does.
+            within(limit_s, lambda: record_last(journal.close))
+            # In a hang the library may not answer any more: then what it said before is what there is.
+            _store_trace(store, key, trace or within(_FLIGHT_RECORDER_LIMIT_S / 2, flight_recorder))
+            if self.loop is not None:
+                within(limit_s, self.loop.abandon)
+
+    def _begin(self, exit_code: int) -> None:
+        """Reporting goes through stores and devices that may be what failed: it must not keep a dead worker alive."""
+        limit_the_end(self.config.fault.shutdown_grace_s, exit_code=exit_code)
+        self.hangs.announce_ending()
+
+    def _tell_launcher(self, exit_code: int, sentence: str, *, step: int) -> None:
+        launcher, phase = self.identity.launcher, str(self.tracker.mark.phase)
+        if launcher is not None:
+            leave_reason(launcher.folder, Reason(self.identity.rank, exit_code, phase, step, sentence))
+
+    def _is_reporter(self, what: ExitClassification) -> bool:
+        """What is wrong for all ranks alike is said once per host; what ends one rank, by that rank."""
+        local_rank = self.identity.local_rank
+        if what.exit_code == EXIT_STOPPED:
+            return local_rank == 0
+        if what.show_stack or what.alone or what.exit_code == EXIT_TRANSPORT:
+            return True
+        limit_s = min(TURN_S, self.config.fault.shutdown_grace_s / 2)
+        return elect_reporter(local_rank, ending=lambda: self.stop_request() is not None, limit_s=limit_s)
+
+    def _last_heard(self) -> dict[str, str]:
+        return self.context.heartbeats.last_heard() if self.context is not None else {}
+
+
+def _store_trace(store: Store, key: str, trace: str | None) -> None:
+    if trace is not None:
+        within(_FLIGHT_RECORDER_LIMIT_S, lambda: store.write(key, trace.encode()))
+
+
+def _all_stacks() -> str:
+    """The Python stacks of all threads."""
+    # faulthandler writes to a descriptor only, so a file has to stand in between.
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()

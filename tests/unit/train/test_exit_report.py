@@ -1,0 +1,128 @@
+"""What a worker tells its launcher, and records, when it ends."""
+
+import os
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from elastictrain.config.load import load
+from elastictrain.errors import EXIT_BUG, EXIT_STOPPED, EXIT_TRANSPORT, ConfigError
+from elastictrain.events import Failure
+from elastictrain.fault.reasons import ExitClassification, Reason, read_reasons
+from elastictrain.identity import Identity, Launcher
+from elastictrain.liveness.progress import Phase, ProgressTracker
+from elastictrain.liveness.watchdog import Overdue
+from elastictrain.storage.opening import open_store
+from elastictrain.train import hang_watch
+from elastictrain.train.context import TrainContext
+from elastictrain.train.exit_report import ExitReport
+from elastictrain.train.hang_watch import HangWatch
+from elastictrain.train.loop import Loop
+from elastictrain.train.saving import Reached
+from tests.unit.train.parts import context_of
+
+
+@pytest.fixture(autouse=True)
+def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastictrain.train.exit_report.limit_the_end", lambda limit_s, *, exit_code: None)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> ExitReport:
+    """Of the second of two ranks, in step 9."""
+    config = load(["recipe=llama_tiny", "run.dir=run"], with_task=False)
+    launcher = Launcher(1, 1, restarted=False, folder=str(tmp_path))
+    identity, tracker = Identity(1, 2, 1, 2, "host", launched=True, launcher=launcher), ProgressTracker()
+    tracker.set_phase(Phase.FORWARD, step=9)
+    return ExitReport(config, identity, tracker, HangWatch(config, identity, tracker), lambda: None)
+
+
+def told(folder: Path) -> Reason:
+    (reason,) = read_reasons(str(folder))
+    return reason
+
+
+def recording(recorded: list[Failure], *, store: object = None) -> TrainContext:
+    # Without a way to close it, a store, or a board that is asked for more than this.
+    journal = SimpleNamespace(record=recorded.append, flush=lambda: None)
+    heartbeats = SimpleNamespace(last_heard=lambda: {"rank 0 on host": "1 s ago"}, announce_failure=lambda: None)
+    return context_of(journal=journal, heartbeats=heartbeats, store=store, generation=SimpleNamespace(name="000001-aa"))
+
+
+@pytest.mark.parametrize(
+    ("reached", "step"),
+    [
+        (Reached(9, "storage"), 9),
+        (Reached(9, "memory"), 9),
+        (Reached(6, "memory"), 6),
+        (Reached(6, "peer"), 6),
+        (Reached(0, "nothing"), 0),
+        (Reached(9, "nothing"), 0),
+    ],
+    ids=str,
+)
+def test_a_stop_is_told_with_the_step_that_is_safe(reached: Reached, step: int, report: ExitReport, tmp_path: Path) -> None:
+    loop = SimpleNamespace(state=SimpleNamespace(step=9), reached=reached, close=lambda *, finished: None)
+    context = context_of(heartbeats=SimpleNamespace(close=lambda: None))
+    report.in_order(context, cast(Loop, loop), code=EXIT_STOPPED, reason="SIGTERM")
+    assert (told(tmp_path).exit_code, told(tmp_path).step, told(tmp_path).sentence) == (EXIT_STOPPED, step, "SIGTERM")
+
+
+def test_a_failure_is_told_with_the_step_that_it_was_in(report: ExitReport, tmp_path: Path) -> None:
+    assert report.failed(ZeroDivisionError()) == EXIT_BUG
+    assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_BUG, "forward", 9)
+
+
+def test_what_all_ranks_find_is_not_reported_where_it_is_expected_of_the_first(
+    report: ExitReport, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elected: list[int] = []
+    monkeypatch.setattr("elastictrain.train.exit_report.elect_reporter", lambda rank, **_: elected.append(rank))
+    report.failed(ConfigError("wrong"))
+    assert (elected, capsys.readouterr().err) == ([1], "")
+
+
+def test_who_is_stopped_where_nothing_can_be_saved_has_reached_nothing(report: ExitReport, tmp_path: Path) -> None:
+    # Compiling takes too long: the watchdog ends it, and the launcher would wait for a step that nobody has.
+    report.write(ExitClassification(EXIT_STOPPED, "asked to stop", show_stack=True), stack="", heard={})
+    assert (told(tmp_path).exit_code, told(tmp_path).phase, told(tmp_path).step) == (EXIT_STOPPED, "forward", 0)
+
+
+@pytest.mark.parametrize("cause", ["peer", "lease"])
+def test_who_ends_because_of_another_waits_for_no_disk_and_no_device(
+    cause: str, report: ExitReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All wait for it before they start again."""
+    recorded: list[Failure] = []
+    report.context = recording(recorded)
+
+    def left(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", left)
+    lost_peer = Overdue(EXIT_TRANSPORT, "rank 0 is gone", show_stacks=False)
+    end = partial(report.overdue, lost_peer) if cause == "peer" else partial(report.lease_lost, "another run trains here")
+    with pytest.raises(SystemExit) as ended:
+        end()
+    (failure,) = recorded
+    code = EXIT_TRANSPORT if cause == "peer" else EXIT_STOPPED
+    assert told(tmp_path).exit_code == ended.value.code == failure.exit_code == code
+    assert (failure.phase, failure.step, failure.flight_recorder) == ("forward", 9, None)
+    assert failure.last_heard == ({"rank 0 on host": "1 s ago"} if cause == "peer" else {})
+
+
+def test_what_was_read_of_a_long_silence_is_kept_also_when_another_rank_turns_out_to_be_gone(
+    report: ExitReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Failure] = []
+    store = open_store(str(tmp_path / "run"))
+    report.context = recording(recorded, store=store)
+    monkeypatch.setattr(hang_watch, "flight_recorder", lambda: '{"entries": []}')
+    report.hangs.entered()
+    report.write(ExitClassification(EXIT_TRANSPORT, "rank 0 is gone", show_stack=False), heard={}, brief=True)
+    (failure,) = recorded
+    assert failure.flight_recorder == "flight/000001-aa-r00001.json"
+    assert store.read(failure.flight_recorder) == b'{"entries": []}'
