@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
-from elastictrain.checkpoint.manifest import ChunkRecord, FileRecord, Manifest, TensorRecord
+import msgspec
+
+from elastictrain.checkpoint.manifest import ChunkRecord, Count, FileRecord, Manifest, TensorRecord
 from elastictrain.checkpoint.safetensors_format import BY_CODE, BY_NAME, HeaderEntry, decode_header, encode_header
 from elastictrain.errors import CheckpointError, InvalidCheckpointError
 
@@ -22,17 +24,14 @@ CHUNK_BYTES = 32 * 2**20
 """Upper bound for one chunk, unless a single row is larger: the memory that one reading or writing thread needs."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A box of a tensor that one rank writes: the whole tensor, or a shard of it."""
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor that one rank writes: the whole tensor of `shape`, or a shard of it."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    shape: tuple[Count, ...]
+    offsets: tuple[Count, ...]
+    sizes: tuple[Count, ...]
 
     @property
     def size_bytes(self) -> int:

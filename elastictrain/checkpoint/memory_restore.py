@@ -1,21 +1,21 @@
 """Restores from host memory, this host's or another's: which steps are whole there, and their bytes as a checkpoint's."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 
 import torch.distributed as dist
 
-from elastictrain.checkpoint.exchange import gather_json
-from elastictrain.checkpoint.manifest import JsonValue, Manifest
+from elastictrain.checkpoint.exchange import gather_json, gather_records
+from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.manifest_format import check_manifest
-from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, held_from_json, look, whole_sets
-from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
+from elastictrain.checkpoint.memory.folder import Held, SnapshotSet, look, whole_sets
+from elastictrain.checkpoint.memory.layout import RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotFile, SnapshotSource, files_in_slot
+from elastictrain.checkpoint.memory.slot import ReadSnapshot, Slot, SnapshotFacts, SnapshotSource
 from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.verified_read import READ_THREADS
 from elastictrain.checkpoint.writer import build_manifest
@@ -27,9 +27,8 @@ _LETTING_GO_S = 2.0
 _SIDE_BY_SIDE = 4
 """Snapshots whose digests are computed at a time; each reads its files side by side, too."""
 
-
-RemoteFiles: TypeAlias = Callable[[Held, RankLayout], Mapping[str, SnapshotFile]]
-"""Opens the files of a snapshot that another host holds. Raises: ElasticTrainError if that host cannot be reached."""
+RemoteReader: TypeAlias = Callable[[Held], ReadSnapshot]
+"""Reads a snapshot that another host holds. Raises: ElasticTrainError if that host cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,14 @@ class Recalled:
     manifest: Manifest
     source: SnapshotSource
     replicas: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _HostSnapshots:
+    """What one rank tells of its host: the host's number and, by the rank that speaks for it, the snapshots there."""
+
+    host: int
+    held: tuple[Held, ...]
 
 
 @dataclass
@@ -55,7 +62,7 @@ class MemoryRestore:
 
     speaks_for_host: bool
     group: dist.ProcessGroup | None
-    remote: RemoteFiles | None
+    remote: RemoteReader | None
     """Reaches the other hosts."""
 
     names: Sequence[str] = ()
@@ -71,12 +78,10 @@ class MemoryRestore:
 
     def look(self) -> None:
         """Find out what all hosts hold. Collective: yes."""
-        own: list[JsonValue] = [one.to_json() for one in look(self.folder, host=self.host)] if self.speaks_for_host else []
-        told = gather_json([self.host, own], group=self.group)
-        rows = [(int(str(row[0])), row[1]) for row in told if isinstance(row, list)]
-        self._hosts = [host for host, _ in rows]
-        held = [held_from_json(one) for _, of_rank in rows if isinstance(of_rank, list) for one in of_rank]
-        self.held = [one for one in held if one.facts.run == self.run]
+        own = tuple(look(self.folder, host=self.host)) if self.speaks_for_host else ()
+        told = gather_records(_HostSnapshots(self.host, own), group=self.group)
+        self._hosts = [one.host for one in told]
+        self.held = [held for one in told for held in one.held if held.facts.run == self.run]
 
     def name_of(self, held: Held) -> str:
         """The name of the host that holds a snapshot, for a person."""
@@ -92,8 +97,7 @@ class MemoryRestore:
 
     def tier(self, recalled: Recalled) -> str:
         """Where what was read lay: `memory` of the hosts that trained with it, or `peer`. Collective: yes."""
-        elsewhere = recalled.replicas or recalled.source.remote_bytes > 0
-        return "peer" if any(gather_json(elsewhere, group=self.group)) else "memory"
+        return "peer" if any(gather_json(recalled.replicas or recalled.source.remote, group=self.group)) else "memory"
 
     def keep(self, incarnations: Collection[str], *, off_line: Iterable[tuple[str, int]]) -> None:
         """Snapshots of other incarnations than these count no more; those `off_line`, by incarnation and step, count last."""
@@ -108,22 +112,22 @@ class MemoryRestore:
         """Open the first source of each rank's snapshot; the one that cannot be had, if there is one. Collective: yes."""
         primary = [sources[0] for sources in chosen.sources]
         parts = self._parts(primary)
-        for rank, held in enumerate(primary):
-            if rank not in parts:
-                return held
+        if missing := [held for rank, held in enumerate(primary) if rank not in parts]:
+            return missing[0]
         known = [parts[rank] for rank in range(len(primary))]
         try:
-            manifest = _manifest(chosen, known)
+            manifest = build_manifest(known, facts=chosen.manifest_facts())
+            check_manifest(manifest)
         except (ElasticTrainError, ValueError) as error:
             logger.warning("the snapshots of step %d do not fit together: %s", chosen.step, error)
             return primary[0]
-        opened, culprit = self._files(primary, known)
+        source = SnapshotSource(f"memory:{self.folder}")
+        culprit = self._fill(source, primary, known)
         culprits = [found for found in gather_json(culprit, group=self.group) if isinstance(found, int)]
-        if culprits or opened is None:
-            if opened is not None:
-                opened.close()
+        if culprits:
+            source.close()
             return primary[min(culprits)]
-        return Recalled(manifest, opened, replicas=any(held.replica for held in primary))
+        return Recalled(manifest, source, replicas=any(held.replica for held in primary))
 
     def _parts(self, primary: Sequence[Held]) -> dict[int, RankPart]:
         """Layout and digests of each snapshot, told by the host that holds it. Collective: yes."""
@@ -152,24 +156,24 @@ class MemoryRestore:
             return None
         return RankPart(held.facts.rank, layout, digests)
 
-    def _files(self, primary: Sequence[Held], parts: Sequence[RankPart]) -> tuple[SnapshotSource | None, int | None]:
-        """All files, or the rank whose files cannot be opened here."""
-        files: dict[str, SnapshotFile] = {}
-        slots = ExitStack()
+    def _fill(self, source: SnapshotSource, primary: Sequence[Held], parts: Sequence[RankPart]) -> int | None:
+        """Adds all snapshots; the rank whose snapshot cannot be opened here, if there is one."""
         for rank, (held, part) in enumerate(zip(primary, parts, strict=True)):
+            here = held.host == self.host
             try:
-                if held.host == self.host:
-                    slot = slots.enter_context(closing(_open_soon(f"{self.folder}/{held.slot}", held.facts)))
-                    files |= files_in_slot(slot, part.layout, incarnation=held.facts.incarnation, rank=rank)
+                if here:
+                    slot = _open_soon(f"{self.folder}/{held.slot}", held.facts)
+                    source.resources.callback(slot.close)
+                    read: ReadSnapshot = slot.read_snapshot
                 elif self.remote is not None:
-                    files |= self.remote(held, part.layout)
+                    read = self.remote(held)
                 else:
                     raise InvalidCheckpointError(f"{held.slot} is on a host that cannot be reached")
+                source.add(part.layout, read, incarnation=held.facts.incarnation, rank=rank, remote=not here)
             except (OSError, ElasticTrainError) as error:
                 logger.warning("the snapshot of rank %d cannot be opened: %s", rank, error)
-                slots.close()
-                return None, rank
-        return SnapshotSource(f"memory:{self.folder}", files, close=slots.close), None
+                return rank
+        return None
 
 
 def teller(held: Held, *, hosts: Sequence[int]) -> int:
@@ -200,18 +204,3 @@ def _open_soon(path: str, facts: SnapshotFacts) -> Slot:
         slot.close()
         raise
     return slot
-
-
-def _manifest(chosen: SnapshotSet, parts: Sequence[RankPart]) -> Manifest:
-    facts = Manifest(
-        step=chosen.step,
-        world_size=chosen.world_size,
-        incarnation=chosen.incarnation,
-        created=chosen.sources[0][0].facts.created,
-        config_digest=chosen.config_digest,
-        versions={},
-        state=chosen.state,
-    )
-    manifest = build_manifest(parts, facts=facts)
-    check_manifest(manifest)
-    return manifest

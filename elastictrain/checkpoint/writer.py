@@ -75,15 +75,14 @@ def build_manifest(parts: Iterable[RankPart], *, facts: Manifest) -> Manifest:
     files: dict[str, FileRecord] = {}
     first: dict[str, Item] = {}
     chunks: dict[str, list[ChunkRecord]] = {}
-    for one in (one for part in parts for one in part.written(facts.incarnation)):
-        files[one.file.name] = one.file
-        item = one.item
+    for file, item, records in (one for part in parts for one in part.written(facts.incarnation)):
+        files[file.name] = file
         known = first.setdefault(item.name, item)
         if (known.dtype, known.shape) != (item.dtype, item.shape):
             raise CheckpointError(
                 f"ranks disagree on tensor {item.name!r}: {known.dtype}{known.shape} and {item.dtype}{item.shape}"
             )
-        chunks.setdefault(item.name, []).extend(one.chunks)
+        chunks.setdefault(item.name, []).extend(records)
     return replace(
         facts,
         files=tuple(files[name] for name in sorted(files)),

@@ -8,11 +8,9 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-import msgspec
 import xxhash
 
-from elastictrain.bounded_json import as_record
-from elastictrain.checkpoint.manifest import JsonValue
+from elastictrain.checkpoint.manifest import JsonValue, Manifest
 from elastictrain.checkpoint.memory.slot import SnapshotFacts, facts_in
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.failures import reason_of
@@ -58,20 +56,19 @@ def make_private(folder: str) -> None:
     Raises: ConfigError if either belongs to somebody else, who could then put snapshots there, or cannot be made.
     """
     parent = os.path.dirname(folder)  # noqa: PTH120
-    for path in (parent, folder):
-        try:
+    try:
+        for path in (parent, folder):
             try:
                 make_private_folder(path)
             except FileNotFoundError:
-                # The saver of this user's last run has just removed the parent, or there never was one.
-                if path == folder:
-                    make_private_folder(parent)
+                # The saver of this user's last run has just removed the parent.
+                make_private_folder(parent)
                 make_private_folder(path)
-        except NameTakenError as error:
-            message = f"cannot be used: {reason_of(error)}; or set another folder"
-            raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
-        except OSError as error:
-            raise ConfigError([Problem("checkpoint.memory_dir", f"{path} cannot be made: {error.strerror}")]) from error
+    except NameTakenError as error:
+        message = f"cannot be used: {reason_of(error)}; or set another folder"
+        raise ConfigError([Problem("checkpoint.memory_dir", message)]) from error
+    except OSError as error:
+        raise ConfigError([Problem("checkpoint.memory_dir", f"{path} cannot be made: {error.strerror}")]) from error
 
 
 def is_private(folder: str) -> bool:
@@ -102,15 +99,6 @@ class Held:
         """Whether it is of a rank of another host."""
         return self.slot.startswith("replica")
 
-    def to_json(self) -> JsonValue:
-        """For other ranks."""
-        return [self.host, self.slot, msgspec.to_builtins(self.facts)]
-
-
-def held_from_json(value: JsonValue) -> Held:
-    """The inverse of `Held.to_json`. Raises: MalformedJsonError."""
-    return Held(*as_record(value, tuple[int, str, SnapshotFacts]))
-
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSet:
@@ -132,6 +120,11 @@ class SnapshotSet:
     def config_digest(self) -> str:
         """Of the run that took it."""
         return self.sources[0][0].facts.config_digest
+
+    def manifest_facts(self) -> Manifest:
+        """What a manifest of the set says besides its files and tensors."""
+        created = self.sources[0][0].facts.created
+        return Manifest(self.step, self.world_size, self.incarnation, created, self.config_digest, {}, self.state)
 
 
 def whole_sets(held: Iterable[Held], *, run: str, off_line: Collection[tuple[str, int]] = ()) -> tuple[SnapshotSet, ...]:

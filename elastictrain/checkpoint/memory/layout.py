@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Annotated
 
 import msgspec
@@ -22,34 +22,15 @@ HEADER_BYTES = 4 * PAGE_BYTES
 _METADATA = {"format": "pt"}
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
-_Numbers = tuple[Count, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _LayoutDocument:
-    """A layout as JSON; `items` are name, dtype, shape, offsets and sizes."""
-
-    shard_bytes: _Positive
-    chunk_bytes: _Positive
-    items: tuple[tuple[str, str, _Numbers, _Numbers, _Numbers], ...]
-
-    def __post_init__(self) -> None:
-        for name, dtype, shape, offsets, sizes in self.items:
-            if dtype not in BY_NAME:
-                raise ValueError(f"{name!r} of element type {dtype!r} is no tensor")
-            if not len(shape) == len(offsets) == len(sizes) or math.prod(sizes) > 2**60:
-                raise ValueError(f"{name!r} has the shape {shape!r}, {offsets!r}, {sizes!r}")
-
-
-@dataclass(frozen=True)
-class RankLayout:
+class RankLayout(msgspec.Struct, frozen=True, dict=True):
     """What one rank writes at each snapshot; the same in every incarnation that shares the state out alike."""
 
     items: tuple[Item, ...]
-    shard_bytes: int
-    chunk_bytes: int = CHUNK_BYTES
+    shard_bytes: _Positive
+    chunk_bytes: _Positive = CHUNK_BYTES
 
     @cached_property
     def digest(self) -> str:
@@ -62,19 +43,20 @@ class RankLayout:
         return self.files(incarnation="layout", rank=0)
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """Offset of each file in the snapshot's bytes, at a multiple of the page size."""
-        starts = [0]
-        for file in self.template:
-            starts.append(-(-(starts[-1] + file.size_bytes) // PAGE_BYTES) * PAGE_BYTES)
-        return tuple(starts[:-1])
+    def _places(self) -> tuple[int, ...]:
+        """Where each file begins in the snapshot's bytes, at a multiple of the page size; and where the last one ends."""
+        pages = accumulate((-(-file.size_bytes // PAGE_BYTES) for file in self.template), initial=0)
+        return tuple(page * PAGE_BYTES for page in pages)
 
-    @cached_property
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Offset of each file in the snapshot's bytes."""
+        return self._places[:-1]
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the whole snapshot, padding between files included."""
-        if not self.template:
-            return 0
-        return -(-(self.starts[-1] + self.template[-1].size_bytes) // PAGE_BYTES) * PAGE_BYTES
+        return self._places[-1]
 
     @property
     def file_bytes(self) -> int:
@@ -94,24 +76,25 @@ class RankLayout:
 
     def to_bytes(self) -> bytes:
         """JSON, the same for equal layouts."""
-        items = tuple((item.name, item.dtype, item.shape, item.offsets, item.sizes) for item in self.items)
-        return encode_record(_LayoutDocument(self.shard_bytes, self.chunk_bytes, items))
+        return encode_record({"shard_bytes": self.shard_bytes, "chunk_bytes": self.chunk_bytes, "items": self.items})
 
 
 def layout_from_bytes(data: bytes, *, where: str) -> RankLayout:
     """The inverse of `RankLayout.to_bytes`. Raises: InvalidCheckpointError naming `where`."""
     try:
-        document = parse_record(data, _LayoutDocument, limits=DOCUMENT)
+        layout = parse_record(data, RankLayout, limits=DOCUMENT)
     except MalformedJsonError as error:
         raise InvalidCheckpointError(f"{where}: is no layout of a snapshot: {error}") from error
-    layout = RankLayout(tuple(Item(*item) for item in document.items), document.shard_bytes, document.chunk_bytes)
+    for item in layout.items:
+        boxed = len(item.shape) == len(item.offsets) == len(item.sizes) and math.prod(item.sizes) <= 2**60
+        if item.dtype not in BY_NAME or not boxed:
+            raise InvalidCheckpointError(f"{where}: is no layout of a snapshot: {item!r} is no tensor")
     if layout.to_bytes() != data:
         raise InvalidCheckpointError(f"{where}: is not as it was written")
     return layout
 
 
-@dataclass(frozen=True, slots=True)
-class RankDigests:
+class RankDigests(msgspec.Struct, frozen=True, omit_defaults=True):
     """Digests of one rank's snapshot: of each file, of its header, and of each chunk, in the order of the layout."""
 
     files: tuple[str, ...]
@@ -120,11 +103,6 @@ class RankDigests:
 
     sha256: tuple[str, ...] = ()
     """Of the headers and then of the chunks, where the save is to be signed."""
-
-    def to_json(self) -> dict[str, list[str]]:
-        """For the record beside a snapshot, and for peers; `as_record` is the inverse."""
-        document = {"files": list(self.files), "headers": list(self.headers), "chunks": list(self.chunks)}
-        return document | ({"sha256": list(self.sha256)} if self.sha256 else {})
 
 
 def joined(files: Sequence[RankDigests]) -> RankDigests:
@@ -138,15 +116,6 @@ def joined(files: Sequence[RankDigests]) -> RankDigests:
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenItem:
-    """One item as it lies in storage."""
-
-    item: Item
-    file: FileRecord
-    chunks: tuple[ChunkRecord, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class RankPart:
     """What one rank's files are: its layout, and the digests of what was written."""
 
@@ -154,8 +123,11 @@ class RankPart:
     layout: RankLayout
     digests: RankDigests
 
-    def written(self, incarnation: str) -> list[WrittenItem]:
-        """As a manifest says it. Raises: InvalidCheckpointError if the digests are of another layout."""
+    def written(self, incarnation: str) -> list[tuple[FileRecord, Item, list[ChunkRecord]]]:
+        """As a manifest says it: each item with its file and its chunks.
+
+        Raises: InvalidCheckpointError if the digests are of another layout.
+        """
         digests, files = self.digests, self.layout.files(incarnation=incarnation, rank=self.rank)
         count = sum(len(placed.chunks) for file in files for placed in file.items)
         if (len(digests.files), len(digests.headers), len(digests.chunks)) != (len(files), len(files), count):
@@ -163,20 +135,22 @@ class RankPart:
         if digests.sha256 and len(digests.sha256) != len(files) + count:
             raise InvalidCheckpointError(f"the SHA-256 of rank {self.rank}'s files do not belong to their layout")
         strong = iter(digests.sha256 or ("",) * (len(files) + count))
-        headers = [
+        records = [
             FileRecord(file.name, file.size_bytes, whole, len(file.header), header, next(strong))
             for file, whole, header in zip(files, digests.files, digests.headers, strict=True)
         ]
         chunks = iter(digests.chunks)
-        written = []
-        for file, record in zip(files, headers, strict=True):
-            for placed in file.items:
-                start = placed.start
-                records = tuple(
+        return [
+            (
+                record,
+                placed.item,
+                [
                     ChunkRecord(
-                        one.offsets, one.sizes, file.name, start + one.begin, one.size_bytes, next(chunks), next(strong)
+                        one.offsets, one.sizes, file.name, placed.start + one.begin, one.size_bytes, next(chunks), next(strong)
                     )
                     for one in placed.chunks
-                )
-                written.append(WrittenItem(placed.item, record, records))
-        return written
+                ],
+            )
+            for file, record in zip(files, records, strict=True)
+            for placed in file.items
+        ]

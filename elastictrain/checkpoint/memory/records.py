@@ -1,6 +1,5 @@
 """The files beside the slots: layouts, by their digest, and the digests of each snapshot's bytes."""
 
-import json
 import os
 import secrets
 from collections.abc import Sequence
@@ -8,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
 
+import msgspec
 import xxhash
 
-from elastictrain.bounded_json import DOCUMENT, as_record, parse_json
+from elastictrain.bounded_json import DOCUMENT, as_record, encode_record, parse_json
 from elastictrain.checkpoint.manifest import digest_of
 from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes
 from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts
@@ -70,8 +70,8 @@ def load_layout(folder: str, digest: str) -> RankLayout:
 
 def store_digests(slot_path: str, facts: SnapshotFacts, digests: RankDigests) -> None:
     """Note the digests of what is in a slot. Raises: OSError."""
-    document = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout, **digests.to_json()}
-    text = json.dumps(document, separators=(",", ":")).encode()
+    named = {"incarnation": facts.incarnation, "step": facts.step, "layout": facts.layout}
+    text = encode_record(named | msgspec.to_builtins(digests))
     write_file(f"{slot_path}.digests", digest_of(text).encode() + b"\n" + text)
 
 

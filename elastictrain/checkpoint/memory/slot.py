@@ -17,10 +17,9 @@ import fcntl
 import mmap
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
@@ -28,7 +27,8 @@ from typing import Any, Final, Literal
 import xxhash
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
-from elastictrain.checkpoint.memory.layout import HEADER_BYTES, Count, RankLayout
+from elastictrain.checkpoint.manifest import Count
+from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankLayout
 from elastictrain.errors import CheckpointError, ObjectNotFoundError, TransientStorageError
 
 VERSION: Final = 1
@@ -209,6 +209,16 @@ class Slot:
                 raise OSError(errno.EIO, "it ends too early", self.path)
             done += count
 
+    def read_snapshot(self, buffer: memoryview, start: int) -> None:
+        """As `read_into`, for a `SnapshotSource`: a copy, in which nothing changes between its verification and its use.
+
+        Raises: TransientStorageError.
+        """
+        try:
+            self.read_into(buffer, start=start)
+        except OSError as error:
+            raise TransientStorageError(f"{self.path} cannot be read: {error}") from error
+
     @property
     def facts(self) -> SnapshotFacts | None:
         """What is in the slot now, if it is whole."""
@@ -252,95 +262,57 @@ class Slot:
 def facts_in(path: str) -> SnapshotFacts | None:
     """What is in the slot at `path` now, if there is one and it is whole."""
     try:
-        slot = Slot.open(path)
+        with closing(Slot.open(path)) as slot:
+            return slot.facts
     except OSError:
         return None
-    try:
-        return slot.facts
-    finally:
-        slot.close()
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotFile:
-    """One shard file of a snapshot; `base` is its offset in the snapshot's bytes."""
-
-    read_snapshot: Callable[[memoryview, int], None]
-    """Fills a buffer with the snapshot's bytes from an offset. Raises: StorageError."""
-
-    base: int
-    size_bytes: int
-    remote: bool
-
-
-def snapshot_files(
-    layout: RankLayout, read_snapshot: Callable[[memoryview, int], None], *, incarnation: str, rank: int, remote: bool
-) -> dict[str, SnapshotFile]:
-    """The files of one rank's snapshot by name, read through `read_snapshot`."""
-    files = layout.files(incarnation=incarnation, rank=rank)
-    return {
-        file.name: SnapshotFile(read_snapshot, base, file.size_bytes, remote)
-        for file, base in zip(files, layout.starts, strict=True)
-    }
-
-
-def files_in_slot(slot: Slot, layout: RankLayout, *, incarnation: str, rank: int) -> dict[str, SnapshotFile]:
-    """The files of a snapshot on this host, read as copies: nothing changes between their verification and their use."""
-
-    def read_slot(buffer: memoryview, start: int) -> None:
-        try:
-            slot.read_into(buffer, start=start)
-        except OSError as error:
-            raise TransientStorageError(f"{slot.path} cannot be read: {error}") from error
-
-    return snapshot_files(layout, read_slot, incarnation=incarnation, rank=rank, remote=False)
+ReadSnapshot = Callable[[memoryview, int], None]
+"""Fills a buffer with a snapshot's bytes from an offset. Raises: StorageError."""
 
 
 class SnapshotSource:
     """A set of snapshots, read as if it were a checkpoint in a store; keys are names of files."""
 
-    def __init__(self, url: str, files: Mapping[str, SnapshotFile], *, close: Callable[[], None]) -> None:
-        self._url = url
-        self._files = files
-        self._close = close
-        self._lock = threading.Lock()
-        self.remote_bytes = 0
-        """Read from other hosts so far."""
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.resources = ExitStack()
+        """What is let go of at the end."""
 
-    @property
-    def url(self) -> str:
-        """For messages."""
-        return self._url
+        self.remote = False
+        """Whether anything was read from other hosts."""
+
+        self._files: dict[str, tuple[ReadSnapshot, int, int, bool]] = {}
+        """By name: what reads the snapshot, the file's offset in it, its size in bytes, and whether that is on another host."""
+
+    def add(self, layout: RankLayout, read: ReadSnapshot, *, incarnation: str, rank: int, remote: bool) -> None:
+        """The files of one rank's snapshot."""
+        for file, base in zip(layout.files(incarnation=incarnation, rank=rank), layout.starts, strict=True):
+            self._files[file.name] = (read, base, file.size_bytes, remote)
 
     def read(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         """Bytes [start, end) of a file. Raises: ObjectNotFoundError, StorageError."""
-        file = self._file(key)
-        last = file.size_bytes if end is None else min(end, file.size_bytes)
-        buffer = bytearray(max(0, last - start))
-        if buffer:
-            self._fetch(file, memoryview(buffer), start)
+        size_bytes = self._file(key)[2]
+        buffer = bytearray(max(0, min(size_bytes if end is None else end, size_bytes) - start))
+        self.read_into(key, memoryview(buffer), start=start)
         return bytes(buffer)
 
     def read_into(self, key: str, buffer: memoryview, *, start: int = 0) -> int:
         """Fill `buffer` from offset `start`; returns the bytes read. Raises: ObjectNotFoundError, StorageError."""
-        file, view = self._file(key), buffer.cast("B")
-        count = max(0, min(len(view), file.size_bytes - start))
+        read, base, size_bytes, remote = self._file(key)
+        view = buffer.cast("B")
+        count = max(0, min(len(view), size_bytes - start))
         if count:
-            self._fetch(file, view[:count], start)
+            read(view[:count], base + start)
+            self.remote = self.remote or remote
         return count
 
     def close(self) -> None:
         """Let go of slots and connections."""
-        self._close()
+        self.resources.close()
 
-    def _fetch(self, file: SnapshotFile, buffer: memoryview, start: int) -> None:
-        file.read_snapshot(buffer, file.base + start)
-        if file.remote:
-            with self._lock:
-                self.remote_bytes += len(buffer)
-
-    def _file(self, key: str) -> SnapshotFile:
-        file = self._files.get(key)
-        if file is None:
-            raise ObjectNotFoundError(f"{self._url}/{key} is in no host's memory")
-        return file
+    def _file(self, key: str) -> tuple[ReadSnapshot, int, int, bool]:
+        if key not in self._files:
+            raise ObjectNotFoundError(f"{self.url}/{key} is in no host's memory")
+        return self._files[key]

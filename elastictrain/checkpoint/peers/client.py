@@ -1,12 +1,11 @@
 """The side that asks: reads snapshots of other hosts, and hands replicas to them. Free of torch."""
 
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from elastictrain.checkpoint.manifest import JsonValue
 from elastictrain.checkpoint.memory.folder import Held
-from elastictrain.checkpoint.memory.layout import RankLayout
-from elastictrain.checkpoint.memory.slot import Slot, SnapshotFacts, SnapshotFile, snapshot_files
+from elastictrain.checkpoint.memory.slot import ReadSnapshot, Slot, SnapshotFacts
 from elastictrain.checkpoint.peers.placement import Peer
 from elastictrain.checkpoint.peers.requests import HANDSHAKE, Get, Limits, Put, request_to_json
 from elastictrain.errors import ObjectNotFoundError, StorageError, TransientStorageError
@@ -125,8 +124,8 @@ class OtherHosts:
         for place, connection in enumerate(self._all):
             self._idle[roster[place // POOL_CONNECTIONS].number].put(connection)
 
-    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
-        """The files of a snapshot that another host holds. Raises: TransientStorageError if it is not in the roster."""
+    def __call__(self, held: Held) -> ReadSnapshot:
+        """Reads a snapshot that another host holds. Raises: TransientStorageError if that is not in the roster."""
         idle = self._idle.get(held.host)
         if idle is None:
             raise TransientStorageError(f"host number {held.host} is not in the roster")
@@ -139,7 +138,7 @@ class OtherHosts:
             finally:
                 idle.put(connection)
 
-        return snapshot_files(layout, read_peer, incarnation=held.facts.incarnation, rank=held.facts.rank, remote=True)
+        return read_peer
 
     def close(self) -> None:
         """Hang up, when nobody reads any more."""

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, as_record, encode_record
-from elastictrain.checkpoint.manifest import JsonValue
-from elastictrain.checkpoint.memory.layout import Count, RankDigests, RankLayout, layout_from_bytes
+from elastictrain.checkpoint.manifest import Count, JsonValue
+from elastictrain.checkpoint.memory.layout import RankDigests, RankLayout, layout_from_bytes
 from elastictrain.checkpoint.memory.slot import SnapshotFacts
 from elastictrain.errors import CheckpointError
 from elastictrain.net.channel import Handshake

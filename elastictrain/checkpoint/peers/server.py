@@ -5,7 +5,8 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from elastictrain.checkpoint.memory.budget import REPLICA_SLOTS, HostMemory, decide_buffers, memory_of
 from elastictrain.checkpoint.memory.folder import SlotName, remove_slot, slot_names

@@ -89,7 +89,7 @@ class _PartsRecord:
 def encode_parts(parts: Sequence[RankPart], *, key: str = "", signing: SigningKey | None = None) -> bytes:
     """The content of `host-RANK`. Signed for its `key` in the store if there is a secret."""
     layouts = {part.layout.digest: part.layout.to_bytes().decode() for part in parts}
-    ranks = [[part.rank, part.layout.digest, part.digests.to_json()] for part in parts]
+    ranks = [[part.rank, part.layout.digest, part.digests] for part in parts]
     text = encode_record({"layouts": layouts, "ranks": ranks})
     return text if signing is None else signing.sign(text, purpose=f"elastictrain {key}").encode() + b"\n" + text
 

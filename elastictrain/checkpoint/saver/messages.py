@@ -8,7 +8,7 @@ import msgspec
 
 from elastictrain.bounded_json import MalformedJsonError, encode_record, parse_record
 from elastictrain.checkpoint.lineage import number_of
-from elastictrain.checkpoint.memory.layout import Count
+from elastictrain.checkpoint.manifest import Count
 from elastictrain.checkpoint.peers.placement import Peer, check_roster
 
 LONGEST_BYTES = 1 << 20

@@ -6,7 +6,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from elastictrain.checkpoint.folders import ROOT, Listing, clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.layout import Item

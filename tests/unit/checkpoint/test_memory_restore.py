@@ -1,8 +1,10 @@
 """Restores from the memory of one host and a store: which of the two is taken, and what damage in either leads to."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,8 @@ from elastictrain.checkpoint.manifest import FileRecord, JsonValue, Manifest
 from elastictrain.checkpoint.memory.folder import Held, SlotName, look
 from elastictrain.checkpoint.memory.layout import HEADER_BYTES, RankDigests, RankLayout, RankPart
 from elastictrain.checkpoint.memory.records import compute_digests, load_digests, load_layout, store_digests, store_layout
-from elastictrain.checkpoint.memory.slot import VERSION, Slot, SnapshotFacts, SnapshotFile, snapshot_files
-from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteFiles, teller
+from elastictrain.checkpoint.memory.slot import VERSION, ReadSnapshot, Slot, SnapshotFacts
+from elastictrain.checkpoint.memory_restore import MemoryRestore, RemoteReader, teller
 from elastictrain.checkpoint.saver.commit_protocol import encode_parts
 from elastictrain.checkpoint.verified_read import CheckpointFolder
 from elastictrain.errors import StorageError, TransientStorageError
@@ -87,7 +89,7 @@ def keep(
     return facts
 
 
-def recall_of(folder: Path, *, remote: RemoteFiles | None = None) -> MemoryRestore:
+def recall_of(folder: Path, *, remote: RemoteReader | None = None) -> MemoryRestore:
     return MemoryRestore(str(folder), run=RUN, host=0, speaks_for_host=True, group=None, remote=remote)
 
 
@@ -203,20 +205,23 @@ class Neighbour:
         self.folder = folder
 
     def gather(self, value: JsonValue, *, group: None) -> list[JsonValue]:
-        """What both ranks say: which snapshots they hold, the records of these, or nothing of interest."""
+        """What both ranks say: the records of their snapshots, or nothing of interest."""
         answer: JsonValue = None
-        if isinstance(value, list):
-            answer = [1, [one.to_json() for one in look(str(self.folder), host=1)]]
-        elif isinstance(value, str):
+        if isinstance(value, str):
             answer = encode_parts([self._part(one) for one in look(str(self.folder), host=1)]).decode()
         return [value, answer]
+
+    def gather_records(self, own: Any, *, group: None) -> list[Any]:
+        """Which snapshots both hosts hold."""
+        return [own, replace(own, host=1, held=tuple(look(str(self.folder), host=1)))]
 
     def _part(self, held: Held) -> RankPart:
         digests = load_digests(f"{self.folder}/{held.slot}", held.facts)
         assert digests is not None
         return RankPart(held.facts.rank, load_layout(str(self.folder), held.facts.layout), digests)
 
-    def __call__(self, held: Held, layout: RankLayout) -> Mapping[str, SnapshotFile]:
+    def __call__(self, held: Held) -> ReadSnapshot:
+        layout = load_layout(str(self.folder), held.facts.layout)
         files = layout.files(incarnation=held.facts.incarnation, rank=held.facts.rank)
         headers = {base: file.header for file, base in zip(files, layout.starts, strict=True)} if self._headers else {}
 
@@ -226,7 +231,7 @@ class Neighbour:
                 raise TransientStorageError("host b does not answer")
             buffer[:] = headers[start]
 
-        return snapshot_files(layout, read, incarnation=held.facts.incarnation, rank=held.facts.rank, remote=True)
+        return read
 
 
 @pytest.mark.parametrize("headers", [True, False])
@@ -237,6 +242,7 @@ def test_a_host_that_cannot_be_read_condemns_only_what_it_holds(
     save(bench, 100)
     neighbour = Neighbour(tmp_path / "b", headers=headers)
     monkeypatch.setattr(memory_restore, "gather_json", neighbour.gather)
+    monkeypatch.setattr(memory_restore, "gather_records", neighbour.gather_records)
     keep(tmp_path, 200)
     keep(tmp_path, 300, rank=0, world_size=2, index=1)
     keep(tmp_path, 300, rank=1, world_size=2, kind="replica")

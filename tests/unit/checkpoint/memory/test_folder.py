@@ -3,11 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.bounded_json import MalformedJsonError
 from elastictrain.checkpoint.memory.folder import (
     Held,
     SlotName,
-    held_from_json,
     is_private,
     look,
     make_private,
@@ -70,14 +68,6 @@ def test_only_whole_snapshots_in_their_own_slots_are_seen(tmp_path: Path) -> Non
     found = look(str(tmp_path), host=3)
     assert [(one.host, one.slot, one.facts) for one in found] == [(3, "own-r00000-s0", facts_of(3))]
     assert look(f"{tmp_path}/gone", host=0) == []
-
-
-def test_what_is_told_is_what_was_held() -> None:
-    one = held(facts_of(5, rank=1, world_size=2), host=7)
-    assert held_from_json(one.to_json()) == one
-    for garbled in (None, [1, 2], ["0", "own", {}], [0, "own-r00000-s0", {}]):
-        with pytest.raises(MalformedJsonError):
-            held_from_json(garbled)  # type: ignore[arg-type]
 
 
 def test_names_of_slots() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elastictrain.checkpoint.layout import Item
 from elastictrain.checkpoint.memory.folder import look
@@ -71,7 +72,7 @@ def test_padding_belongs_to_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["files", "headers", "chunks"])
 def test_every_digest_counts(tmp_path: Path, field: str) -> None:
-    digests = replace(PUT.digests, **{field: ("0" * 32, *getattr(PUT.digests, field)[1:])})
+    digests = structs.replace(PUT.digests, **{field: ("0" * 32, *getattr(PUT.digests, field)[1:])})
     with pytest.raises(InvalidCheckpointError):
         take(tmp_path, replace(PUT, digests=digests), DATA)
     assert look(str(tmp_path), host=0) == []

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from elastictrain.checkpoint.memory.budget import HostMemory
 from elastictrain.checkpoint.memory.folder import Held, look
@@ -195,12 +196,16 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
     with host(tmp_path / "b") as b:
         data = fill_slot(b.folder, "own-r00000-s0", facts_of())
         put, _ = put_of(facts_of())
-        chunks = [chunk for one in RankPart(0, LAYOUT, put.digests).written("i00001-aa") for chunk in one.chunks]
+        chunks = [chunk for *_, found in RankPart(0, LAYOUT, put.digests).written("i00001-aa") for chunk in found]
         others = OtherHosts([b.peer], token=TOKEN, limits=LIMITS)
-        source = SnapshotSource("host memory", others(Held(1, "own-r00000-s0", facts_of()), LAYOUT), close=others.close)
+        source = SnapshotSource("host memory")
+        source.resources.callback(others.close)
+        read = others(Held(1, "own-r00000-s0", facts_of()))
+        source.add(LAYOUT, read, incarnation="i00001-aa", rank=0, remote=True)
         taken: list[int] = []
         assert read_chunks(CheckpointFolder(source, ""), chunks, take=lambda chunk, found: taken.append(len(found)), threads=6)  # type: ignore[arg-type]
         assert sum(taken) == sum(chunk.size_bytes for chunk in chunks)
+        assert source.remote
         # A bit that flips in host memory: no frame differs, but the chunk does.
         slot = Slot.make(str(b.folder / "own-r00000-s0"), size_bytes=len(data))
         with slot.data as view:
@@ -213,7 +218,7 @@ def test_verified_reading_from_several_threads(tmp_path: Path) -> None:
 
 def test_a_host_that_is_not_in_the_roster_has_nothing() -> None:
     with pytest.raises(TransientStorageError, match="7"):
-        OtherHosts([], token=TOKEN)(Held(7, "own-r00000-s0", facts_of()), LAYOUT)
+        OtherHosts([], token=TOKEN)(Held(7, "own-r00000-s0", facts_of()))
 
 
 def test_many_read_at_once(tmp_path: Path) -> None:
@@ -322,7 +327,8 @@ def test_a_second_sender_of_the_same_rank_is_refused(tmp_path: Path) -> None:
         assert b.replicas() == {"replica-r00000-s0": 1}
 
 
-HUGE = replace(LAYOUT, items=(replace(LAYOUT.items[0], shape=(2**50, 100), sizes=(2**50, 100)),), chunk_bytes=2**60)
+HUGE_ITEM = structs.replace(LAYOUT.items[0], shape=(2**50, 100), sizes=(2**50, 100))
+HUGE = structs.replace(LAYOUT, items=(HUGE_ITEM,), chunk_bytes=2**60)
 HUGE_PUT = Put(facts_of(layout=HUGE), HUGE, RankDigests(("0" * 32,), ("0" * 32,), ("0" * 32,)))
 
 
