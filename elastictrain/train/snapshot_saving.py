@@ -7,8 +7,8 @@ from elastictrain.checkpoint.exchange import from_first, gather_records
 from elastictrain.checkpoint.memory.choice import Rounds, SlotBook
 from elastictrain.checkpoint.memory.folder import run_folder
 from elastictrain.checkpoint.saver.final_save import KEPT_S
-from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure
+from elastictrain.checkpoint.saver.link import News, SaverLink
+from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
 from elastictrain.checkpoint.snapshots import Snapshots
 from elastictrain.checkpoint.tensor_bytes import local_part
 from elastictrain.errors import CheckpointError
@@ -239,27 +239,26 @@ class SnapshotSaving:
 
     def _take_news(self) -> None:
         """What has become of saves since this was asked before: rank 0 alone knows, and tells."""
-        failures, saved, slow = self._link.take_failures(), self._link.take_saved(), self._link.take_slow()
+        news = self._link.take_news()
         if not self._first:
             return
-        for save in slow:
-            trouble = f" ({save.trouble})" if save.trouble else ""
-            text = f"step {save.step}: the checkpoint is not written yet after {save.seconds} s{trouble}"
-            self._synchronous.observer.print_line(text)
-        self._note_saved(saved)
+        self._note_saved(news)
         # What is newer than a success came after it.
-        fates: list[Saved | SaveFailure] = [*failures, *saved]
-        for one in sorted(fates, key=lambda fate: fate.step):
-            if isinstance(one, Saved):
+        for one in sorted(news, key=lambda one: one.step):
+            if isinstance(one, SlowSave):
+                trouble = f" ({one.trouble})" if one.trouble else ""
+                text = f"step {one.step}: the checkpoint is not written yet after {one.seconds} s{trouble}"
+                self._synchronous.observer.print_line(text)
+            elif isinstance(one, Saved):
                 self._told_failures = 0
-                continue
-            self._told_failures += 1
-            self._last_error = one.error
-            self._synchronous.tell_failure(one.step, error=one.error, in_a_row=self._told_failures)
+            else:
+                self._told_failures += 1
+                self._last_error = one.error
+                self._synchronous.tell_failure(one.step, error=one.error, in_a_row=self._told_failures)
 
-    def _note_saved(self, saved: Sequence[Saved]) -> None:
-        if saved:
-            self._saved_step = max(self._saved_step, *(one.step for one in saved))
+    def _note_saved(self, news: Sequence[News]) -> None:
+        if steps := [one.step for one in news if isinstance(one, Saved)]:
+            self._saved_step = max(self._saved_step, *steps)
             self._synchronous.context.job.committed(self._saved_step)
 
     def _save_through(self, place: int, step: int, reason: SaveReason) -> LeaveDecision:
@@ -314,9 +313,10 @@ class SnapshotSaving:
         # A host without a saver writes nothing, and the first host would wait for it until its limit.
         saved, error = False, self._link.broken
         if self._first:
-            self._note_saved(self._link.take_saved())
+            news = self._link.take_news()
+            self._note_saved(news)
             saved, error = self._saved_step >= step, ""
-            for failure in [] if saved else self._link.take_failures():
+            for failure in [one for one in news if isinstance(one, SaveFailure) and not saved]:
                 if failure.step == step:
                     error = failure.error
                     break

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeAlias
 
 import msgspec
 
@@ -15,6 +16,7 @@ from elastictrain.checkpoint.saver.messages import (
     MessageLines,
     Saved,
     SaveFailure,
+    SlowSave,
     SnapshotTaken,
     ToSaver,
     ToWorker,
@@ -31,23 +33,30 @@ _ANSWER_S = 30.0
 """How long a saver may take to start, or the one before it to end."""
 
 
+News: TypeAlias = Saved | SaveFailure | SlowSave
+
+
 class PendingSaves:
     """What one worker's snapshots still wait for, and what became of them. Pure; not for several threads at once."""
 
     def __init__(self) -> None:
-        # Steps that the saver has not looked at yet, by slot.
         self._unseen: dict[int, int] = {}
-        # Steps whose slots it still needs.
+        """Steps that the saver has not looked at yet, by slot."""
+
         self._unreleased: set[int] = set()
-        # Steps that are to be durable, and since when.
+        """Steps whose slots it still needs."""
+
         self._unsaved: dict[int, float] = {}
-        # The step that was announced last, by slot.
+        """Steps that are to be durable, and since when."""
+
         self._in_slot: dict[int, int] = {}
-        # Steps that a saver had written, and its successor finds in their slots unless something newer is on its way there;
-        # with the reason that they have failed in that case.
+        """The step that was announced last, by slot."""
+
         self._left_over: dict[int, str] = {}
-        self.saved_checkpoints: list[Saved] = []
-        self.failures: list[SaveFailure] = []
+        """Steps that a saver had written, and its successor finds in their slots unless something newer is on its way there;
+        with the reason that they have failed in that case."""
+
+        self.news: list[News] = []
 
     def announce(self, slot: int, step: int, *, durable: bool, now_s: float) -> SnapshotTaken:
         """A snapshot is whole: the message to the saver."""
@@ -58,11 +67,11 @@ class PendingSaves:
         if durable:
             self._unreleased.add(step)
             self._unsaved[step] = now_s
-        return self._announcement(slot, step)
+        return SnapshotTaken(slot, step, durable=step in self._unreleased)
 
     def announcements(self) -> list[SnapshotTaken]:
         """The messages to a saver that was not there before."""
-        return [self._announcement(slot, step) for slot, step in self._unseen.items()]
+        return [SnapshotTaken(slot, step, durable=step in self._unreleased) for slot, step in self._unseen.items()]
 
     def needs(self, slot: int, step: int) -> bool:
         """Whether the saver still has to look at a snapshot, or to write it."""
@@ -82,7 +91,7 @@ class PendingSaves:
     def saved(self, saved: Saved) -> None:
         """A step is durable. Older ones are over, too: their outcome was sent while this worker was not connected."""
         if saved.step in self._unsaved:
-            self.saved_checkpoints.append(saved)
+            self.news.append(saved)
         for step in [step for step in {*self._unsaved, *self._unreleased} if step <= saved.step]:
             self._finished(step)
 
@@ -90,7 +99,7 @@ class PendingSaves:
         """It will not be."""
         if failure.step in self._unsaved:
             self._finished(failure.step)
-            self.failures.append(failure)
+            self.news.append(failure)
 
     def overdue(self, *, now_s: float, limit_s: float) -> int | None:
         """A step that should have been durable long since."""
@@ -98,11 +107,9 @@ class PendingSaves:
 
     def give_up(self, reason: str) -> None:
         """Nobody will look at what is waiting."""
-        self._unseen.clear()
-        self.failures += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
-        self._unreleased.clear()
-        self._unsaved.clear()
-        self._left_over.clear()
+        self.news += [SaveFailure(step, reason) for step in sorted({*self._unreleased, *self._unsaved})]
+        for left in (self._unseen, self._unreleased, self._unsaved, self._left_over):
+            left.clear()
 
     def succeed(self, reason: str) -> None:
         """Another saver has come: what was written and not committed it knows of only if it is still in its slot."""
@@ -117,9 +124,6 @@ class PendingSaves:
         self._unreleased.discard(step)
         self._unsaved.pop(step, None)
         self._left_over.pop(step, None)
-
-    def _announcement(self, slot: int, step: int) -> SnapshotTaken:
-        return SnapshotTaken(slot, step, durable=step in self._unreleased)
 
 
 class SaverLink:
@@ -149,7 +153,6 @@ class SaverLink:
         self._switch: messages.ReplicateSwitch | None = None
         self._roster_known = False
         self._pending_saves = PendingSaves()
-        self._slow: list[messages.SlowSave] = []
         self.replicates = False
         self._sending: int | None = None
         self._sending_failed = False
@@ -231,28 +234,16 @@ class SaverLink:
         with self._changed:
             return self._pending_saves.needs(slot, step)
 
-    def take_saved(self) -> list[Saved]:
-        """What was committed since the last call."""
-        with self._changed:
-            saved, self._pending_saves.saved_checkpoints = self._pending_saves.saved_checkpoints, []
-            return saved
-
-    def take_failures(self) -> list[SaveFailure]:
-        """What failed since the last call."""
+    def take_news(self) -> list[News]:
+        """What was committed, has failed or takes long, since the last call."""
         with self._changed:
             limit_s = self._config.save_timeout_s
             overdue = self._pending_saves.overdue(now_s=self._clock(), limit_s=limit_s)
             if overdue is not None and not self.broken:
                 # It hangs, or its storage does. To wait on would be to train without checkpoints, and without a warning.
                 self._break(f"step {overdue} was not durable within {limit_s:g} s")
-            failures, self._pending_saves.failures = self._pending_saves.failures, []
-            return failures
-
-    def take_slow(self) -> list[messages.SlowSave]:
-        """Saves that take long, since the last call."""
-        with self._changed:
-            slow, self._slow = self._slow, []
-            return slow
+            news, self._pending_saves.news = self._pending_saves.news, []
+            return news
 
     def wait_for_news(self, timeout_s: float) -> None:
         """Until something was saved, failed or released, or the time is over."""
@@ -371,8 +362,8 @@ class SaverLink:
                     self._pending_saves.failed(message)
                 case messages.ReplicasSent() if self._sending == message.step:
                     self._sending, self._sending_failed = None, not message.whole
-                case messages.SlowSave():
-                    self._slow.append(message)
+                case SlowSave():
+                    self._pending_saves.news.append(message)
             self._changed.notify_all()
         if isinstance(message, messages.SaverWelcome) and self._starts:
             # Not with the condition held: storage that hangs would stop whoever asks what the saver needs.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastictrain.checkpoint.checkpointer import Checkpointer
-from elastictrain.checkpoint.saver.link import SaverLink
+from elastictrain.checkpoint.saver.link import News, SaverLink
 from elastictrain.checkpoint.saver.messages import OldSlots, Saved, SaveFailure, SlowSave
 from elastictrain.checkpoint.snapshots import SlotStatus, Snapshots
 from elastictrain.errors import CheckpointError, ReplicasDivergedError, SavesFailingError, StorageError
@@ -116,16 +116,9 @@ class FakeLink:
         self.sent.append(step)
         self.sends = (True, False)
 
-    def take_saved(self) -> list[Saved]:
-        taken, self.saved = self.saved, []
-        return taken
-
-    def take_failures(self) -> list[SaveFailure]:
-        taken, self.failures = self.failures, []
-        return taken
-
-    def take_slow(self) -> list[SlowSave]:
-        taken, self.slow = self.slow, []
+    def take_news(self) -> list[News]:
+        taken: list[News] = [*self.failures, *self.saved, *self.slow]
+        self.failures, self.saved, self.slow = [], [], []
         return taken
 
     def sending(self) -> tuple[bool, bool]:
@@ -411,8 +404,7 @@ def test_what_the_saver_wants_to_be_told_is_told() -> None:
 def test_a_save_that_cannot_be_put_off_is_tried_again() -> None:
     one = stage()
     one.link.failures = [SaveFailure(9, "503")]
-    saved = iter([[], [Saved(9, "step-9", 8)]])
-    one.link.take_saved = lambda: next(saved)  # type: ignore[method-assign]
+    one.link.news = [lambda: None, lambda: one.link.saved.append(Saved(9, "step-9", 8))]
     one.saving.save_now(9, INTERVAL)
     assert one.snapshots.began == [(0, 9, "interval"), (1, 9, "interval")]
     assert [event.error for event in one.events if isinstance(event, CheckpointFailed)] == ["503"]

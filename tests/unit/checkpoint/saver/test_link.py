@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastictrain.checkpoint.saver.link import SaverLink
-from elastictrain.checkpoint.saver.messages import MessageLines, StepTook, WorkerHello, encode
+from elastictrain.checkpoint.saver.link import News, SaverLink
+from elastictrain.checkpoint.saver.messages import MessageLines, Saved, SaveFailure, StepTook, WorkerHello, encode
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.errors import CheckpointError
 from elastictrain.events import Event, KeeperLost, KeeperStarted
@@ -109,6 +109,13 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
+def news_of(link: SaverLink, count: int = 1) -> list[News]:
+    """What the link has to tell, once it is so much."""
+    news: list[News] = []
+    until(lambda: news.extend(link.take_news()) or len(news) >= count)
+    return news
+
+
 def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, saver: FakeSaver) -> None:
     with linked(folder) as (link, _):
         link.wait(5)
@@ -120,12 +127,11 @@ def test_a_snapshot_is_needed_until_it_was_seen_and_released(folder: Path, saver
         saver.send({"op": "seen", "slot": 1, "step": 29})
         saver.send({"op": "released", "step": 30})
         saver.send({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
-        until(lambda: link._pending_saves.saved_checkpoints)
+        assert news_of(link) == [Saved(30, "c", 5)]
         assert link.needs(1, 30), "another one was seen"
         saver.send({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
-        assert [(one.step, one.checkpoint, one.bytes) for one in link.take_saved()] == [(30, "c", 5)]
-        assert link.take_saved() == []
+        assert link.take_news() == []
     until(lambda: "bye" in saver.ops())
 
 
@@ -140,7 +146,7 @@ def test_who_is_told_no_more_of_a_step_does_not_wait_for_it(folder: Path, saver:
         saver.send({"op": "seen", "slot": 1, "step": 30})
         until(lambda: not link.needs(1, 30))
         now[0] += 1000
-        assert link.take_failures() == []
+        assert link.take_news() == []
         assert not link.broken
 
 
@@ -156,12 +162,11 @@ def test_a_step_that_was_written_and_not_committed_has_failed_when_its_saver_is_
         until(lambda: not link.needs(0, 30))
         link.announce(0, 32, durable=False)
         saver.hang_up()
-        until(lambda: saver.ops().count("hello") == 2 and link._welcomed)
-        assert link.take_failures() == [], "the same saver"
+        until(lambda: saver.ops().count("snapshot") == 5)
+        assert link.take_news() == [], "the same saver"
         link.pid = 1
         saver.hang_up()
-        until(lambda: link._pending_saves.failures)
-        assert [(one.step, one.error) for one in link.take_failures()] == [(30, "its saver ended before it was committed")]
+        assert news_of(link) == [SaveFailure(30, "its saver ended before it was committed")]
         assert link.needs(1, 31)
 
 
@@ -171,9 +176,8 @@ def test_a_failure_is_told_once(folder: Path, saver: FakeSaver) -> None:
         link.announce(0, 30, durable=True)
         until(lambda: "snapshot" in saver.ops())
         saver.send({"op": "failed", "step": 30, "error": "full"})
-        until(lambda: link._pending_saves.failures)
-        assert [(one.step, one.error) for one in link.take_failures()] == [(30, "full")]
-        assert link.take_failures() == []
+        assert news_of(link) == [SaveFailure(30, "full")]
+        assert link.take_news() == []
 
 
 def test_a_successor_is_told_what_its_predecessor_knew(folder: Path, saver: FakeSaver) -> None:
@@ -230,7 +234,7 @@ def test_a_refusal_is_final(folder: Path) -> None:
         until(lambda: link.broken)
         assert "it refuses this worker: incarnation 1 is past" in link.broken
         assert not link.needs(0, 30)
-        assert [one.step for one in link.take_failures()] == [30]
+        assert [one.step for one in link.take_news()] == [30]
         with pytest.raises(CheckpointError, match="refuses this worker"):
             link.wait(1)
         time.sleep(0.1)
@@ -238,7 +242,7 @@ def test_a_refusal_is_final(folder: Path) -> None:
         assert events == []
         link.announce(1, 31, durable=True)
         assert not link.needs(1, 31)
-        assert [one.step for one in link.take_failures()] == [31]
+        assert [one.step for one in link.take_news()] == [31]
     quiet.end()
 
 
@@ -262,10 +266,10 @@ def test_a_saver_that_hangs_is_given_up_when_a_save_is_overdue(folder: Path, sav
         link.announce(0, 30, durable=True)
         link.announce(1, 31, durable=False)
         now[0] += 59
-        assert link.take_failures() == []
+        assert link.take_news() == []
         assert not link.broken
         now[0] += 2
-        assert [one.step for one in link.take_failures()] == [30]
+        assert [one.step for one in link.take_news()] == [30]
         assert link.broken == "step 30 was not durable within 60 s"
         assert not link.needs(0, 30)
         assert not link.needs(1, 31)
@@ -283,9 +287,9 @@ def test_what_was_saved_or_failed_is_not_overdue(folder: Path, saver: FakeSaver)
         until(lambda: saver.ops().count("snapshot") == 2)
         saver.send({"op": "saved", "step": 30, "checkpoint": "c", "bytes": 5})
         saver.send({"op": "failed", "step": 31, "error": "full"})
-        until(lambda: link._pending_saves.failures)
+        assert news_of(link, 2) == [Saved(30, "c", 5), SaveFailure(31, "full")]
         now[0] += 1000
-        assert [one.error for one in link.take_failures()] == ["full"]
+        assert link.take_news() == []
         assert not link.broken
 
 

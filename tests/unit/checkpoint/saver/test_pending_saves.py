@@ -1,10 +1,10 @@
-from elastictrain.checkpoint.saver.link import PendingSaves
+from elastictrain.checkpoint.saver.link import News, PendingSaves
 from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SnapshotTaken
 
 
-def failures_of(books: PendingSaves) -> list[SaveFailure]:
-    failures, books.failures = books.failures, []
-    return failures
+def failures_of(books: PendingSaves) -> list[News]:
+    news, books.news = books.news, []
+    return [one for one in news if isinstance(one, SaveFailure)]
 
 
 def test_a_successor_is_told_what_nobody_has_looked_at_and_whether_it_is_still_to_be_written() -> None:
@@ -93,7 +93,7 @@ def test_what_became_of_a_step_is_told_once_however_often_it_is_heard() -> None:
     books.announce(0, 10, durable=True, now_s=0.0)
     for _ in range(3):
         books.saved(Saved(10, "c", 5))
-    assert books.saved_checkpoints == [Saved(10, "c", 5)]
+    assert books.news == [Saved(10, "c", 5)]
 
 
 def test_a_save_settles_what_came_before_it() -> None:
