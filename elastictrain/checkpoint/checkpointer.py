@@ -4,7 +4,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
@@ -16,22 +16,21 @@ from elastictrain.checkpoint.candidate_search import FRESH_START, IN_MEMORY, Can
 from elastictrain.checkpoint.earlier_commits import InMemory, JobMemory
 from elastictrain.checkpoint.exchange import describe, from_first, gather_bytes, gather_json, revive
 from elastictrain.checkpoint.folders import ROOT, Listing, Reject, clear_target, discard_files, list_checkpoints
-from elastictrain.checkpoint.lineage import Fence, Lineage, ResumeOrigin
+from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue, Manifest
-from elastictrain.checkpoint.manifest_format import check_manifest, parse_manifest
+from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.folder import Held, SnapshotSet
 from elastictrain.checkpoint.memory.layout import RankLayout, RankPart
 from elastictrain.checkpoint.memory_restore import MemoryRestore, Recalled, ranks_of_files
 from elastictrain.checkpoint.reader import load
-from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.saver.commit_protocol import decode_parts, encode_parts
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.checkpoint.tensor_bytes import local_part, own_items, reader_of
 from elastictrain.checkpoint.verified_read import CheckpointFolder
-from elastictrain.checkpoint.writer import build_manifest, check_files, commit, write_files
+from elastictrain.checkpoint.writer import Committer, write_files
 from elastictrain.config.composed import CheckpointGroup
 from elastictrain.errors import CheckpointError, ConfigError, ElasticTrainError, LeaseLostError, StorageError
-from elastictrain.events import CheckpointRejected, CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.events import CheckpointRejected, CheckpointSaved, Event
 from elastictrain.lease.chain import Starts
 from elastictrain.storage.store import Store
 from elastictrain.version import __version__
@@ -104,8 +103,7 @@ class Checkpointer:
         self._listing = Listing((), begun=False)
         """As rank 0 found things before it saved."""
         keep_last, keep_every = self.options.keep_last, self.options.keep_every
-        self._pruner = Pruner(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
-        self._fence = Fence(self.store)
+        self._committer = Committer(self.store, keep_last=keep_last, keep_every=keep_every, signing=self.signing)
 
     def save(self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, JsonValue], reason: str) -> SaveResult:
         """Writes and commits a checkpoint; synchronous. Collective: yes.
@@ -135,13 +133,17 @@ class Checkpointer:
         )
 
         def conclude() -> bytes:
-            manifest = self._commit(folder, facts, parts, names=tensors.keys())
+            of_ranks = (part for data in parts for part in decode_parts(data, where=folder))
+            try:
+                manifest = self._committer.commit(of_ranks, facts=facts, folder=folder, names=tensors.keys())
+            except LeaseLostError:
+                raise
+            except Exception as error:
+                raise save_error({0: revive(describe(error))}, url=f"{self.store.url}/{ROOT}/{folder}") from error
             seconds = {"prepare": prepared - began, "write": wrote - prepared, "commit": time.monotonic() - wrote}
             size_bytes = manifest.size_bytes
             self.record(CheckpointSaved(step=step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds))
-            pruned = self._pruner.tidy(folder, manifest=manifest, listing=self._listing, time_s=self.clock(), fence=self._fence)
-            if pruned:
-                self.record(CheckpointsPruned(checkpoints=pruned))
+            self._committer.tidy(folder, manifest, listing=self._listing, time_s=self.clock(), record=self.record)
             return json.dumps([size_bytes, seconds]).encode()
 
         size_bytes, seconds = json.loads(from_first(conclude, group=self.group))
@@ -182,29 +184,6 @@ class Checkpointer:
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         raise save_error(failures, url=f"{self.store.url}/{ROOT}/{folder}")
-
-    def _commit(self, folder: str, facts: Manifest, parts: Sequence[bytes], *, names: Set[str]) -> Manifest:
-        """On rank 0. Raises: LeaseLostError, CheckpointError, StorageError."""
-        committing = False
-        try:
-            all_parts = [part for data in parts for part in decode_parts(data, where=folder)]
-            manifest = build_manifest(all_parts, facts=facts)
-            if lost := sorted(manifest.tensors.keys() ^ names):
-                raise CheckpointError(f"not all ranks have the same tensors: {', '.join(lost)}")
-            check_manifest(manifest)
-            check_files(self.store, manifest, folder=folder)
-            self._fence.check(self.incarnation, step=facts.step)
-            committing = True
-            commit(self.store, manifest, folder=folder, signing=self.signing)
-        except LeaseLostError:
-            self._discard(folder)
-            raise
-        except Exception as error:
-            # Once the commit has begun, the manifest may be there.
-            if not committing:
-                self._discard(folder)
-            raise save_error({0: revive(describe(error))}, url=f"{self.store.url}/{ROOT}/{folder}") from error
-        return manifest
 
     def _discard(self, folder: str) -> bytes:
         """On rank 0: deletes what a failed save of this incarnation wrote; all ranks have stopped writing."""

@@ -3,14 +3,16 @@
 Free of torch: bytes come from a `ByteSource`. Synchronous saves and the saver both write here.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 
 import xxhash
 
-from elastictrain.checkpoint.folders import ROOT, key_of, read_listing
+from elastictrain.checkpoint.folders import ROOT, Listing, discard_files, key_of, read_listing
 from elastictrain.checkpoint.layout import Item, ShardFile
+from elastictrain.checkpoint.lineage import Fence
 from elastictrain.checkpoint.manifest import (
     MANIFEST_NAME,
     ChunkRecord,
@@ -20,10 +22,12 @@ from elastictrain.checkpoint.manifest import (
     digest_of,
     sha256_of,
 )
-from elastictrain.checkpoint.manifest_format import encode_manifest
+from elastictrain.checkpoint.manifest_format import check_manifest, encode_manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
+from elastictrain.checkpoint.retention import Pruner
 from elastictrain.checkpoint.signing import SigningKey
 from elastictrain.errors import CheckpointError, ObjectExistsError, StorageError, TransientStorageError
+from elastictrain.events import CheckpointsPruned, Event
 from elastictrain.storage.store import Store
 
 FILES_AT_ONCE = 4
@@ -105,6 +109,47 @@ def check_files(store: Store, manifest: Manifest, *, folder: str) -> None:
             )
 
 
+class Committer:
+    """Makes the files of all ranks a checkpoint, and removes what is of no use then. For all saves of one process."""
+
+    def __init__(self, store: Store, *, keep_last: int, keep_every: int, signing: SigningKey | None = None) -> None:
+        """`signing` signs what is saved."""
+        self._store = store
+        self._signing = signing
+        self._pruner = Pruner(store, keep_last=keep_last, keep_every=keep_every, signing=signing)
+        self._fence = Fence(store)
+
+    def commit(self, parts: Iterable[RankPart], *, facts: Manifest, folder: str, names: Set[str] | None = None) -> Manifest:
+        """Commit what all ranks wrote; `names`: of all tensors, where they are known. Where that fails before the manifest may
+        be there, what this incarnation wrote is deleted.
+
+        Raises: LeaseLostError, CheckpointError, StorageError.
+        """
+        committing = False
+        try:
+            manifest = build_manifest(parts, facts=facts)
+            if names is not None and (lost := sorted(manifest.tensors.keys() ^ names)):
+                raise CheckpointError(f"not all ranks have the same tensors: {', '.join(lost)}")
+            check_manifest(manifest)
+            check_files(self._store, manifest, folder=folder)
+            self._fence.check(facts.incarnation, step=facts.step)
+            committing = True
+            commit(self._store, manifest, folder=folder, signing=self._signing)
+        except BaseException:
+            if not committing:
+                discard_files(self._store, folder, incarnation=facts.incarnation)
+            raise
+        return manifest
+
+    def tidy(
+        self, folder: str, manifest: Manifest, *, listing: Listing, time_s: float, record: Callable[[Event], None]
+    ) -> None:
+        """After a commit: prune what it supersedes. `listing` is how things were found before the save."""
+        pruned = self._pruner.tidy(folder, manifest=manifest, listing=listing, time_s=time_s, fence=self._fence)
+        if pruned:
+            record(CheckpointsPruned(checkpoints=pruned))
+
+
 def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey | None = None) -> None:
     """Creates the manifest, signed if there is a key. After an error it may be there or not.
 
@@ -117,14 +162,9 @@ def commit(store: Store, manifest: Manifest, *, folder: str, signing: SigningKey
     except (ObjectExistsError, TransientStorageError):
         # The answer to a create that succeeded can be lost; its repetition then finds the object there. Only its bytes tell
         # whether it is ours.
-        if not _holds(store, key, raw):
-            raise
+        with suppress(StorageError):
+            if store.read(key, end=len(raw) + 1) == raw:
+                return
+        raise
     if store.read(key, end=len(raw) + 1) != raw:
         raise CheckpointError(f"{store.url}/{key} does not read back as it was written")
-
-
-def _holds(store: Store, key: str, raw: bytes) -> bool:
-    try:
-        return store.read(key, end=len(raw) + 1) == raw
-    except StorageError:
-        return False

@@ -47,11 +47,6 @@ def pending_folder(incarnation: str, step: int) -> str:
     return f"{PENDING}/{incarnation}-{step:09d}"
 
 
-def begin_key(incarnation: str, step: int) -> str:
-    """Says which folder the files go to."""
-    return f"{pending_folder(incarnation, step)}/begin.json"
-
-
 def steps_begun(keys: Iterable[str], *, incarnation: str) -> list[int]:
     """The steps of an incarnation for which `begin` is there, oldest first."""
     steps = []
@@ -160,8 +155,10 @@ class CommitProtocol:
         self._incarnation = incarnation
         self._step = step
         self._first_rank = first_rank
-        self._attempt = ""
+        self._folder = pending_folder(incarnation, step)
         self._clock = clock
+        self.attempt = ""
+        """Names the attempt that was begun; empty before that."""
 
     def prepare(self, choose: Callable[[], str], *, over: Container[str] = ()) -> str:
         """As the leader: tell where files go; the folder that `choose` returns, unless this save has begun already.
@@ -175,8 +172,8 @@ class CommitProtocol:
             begun = None
         if begun is None:
             begun = CommitAttempt(choose(), secrets.token_hex(4))
-            self._store.write(begin_key(self._incarnation, self._step), encode_record(begun))
-        self._attempt = begun.attempt
+            self._store.write(f"{self._folder}/begin.json", encode_record(begun))
+        self.attempt = begun.attempt
         return begun.folder
 
     def wait_for_prepared(
@@ -201,45 +198,42 @@ class CommitProtocol:
 
         Raises: CheckpointError if it will not begin any more; StorageError.
         """
-
         begun = self._begun(over)
-        if begun is None and self._is_past():
+        if begun is None:
+            # The leader saves one step after the other: it will not begin one that is older than what it has begun.
+            steps = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
+            if all(step <= self._step for step in steps):
+                return None
             # The last look may have been a moment too early.
             begun = self._begun(over)
-            if begun is None:
-                raise CheckpointError(f"the host of rank 0 is past step {self._step}")
         if begun is None:
-            return None
-        self._attempt = begun.attempt
+            raise CheckpointError(f"the host of rank 0 is past step {self._step}")
+        self.attempt = begun.attempt
         return begun.folder
 
     def acknowledge(self, parts: Sequence[RankPart]) -> None:
         """This host's files are durable. Raises: StorageError."""
-        key = self._answer_key("host")
+        key = f"{self._folder}/host-{self._first_rank:05d}-{self.attempt}.json"
         self._store.write(key, encode_parts(parts, key=key, signing=self._signing))
 
     def report_failure(self, reason: str) -> None:
         """This host cannot write its files; reported if the store lets it."""
         try:
-            self._store.write(self._answer_key("failed"), encode_record(_FailureReason(reason)))
+            key = f"{self._folder}/failed-{self._first_rank:05d}-{self.attempt}.json"
+            self._store.write(key, encode_record(_FailureReason(reason)))
         except StorageError as error:
             logger.warning("cannot notify the other hosts: %s", error)
-
-    @property
-    def attempt(self) -> str:
-        """Names the attempt that was begun; empty before that."""
-        return self._attempt
 
     def refuse(self, reason: str, *, over: Container[str] = ()) -> None:
         """This host has no part in a step that was begun; never raises. In an attempt that is `over` its answer stands."""
         try:
-            begun = None if self._attempt else self._begun(over)
+            begun = None if self.attempt else self._begun(over)
         except (StorageError, InvalidCheckpointError) as error:
             logger.warning("the first host waits in vain for step %d: %s", self._step, error)
             return
         if begun is not None:
-            self._attempt = begun.attempt
-        if self._attempt:
+            self.attempt = begun.attempt
+        if self.attempt:
             self.report_failure(reason)
 
     def wait_for_acknowledgements(
@@ -255,9 +249,9 @@ class CommitProtocol:
         def look() -> bool | None:
             if not missing_ranks(parts, world_size=world_size):
                 return True
-            for info in list(self._store.list(pending_folder(self._incarnation, self._step))):
+            for info in list(self._store.list(self._folder)):
                 answer = _ANSWER.fullmatch(info.key.rpartition("/")[2])
-                if answer is None or answer[3] != self._attempt or info.key in read:
+                if answer is None or answer[3] != self.attempt or info.key in read:
                     continue
                 if answer[1] == "failed":
                     raise CheckpointError(f"the host of rank {int(answer[2])} could not save: {self._reason(info.key)}")
@@ -281,21 +275,13 @@ class CommitProtocol:
             for info in list(self._store.list(PENDING)):
                 folder = info.key.removeprefix(f"{PENDING}/").partition("/")[0]
                 # Incarnations are numbered: names below ours are of the past.
-                if folder <= f"{self._incarnation}-{self._step:09d}":
+                if f"{PENDING}/{folder}" <= self._folder:
                     self._store.delete(info.key)
         except StorageError as error:
             logger.warning("what hosts wrote to each other could not be deleted yet: %s", error)
 
-    def _is_past(self) -> bool:
-        """The leader saves one step after the other: it will not begin one that is older than what it has begun."""
-        begun = steps_begun((info.key for info in self._store.list(PENDING)), incarnation=self._incarnation)
-        return any(step > self._step for step in begun)
-
-    def _answer_key(self, kind: str) -> str:
-        return f"{pending_folder(self._incarnation, self._step)}/{kind}-{self._first_rank:05d}-{self._attempt}.json"
-
     def _begun(self, over: Container[str]) -> CommitAttempt | None:
-        key = begin_key(self._incarnation, self._step)
+        key = f"{self._folder}/begin.json"
         try:
             begun = parse_record(read_bounded(self._store, key), CommitAttempt)
         except ObjectNotFoundError:
@@ -331,50 +317,24 @@ class RefusedSave:
     reason: str
     deadline: Deadline
 
+    def report(self, store: Store, *, over: set[str], since_s: float) -> bool:
+        """Tell the leader, if it has begun an attempt that is not `over`; that attempt is over from then on.
 
-class RefusedSaves:
-    """All methods but `shorten_deadline` are called in the writer's thread."""
-
-    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
-        self._clock = clock
-        self._refused: dict[tuple[str, int], tuple[RefusedSave, CommitProtocol, float]] = {}
-        """By incarnation and step: several ranks may lack it. The times are of the refusals."""
-
-    def __bool__(self) -> bool:
-        return bool(self._refused)
-
-    def add(self, refused: RefusedSave) -> None:
-        """One more; the leader is told by the next `report` that finds its step begun."""
-        key = (refused.incarnation, refused.step)
-        protocol = CommitProtocol(self._store, *key, first_rank=refused.first_rank, clock=self._clock)
-        self._refused[key] = (refused, protocol, self._clock())
-
-    def shorten_deadline(self) -> None:
-        """The group that took the snapshots is gone."""
-        for refused, _, _ in list(self._refused.values()):
-            refused.deadline.shorten()
-
-    def drop(self, incarnation: str, step: int) -> None:
-        """This host has the step after all."""
-        self._refused.pop((incarnation, step), None)
-
-    def report(self, *, over: set[str]) -> None:
-        """Tell the leader of what it has begun, in attempts that are not `over`, which those are from then on."""
-        for key, (refused, protocol, since_s) in list(self._refused.items()):
-            may_begin = refused.deadline.left_s(since_s) > 0
-            try:
-                if protocol.find_prepared(over=over) is not None:
-                    protocol.report_failure(refused.reason)
-                    over.add(protocol.attempt)
-                    may_begin = False
-            except StorageError as error:
-                logger.warning("cannot see yet whether step %d was begun: %s", refused.step, error)
-            except ElasticTrainError:
-                may_begin = False
-            except Exception:
-                # The edge of the thread: the next saves are more than this report.
-                logger.exception("the leader cannot be told of step %d", refused.step)
-                may_begin = False
-            if not may_begin:
-                del self._refused[key]
+        Returns whether nothing is left to be told: the leader knows, or begins no more.
+        """
+        done = self.deadline.left_s(since_s) <= 0
+        protocol = CommitProtocol(store, self.incarnation, self.step, first_rank=self.first_rank)
+        try:
+            if protocol.find_prepared(over=over) is not None:
+                protocol.report_failure(self.reason)
+                over.add(protocol.attempt)
+                done = True
+        except StorageError as error:
+            logger.warning("cannot see yet whether step %d was begun: %s", self.step, error)
+        except ElasticTrainError:
+            done = True
+        except Exception:
+            # The edge of the thread: the next saves are more than this report.
+            logger.exception("the leader cannot be told of step %d", self.step)
+            done = True
+        return done

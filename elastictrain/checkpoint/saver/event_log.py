@@ -62,13 +62,18 @@ SLOW_S = 20.0
 """A save that takes longer is reported; large ones on slow disks may."""
 
 
-class SlowSaves:
-    """Watches the save that is under way."""
+class SlowSaves(logging.Handler):
+    """Watches the save that is under way, and keeps the newest warning of storage."""
 
     def __init__(self) -> None:
+        super().__init__(level=logging.WARNING)
         self._told_step = -1
-        self._trouble = LastStorageWarning()
-        logging.getLogger("elastictrain.storage").addHandler(self._trouble)
+        self._warning: str | None = None
+        logging.getLogger("elastictrain.storage").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self._warning = record.getMessage()
 
     def look(self, under_way: tuple[SaveJob, float] | None) -> CheckpointSlow | None:
         """The event of a job that has been carried out for so many seconds, once for each; None: nothing to report."""
@@ -79,24 +84,5 @@ class SlowSaves:
         if seconds < SLOW_S or self._told_step == job.step:
             return None
         self._told_step = job.step
-        return CheckpointSlow(step=job.step, seconds=seconds, trouble=self._trouble.take())
-
-
-class LastStorageWarning(logging.Handler):
-    """A log handler that keeps the newest warning."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.WARNING)
-        self._guard = threading.Lock()
-        self._text: str | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep it."""
-        with self._guard:
-            self._text = record.getMessage()
-
-    def take(self) -> str | None:
-        """The newest warning since the last call, if there is one."""
-        with self._guard:
-            text, self._text = self._text, None
-            return text
+        trouble, self._warning = self._warning, None
+        return CheckpointSlow(step=job.step, seconds=seconds, trouble=trouble)

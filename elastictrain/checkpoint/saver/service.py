@@ -24,7 +24,7 @@ from elastictrain.checkpoint.saver.pending_snapshots import (
 )
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.saver.replication import ReplicaService
-from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
+from elastictrain.checkpoint.saver.snapshot_writer import SaveOutcome, SnapshotWriter
 from elastictrain.checkpoint.signing import SigningKey, proof_of
 from elastictrain.errors import InvalidCheckpointError
 from elastictrain.storage.store import Store
@@ -74,12 +74,8 @@ class SaverService:
         self._writer = SnapshotWriter(
             store,
             config,
-            SaveCallbacks(
-                record=self._event_logs.record,
-                written=lambda job: self._later(lambda: self._release(job)),
-                saved=lambda job, name, size: self._later(lambda: self._on_saved(job, name, size)),
-                failed=lambda job, error, cause: self._later(lambda: self._on_failed(job, error, cause)),
-            ),
+            record=self._event_logs.record,
+            report=lambda job, outcome, cause: self._later(lambda: self._on_outcome(job, outcome, cause)),
             signing=signing,
         )
         self._replicas = ReplicaService(
@@ -100,7 +96,11 @@ class SaverService:
             self._workers.turn(_TURN_S)
             while self._tasks:
                 self._tasks.popleft()()
-            self._watch_save()
+            under_way = self._writer.under_way
+            slow = self._slow.look(under_way)
+            if under_way is not None and slow is not None:
+                self._event_logs.record(under_way[0].incarnation, slow)
+                self._workers.send_all(messages.SlowSave(slow.step, round(slow.seconds), slow.trouble or ""))
             if self._ever and not self._workers.connections and not self._workers.agents:
                 self._writer.shorten_deadline()
             life = self._life()
@@ -125,14 +125,6 @@ class SaverService:
             # One to let it in, one to receive its hello.
             self._workers.turn(0.0)
         return decide(self._life()) == "leave"
-
-    def _watch_save(self) -> None:
-        """Report a save that takes long, once."""
-        under_way = self._writer.under_way
-        slow = self._slow.look(under_way)
-        if under_way is not None and slow is not None:
-            self._event_logs.record(under_way[0].incarnation, slow)
-            self._workers.send_all(messages.SlowSave(slow.step, round(slow.seconds), slow.trouble or ""))
 
     def _life(self) -> SaverClients:
         return SaverClients(
@@ -311,24 +303,34 @@ class SaverService:
         for step in saves.overtaken():
             self._give_up(step, "a rank has no snapshot of this step", saves)
 
-    def _present(self, job: SaveJob) -> IncarnationSaves | None:
-        """What is known of the job's incarnation, if it is the present one: the next one may come to the same step."""
-        return self._saves if job.incarnation == self._incarnation else None
-
-    def _on_saved(self, job: SaveJob, name: str, size_bytes: int) -> None:
-        self._release(job)
-        if (saves := self._present(job)) is not None:
+    def _on_outcome(self, job: SaveJob, outcome: SaveOutcome, cause: Cause) -> None:
+        """The writer needs the snapshots of a job no more, and maybe it knows what has become of the step."""
+        # The next incarnation may come to the same step.
+        saves = self._saves if job.incarnation == self._incarnation else None
+        if job in self._jobs:
+            self._release(job, saves)
+        if isinstance(outcome, SaveFailure):
+            logger.warning("step %d could not be saved: %s", job.step, outcome.error)
+            self._final_save.failed(job.incarnation, job.step, cause=cause, error=outcome.error)
+            if saves is not None:
+                saves.failed(job.step)
+                if job.leader:
+                    self._send_outcome(outcome, saves)
+        elif isinstance(outcome, Saved) and saves is not None:
             saves.saved_step = max(saves.saved_step, job.step)
-            self._send_outcome(Saved(job.step, name, size_bytes), saves)
+            self._send_outcome(outcome, saves)
 
-    def _on_failed(self, job: SaveJob, error: str, cause: Cause) -> None:
-        logger.warning("step %d could not be saved: %s", job.step, error)
-        self._release(job)
-        self._final_save.failed(job.incarnation, job.step, cause=cause, error=error)
-        if (saves := self._present(job)) is not None:
-            saves.failed(job.step)
-            if job.leader:
-                self._send_outcome(SaveFailure(job.step, error), saves)
+    def _release(self, job: SaveJob, saves: IncarnationSaves | None) -> None:
+        self._jobs.remove(job)
+        for leased in job.snapshots:
+            leased.release()
+        released = messages.SlotsReleased(job.step, done=not job.leader)
+        if saves is not None and job.leader:
+            self._workers.send_all(released)
+        elif saves is not None:
+            # Only the leader learns what became of the step: for the ranks of other hosts it ends here.
+            saves.done_here.add(job.step)
+            self._send_outcome(released, saves)
 
     def _on_sent(self, incarnation: str, step: int, whole: bool) -> None:
         if incarnation == self._incarnation:
@@ -344,26 +346,10 @@ class SaverService:
 
     def _begin(self, snapshots: tuple[LeasedSnapshot, ...]) -> None:
         job = SaveJob(snapshots, Deadline(self._config.save_timeout_s, clock=self._clock))
-        if (saves := self._present(job)) is not None:
+        saves = self._saves if job.incarnation == self._incarnation else None
+        if saves is not None:
             saves.handed_over.add(job.step)
         if self._lost or saves is None:
             job.deadline.shorten()
         self._jobs.add(job)
         self._writer.begin(job)
-
-    def _release(self, job: SaveJob) -> None:
-        """The job needs its snapshots no more."""
-        if job not in self._jobs:
-            return
-        self._jobs.remove(job)
-        for leased in job.snapshots:
-            leased.release()
-        if (saves := self._present(job)) is None:
-            return
-        released = messages.SlotsReleased(job.step, done=not job.leader)
-        if job.leader:
-            self._workers.send_all(released)
-        else:
-            # Only the leader learns what became of the step: for the ranks of other hosts it ends here.
-            saves.done_here.add(job.step)
-            self._send_outcome(released, saves)

@@ -4,31 +4,26 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from elastictrain.checkpoint.folders import ROOT, Listing, clear_target, discard_files, list_checkpoints
 from elastictrain.checkpoint.layout import Item
-from elastictrain.checkpoint.lineage import Fence
 from elastictrain.checkpoint.manifest import Manifest
 from elastictrain.checkpoint.memory.layout import RankDigests, RankPart, joined
-from elastictrain.checkpoint.retention import Pruner, read_manifest
+from elastictrain.checkpoint.retention import read_manifest
 from elastictrain.checkpoint.run_folder import RunFolder
-from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RefusedSave, RefusedSaves
+from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, RefusedSave
+from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SlotsReleased
 from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, cause_of
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.writer import ByteReader, build_manifest, check_files, commit, write_file
-from elastictrain.errors import (
-    CheckpointError,
-    ElasticTrainError,
-    InvalidCheckpointError,
-    UntrustedCheckpointError,
-)
-from elastictrain.events import CheckpointSaved, CheckpointsPruned, Event
+from elastictrain.checkpoint.writer import ByteReader, Committer, write_file
+from elastictrain.errors import CheckpointError, ElasticTrainError, InvalidCheckpointError, UntrustedCheckpointError
+from elastictrain.events import CheckpointSaved, Event
 from elastictrain.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -39,21 +34,7 @@ LOOK_S = 1.0
 STREAMS = 8
 """Files that are written at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class SaveCallbacks:
-    """What a writer reports; called in its thread."""
-
-    record: Callable[[str, Event], None]
-    """With the incarnation that the event belongs to."""
-
-    written: Callable[[SaveJob], None]
-    """The snapshots are not needed any more."""
-
-    saved: Callable[[SaveJob, str, int], None]
-    """With the name of the checkpoint and its bytes."""
-
-    failed: Callable[[SaveJob, str, Cause], None]
+SaveOutcome: TypeAlias = SlotsReleased | Saved | SaveFailure
 
 
 class SnapshotWriter:
@@ -63,27 +44,32 @@ class SnapshotWriter:
         self,
         store: Store,
         config: SaverConfig,
-        reports: SaveCallbacks,
         *,
+        record: Callable[[str, Event], None],
+        report: Callable[[SaveJob, SaveOutcome, Cause], None],
         clock: Callable[[], float] = time.monotonic,
         signing: SigningKey | None = None,
     ) -> None:
-        """`signing` signs what is saved."""
+        """`record` takes the incarnation that an event belongs to; `report` takes what becomes of a job: its snapshots are not
+        needed any more, it is saved, or it has failed for that cause. Both are called in the writer's thread. `signing` signs
+        what is saved."""
         self._signing = signing
         self._store = store
         self._run_folder = RunFolder(store)
         self._config = config
-        self._reports = reports
+        self._record = record
+        self._report = report
         self._clock = clock
-        self._pruner = Pruner(store, keep_last=config.keep_last, keep_every=config.keep_every, signing=signing)
-        self._fence = Fence(store)
+        self._committer = Committer(store, keep_last=config.keep_last, keep_every=config.keep_every, signing=signing)
         self._jobs: queue.Queue[SaveJob | RefusedSave | None] = queue.Queue()
-        self._current: SaveJob | None = None
-        self._current_since_s = 0.0
+        self._current: tuple[SaveJob, float] | None = None
         self._lock = threading.Lock()
         self._unfinished: list[SaveJob | RefusedSave] = []
         """Guarded by the lock."""
-        self._refused_saves = RefusedSaves(store, clock=clock)
+
+        self._refused: dict[tuple[str, int], tuple[RefusedSave, float]] = {}
+        """Steps that this host has refused and when, by incarnation and step: several ranks may lack one."""
+
         self._over: set[str] = set()
         """Attempts of several hosts that have failed, or that this host has done its part of."""
 
@@ -102,7 +88,7 @@ class SnapshotWriter:
     def under_way(self) -> tuple[SaveJob, float] | None:
         """The job that is being carried out, and for how many seconds."""
         current = self._current
-        return (current, self._clock() - self._current_since_s) if current is not None else None
+        return (current[0], self._clock() - current[1]) if current is not None else None
 
     def begin(self, job: SaveJob | RefusedSave) -> None:
         """Carry out a job when its turn comes."""
@@ -113,9 +99,8 @@ class SnapshotWriter:
     def shorten_deadline(self) -> None:
         """The group that took the snapshots is gone: do not wait long for other hosts, in none of the jobs that are begun."""
         with self._lock:
-            for job in self._unfinished:
+            for job in [*self._unfinished, *(refused for refused, _ in list(self._refused.values()))]:
                 job.deadline.shorten()
-        self._refused_saves.shorten_deadline()
 
     def close(self) -> None:
         """End when everything that was begun is done."""
@@ -125,30 +110,34 @@ class SnapshotWriter:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=LOOK_S if self._refused_saves else None)
+                job = self._jobs.get(timeout=LOOK_S if self._refused else None)
             except queue.Empty:
-                self._refused_saves.report(over=self._over)
+                self._report_refused()
                 continue
             if job is None:
                 return
             try:
                 if isinstance(job, RefusedSave):
-                    self._refused_saves.add(job)
-                    self._refused_saves.report(over=self._over)
+                    self._refused[(job.incarnation, job.step)] = (job, self._clock())
+                    self._report_refused()
                 else:
-                    self._current_since_s = self._clock()
-                    self._current = job
+                    self._current = (job, self._clock())
                     self._carry_out(job)
             except Exception as error:
                 # The edge of the thread: whatever it is, the run goes on and the next save is tried.
                 if not isinstance(error, ElasticTrainError):
                     logger.exception("step %d could not be saved", job.step)
                 if isinstance(job, SaveJob):
-                    self._reports.failed(job, _reason(error), cause_of(error))
+                    self._report(job, SaveFailure(job.step, _reason(error)), cause_of(error))
             finally:
                 self._current = None
                 with self._lock:
                     self._unfinished.remove(job)
+
+    def _report_refused(self) -> None:
+        for key, (refused, since_s) in list(self._refused.items()):
+            if refused.report(self._store, over=self._over, since_s=since_s):
+                del self._refused[key]
 
     def _carry_out(self, job: SaveJob) -> None:
         protocol = CommitProtocol(
@@ -158,7 +147,7 @@ class SnapshotWriter:
             self._save(job, protocol)
             return
         # All its ranks have the step now, maybe for another attempt.
-        self._refused_saves.drop(job.incarnation, job.step)
+        self._refused.pop((job.incarnation, job.step), None)
         try:
             self._take_part(job, protocol)
         except BaseException as error:
@@ -171,16 +160,12 @@ class SnapshotWriter:
     def _take_part(self, job: SaveJob, protocol: CommitProtocol) -> None:
         """Write this host's files; the leader commits."""
         self._check_run()
-        known = self._saved_before(job, list_checkpoints(self._store))
-        if known is not None:
-            self._reports.saved(job, known[0], known[1].size_bytes)
+        if self._saved_before(job, list_checkpoints(self._store)) is not None:
             return
         # The leader may wait in an older step for a part that does not come.
-        folder = protocol.wait_for_prepared(
-            job.deadline, over=self._over, meanwhile=lambda: self._refused_saves.report(over=self._over)
-        )
+        folder = protocol.wait_for_prepared(job.deadline, over=self._over, meanwhile=self._report_refused)
         parts = self._write(job, folder)
-        self._reports.written(job)
+        self._tell(job, SlotsReleased(job.step))
         protocol.acknowledge(parts)
 
     def _save(self, job: SaveJob, protocol: CommitProtocol) -> None:
@@ -190,58 +175,49 @@ class SnapshotWriter:
         listing = list_checkpoints(self._store)
         known = self._saved_before(job, listing)
         if known is not None:
-            self._reports.saved(job, known[0], known[1].size_bytes)
-            self._finish(job, *known, listing, protocol)
+            self._tidy(job, *known, listing, protocol)
             return
         if job.alone:
             folder = clear_target(self._store, listing, step=job.step)
         else:
             folder = protocol.prepare(lambda: clear_target(self._store, listing, step=job.step), over=self._over)
         prepared = self._clock()
-        committing = False
         try:
-            parts = self._write(job, folder)
-            self._reports.written(job)
-            wrote_s = self._clock() - prepared
-            others = protocol.wait_for_acknowledgements(job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s)
+            try:
+                parts = self._write(job, folder)
+                self._tell(job, SlotsReleased(job.step))
+                wrote_s = self._clock() - prepared
+                parts += protocol.wait_for_acknowledgements(
+                    job.first.world_size, own=parts, deadline=job.deadline, wrote_s=wrote_s
+                )
+                self._check_run()
+            except BaseException:
+                discard_files(self._store, folder, incarnation=job.incarnation)
+                raise
             seconds = {"prepare": prepared - began, "write": self._clock() - prepared}
-            manifest = self._manifest(job, [*parts, *others])
-            check_files(self._store, manifest, folder=folder)
-            self._check_run()
-            self._fence.check(job.incarnation, step=job.step)
-            committing = True
-            commit(self._store, manifest, folder=folder, signing=self._signing)
+            manifest = self._committer.commit(parts, facts=self._facts(job), folder=folder)
         except BaseException:
             self._over.add(protocol.attempt)
-            if not committing:
-                discard_files(self._store, folder, incarnation=job.incarnation)
             if not job.alone:
                 protocol.clear()
             raise
         seconds["commit"] = self._clock() - began - sum(seconds.values())
-        size_bytes = manifest.size_bytes
-        self._reports.record(
-            job.incarnation,
-            CheckpointSaved(
-                step=job.step, checkpoint=folder, reason=job.first.reason or "flush", bytes=size_bytes, seconds=seconds
-            ),
-        )
-        self._reports.saved(job, folder, size_bytes)
-        self._finish(job, folder, manifest, listing, protocol)
+        reason, size_bytes = job.first.reason or "flush", manifest.size_bytes
+        saved = CheckpointSaved(step=job.step, checkpoint=folder, reason=reason, bytes=size_bytes, seconds=seconds)
+        self._record(job.incarnation, saved)
+        self._tell(job, Saved(job.step, folder, size_bytes))
+        self._tidy(job, folder, manifest, listing, protocol)
 
-    def _finish(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
+    def _tidy(self, job: SaveJob, folder: str, manifest: Manifest, listing: Listing, protocol: CommitProtocol) -> None:
         """It is committed: remove what is of no use any more."""
-        pruned = self._pruner.tidy(
-            folder,
-            manifest=manifest,
-            listing=listing,
-            time_s=time.time(),
-            fence=self._fence,
+        self._committer.tidy(
+            folder, manifest, listing=listing, time_s=time.time(), record=lambda event: self._record(job.incarnation, event)
         )
-        if pruned:
-            self._reports.record(job.incarnation, CheckpointsPruned(checkpoints=pruned))
         if not job.alone:
             protocol.clear()
+
+    def _tell(self, job: SaveJob, outcome: SaveOutcome) -> None:
+        self._report(job, outcome, Cause.OTHER)
 
     def _check_run(self) -> None:
         """A write would make the folder of a run again that somebody has deleted."""
@@ -258,6 +234,7 @@ class SnapshotWriter:
                     # Not by a saver of this run.
                     continue
                 if manifest is not None and manifest.incarnation == job.incarnation:
+                    self._tell(job, Saved(job.step, folder.name, manifest.size_bytes))
                     return folder.name, manifest
         return None
 
@@ -298,9 +275,9 @@ class SnapshotWriter:
             parts.append(RankPart(leased.facts.rank, leased.layout, digests))
         return parts
 
-    def _manifest(self, job: SaveJob, parts: Sequence[RankPart]) -> Manifest:
+    def _facts(self, job: SaveJob) -> Manifest:
         first = job.first
-        facts = Manifest(
+        return Manifest(
             step=first.step,
             world_size=first.world_size,
             incarnation=first.incarnation,
@@ -309,7 +286,6 @@ class SnapshotWriter:
             versions=self._config.versions,
             state=first.state,
         )
-        return build_manifest(parts, facts=facts)
 
 
 def _reason(error: BaseException) -> str:

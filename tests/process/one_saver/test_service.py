@@ -9,9 +9,9 @@ from typing import cast
 
 import pytest
 
+from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.memory.slot import Slot
 from elastictrain.checkpoint.saver import commit_protocol, connections, event_log
-from elastictrain.checkpoint.saver import snapshot_writer as saving
 from elastictrain.checkpoint.saver.commit_protocol import PENDING, CommitProtocol
 from elastictrain.checkpoint.saver.messages import encode
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey, proof_of
@@ -149,7 +149,7 @@ def test_a_save_that_failed_may_be_tried_again_with_the_same_step(
         worker = Worker(memory)
         put(memory, facts_of(5, reason="stop"))
         with monkeypatch.context() as patched:
-            patched.setattr(saving, "check_files", broken)
+            patched.setattr(writer, "check_files", broken)
             worker.send(op="snapshot", slot=0, step=5, durable=True)
             assert worker.hear("failed") == {"op": "failed", "step": 5, "error": "full"}
         put(memory, facts_of(5, reason="stop"), index=1)
@@ -299,14 +299,14 @@ def test_a_save_that_takes_long_is_told_once_with_what_storage_complains_of(
 ) -> None:
     monkeypatch.setattr(event_log, "SLOW_S", 0.05)
     go_on = threading.Event()
-    check = saving.check_files
+    check = writer.check_files
 
     def stalled(*arguments: object, **more: object) -> None:
         logging.getLogger("elastictrain.storage.failures").warning("503: slow down")
         assert go_on.wait(10)
         check(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "check_files", stalled)
+    monkeypatch.setattr(writer, "check_files", stalled)
     with keeping(memory, run):
         worker = Worker(memory)
         put(memory, facts_of(5, reason="interval"))
@@ -447,7 +447,7 @@ def test_who_comes_again_is_told_what_failed_meanwhile(memory: Path, run: Path, 
     with keeping(memory, run) as saver:
         first, second = (Worker(memory, rank=rank, ranks=(0, 1)) for rank in range(2))
         with monkeypatch.context() as patched:
-            patched.setattr(saving, "check_files", _full)
+            patched.setattr(writer, "check_files", _full)
             for rank, worker in enumerate((first, second)):
                 put(memory, facts_of(5, rank=rank, world_size=2, reason="interval"))
                 worker.send(op="snapshot", slot=0, step=5, durable=True)

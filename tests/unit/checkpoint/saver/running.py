@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.folders import ROOT
-from elastictrain.checkpoint.saver import snapshot_writer as saving
 from elastictrain.checkpoint.saver.messages import MessageLines, encode
 from elastictrain.checkpoint.saver.process import SaverConfig
 from elastictrain.checkpoint.saver.service import SaverService
@@ -103,14 +103,14 @@ def events(run: Path, name: str) -> list[dict[str, object]]:
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Saves wait before their commit until the event is set, or this ends."""
     go_on = threading.Event()
-    check = saving.check_files
+    check = writer.check_files
 
     def wait(*arguments: object, **more: object) -> None:
         assert go_on.wait(10)
         check(*arguments, **more)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
-        patched.setattr(saving, "check_files", wait)
+        patched.setattr(writer, "check_files", wait)
         yield go_on
         go_on.set()
 

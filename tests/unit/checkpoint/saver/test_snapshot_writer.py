@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.checkpoint import writer
 from elastictrain.checkpoint.folders import ROOT, Listing
 from elastictrain.checkpoint.manifest import Manifest, digest_of
 from elastictrain.checkpoint.manifest_format import parse_manifest
 from elastictrain.checkpoint.memory.records import load_digests
 from elastictrain.checkpoint.saver import snapshot_writer as module
 from elastictrain.checkpoint.saver.commit_protocol import CommitProtocol, Deadline, RefusedSave
-from elastictrain.checkpoint.saver.pending_snapshots import LeasedSnapshot, SaveJob, SlotLeases
+from elastictrain.checkpoint.saver.messages import Saved, SaveFailure, SlotsReleased
+from elastictrain.checkpoint.saver.pending_snapshots import Cause, LeasedSnapshot, SaveJob, SlotLeases
 from elastictrain.checkpoint.saver.process import SaverConfig, load_config, store_config
-from elastictrain.checkpoint.saver.snapshot_writer import SaveCallbacks, SnapshotWriter
+from elastictrain.checkpoint.saver.snapshot_writer import SaveOutcome, SnapshotWriter
 from elastictrain.checkpoint.signing import LEAST_BYTES, SigningKey
 from elastictrain.checkpoint.verified_read import CheckpointFolder, read_chunks, verify_headers
 from elastictrain.errors import CheckpointError, InvalidCheckpointError, StorageError, UntrustedCheckpointError
@@ -37,13 +39,14 @@ class Heard:
     saved: list[tuple[int, str]] = field(default_factory=list)
     failed: list[tuple[int, str]] = field(default_factory=list)
 
-    def reports(self) -> SaveCallbacks:
-        return SaveCallbacks(
-            record=lambda _, event: self.events.append(event),
-            written=lambda job: self.written.append(job.step),
-            saved=lambda job, name, _: self.saved.append((job.step, name)),
-            failed=lambda job, error, _: self.failed.append((job.step, error)),
-        )
+    def report(self, job: SaveJob, outcome: SaveOutcome, cause: Cause) -> None:
+        match outcome:
+            case SlotsReleased():
+                self.written.append(job.step)
+            case Saved():
+                self.saved.append((outcome.step, outcome.checkpoint))
+            case SaveFailure():
+                self.failed.append((outcome.step, outcome.error))
 
 
 @contextmanager
@@ -51,7 +54,9 @@ def saving(
     store: Store, *, facts: SaverConfig = FACTS, signing: SigningKey | None = None
 ) -> Iterator[tuple[SnapshotWriter, Heard]]:
     heard = Heard()
-    saver = SnapshotWriter(store, facts, heard.reports(), signing=signing)
+    saver = SnapshotWriter(
+        store, facts, record=lambda _, event: heard.events.append(event), report=heard.report, signing=signing
+    )
     saver.start()
     yield saver, heard
     saver.close()
@@ -154,7 +159,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(
         raise StorageError("the disk is on fire")
 
     with saving(store) as (saver, heard):
-        monkeypatch.setattr(module, "check_files", broken)
+        monkeypatch.setattr(writer, "check_files", broken)
         saver.begin(job_of(memory, 5))
         while not heard.failed:
             threading.Event().wait(0.01)
@@ -167,7 +172,7 @@ def test_a_save_that_fails_is_told_and_the_next_one_succeeds(
 def test_a_bug_is_told_by_its_name(
     memory: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(module, "check_files", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(writer, "check_files", lambda *_, **__: 1 // 0)
     with saving(store) as (saver, heard):
         saver.begin(job_of(memory, 5))
     assert heard.failed == [(5, "ZeroDivisionError: integer division or modulo by zero")]
@@ -246,7 +251,7 @@ def test_a_failed_attempt_of_several_hosts_is_tried_again(
         raise StorageError("the disk is on fire")
 
     with saving(store) as (first, heard), saving(open_store(str(tmp_path / "run"))) as (second, other):
-        monkeypatch.setattr(module, "check_files", broken)
+        monkeypatch.setattr(writer, "check_files", broken)
         second.begin(job_of(there, 5, ranks=(1,), world_size=2))
         first.begin(job_of(here, 5, world_size=2))
         until(lambda: heard.failed and not second.busy)
