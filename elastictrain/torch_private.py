@@ -27,15 +27,13 @@ COMPILER = "torch._dynamo"
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
+    """`name` may have dots: an attribute of an attribute. `parameters`: the first ones that it takes, by name; None for what
+    cannot be asked (C++) or does not matter. `exact`: whether it takes no others: those that are overridden."""
+
     module: str
     name: str
-    """With dots: an attribute of an attribute."""
-
     parameters: tuple[str, ...] | None = None
-    """The first ones that it takes, by name; None for what cannot be asked (C++) or does not matter."""
-
     exact: bool = False
-    """Whether it takes no others: those that are overridden."""
 
     def find(self) -> Any:  # whatever torch has there
         """None if there is nothing that can be called."""
@@ -60,7 +58,7 @@ class PrivateName:
             return f"{_torch()}: {full_name} does not say what it takes"
         if takes[: None if self.exact else len(self.parameters)] == list(self.parameters):
             return None
-        return f"{_torch()}: {full_name} takes {_listed(takes)}, not {_listed(self.parameters)}"
+        return f"{_torch()}: {full_name} takes ({', '.join(takes)}), not ({', '.join(self.parameters)})"
 
 
 _API = "torch.distributed.elastic.multiprocessing.api"
@@ -170,7 +168,7 @@ def intercept_workers(
 
     made, makes = (list(inspect.signature(one).parameters) for one in (api.get_subprocess_handler, SubprocessHandler))
     if made != makes:
-        return (f"{_torch()}: {_API}.get_subprocess_handler takes {_listed(made)}, SubprocessHandler {_listed(makes)}",)
+        return (f"{_torch()}: {_API}.get_subprocess_handler takes ({', '.join(made)}), SubprocessHandler ({', '.join(makes)})",)
 
     class Handler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
@@ -210,7 +208,3 @@ def _torch() -> str:
     import torch
 
     return f"torch {torch.__version__}"
-
-
-def _listed(parameters: Sequence[str]) -> str:
-    return f"({', '.join(parameters)})"

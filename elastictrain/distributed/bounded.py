@@ -43,11 +43,7 @@ def call_until(act: Callable[[], T], *, left_s: Callable[[], float], poll: Calla
 
 def within(limit_s: float, act: Callable[[], T]) -> T | None:
     """What `act` returns; None if it does not return within `limit_s` or raises."""
-    deadline_s = time.monotonic() + limit_s
-    try:
-        return call_until(act, left_s=lambda: deadline_s - time.monotonic())
-    except Exception:  # noqa: BLE001  # the caller reports that there is no result
-        return None
+    return each_within([(limit_s, act)])[0]
 
 
 def each_within(calls: Sequence[tuple[float, Callable[[], T]]]) -> list[T | None]:
@@ -59,7 +55,9 @@ def each_within(calls: Sequence[tuple[float, Callable[[], T]]]) -> list[T | None
         with suppress(Exception):
             answers[index] = act()
 
-    threads = [threading.Thread(target=run, args=(index, act), daemon=True) for index, (_, act) in enumerate(calls)]
+    threads = [
+        threading.Thread(target=run, args=(index, act), name="bounded", daemon=True) for index, (_, act) in enumerate(calls)
+    ]
     for thread in threads:
         thread.start()
     for thread, (limit_s, _) in zip(threads, calls, strict=True):

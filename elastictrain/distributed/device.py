@@ -29,9 +29,16 @@ def start_device(
         return None
 
     def start() -> None:
-        if not _made_context(local_rank):
-            wait()
-            _made_context(local_rank)
+        for last in (False, True):
+            try:
+                torch.cuda.set_device(local_rank)
+                torch.empty(1, device="cuda")
+            except RuntimeError as error:
+                logger.debug("the device did not start early: %s", error)
+                if not last:
+                    wait()
+            else:
+                return
 
     thread = threading.Thread(target=start, name="start-device", daemon=True)
     thread.start()
@@ -52,8 +59,12 @@ def find_backend(
         warnings.simplefilter("ignore")
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not usable:
-        gpus = read_gpus(environment)
-        reason = why_no_gpu(gpus, error=_error_of_torch())
+        gpus, error = read_gpus(environment), "no device"
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as problem:
+            error = str(problem).strip().partition("\n")[0]
+        reason = why_no_gpu(gpus, error=error)
         if wanted == "nccl":
             raise HostUnfitError(needs_gpu(reason))
         return "gloo", reason if gpus.files and not gpus.all_hidden else ""
@@ -85,21 +96,3 @@ def plan_environment(options: FaultGroup, *, backend: Backend, dump_prefix: str,
             "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         }
     return {name: value for name, value in wanted.items() if name not in present}
-
-
-def _error_of_torch() -> str:
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:
-        return str(error).strip().partition("\n")[0]
-    return "no device"
-
-
-def _made_context(index: int) -> bool:
-    try:
-        torch.cuda.set_device(index)
-        torch.empty(1, device="cuda")
-    except RuntimeError as error:
-        logger.debug("the device did not start early: %s", error)
-        return False
-    return True

@@ -19,25 +19,19 @@ _VERSION = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """Facts. An empty text is something that is not there, or not known."""
+    """Facts. An empty text is something that is not there, or not known.
+
+    `files`: devices that the kernel shows, like /dev/nvidia0. `driver`: version of the NVIDIA driver in the kernel;
+    `driver_cuda`: the newest CUDA that its library knows. `mask`: `NAME=value` of the variable that hides GPUs here.
+    `torch`: version of the torch that is installed; `torch_cuda`, `torch_hip`: what it is built for.
+    """
 
     files: tuple[str, ...] = ()
-    """Devices that the kernel shows, like /dev/nvidia0."""
-
     driver: str = ""
-    """Version of the NVIDIA driver in the kernel."""
-
     driver_cuda: str = ""
-    """The newest CUDA that the driver's library knows."""
-
     mask: str = ""
-    """`NAME=value` of the variable that hides GPUs from this process."""
-
     all_hidden: bool = False
-
     torch: str = ""
-    """Version of the torch that is installed."""
-
     torch_cuda: str = ""
     torch_hip: str = ""
 
@@ -74,7 +68,11 @@ def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
     # Some sandboxes do not show the driver, and it works.
     if error and gpus.files[0].startswith("/dev/nvidia") and not gpus.driver:
         return f"the NVIDIA driver is not loaded, though this host has {shown}: as root, modprobe nvidia"
-    if gpus.driver_cuda and gpus.torch_cuda and _major(gpus.driver_cuda) < _major(gpus.torch_cuda):
+    if (
+        gpus.driver_cuda
+        and gpus.torch_cuda
+        and int(gpus.driver_cuda.partition(".")[0]) < int(gpus.torch_cuda.partition(".")[0])
+    ):
         return (
             f"torch {gpus.torch} is built for CUDA {gpus.torch_cuda}, but the driver {gpus.driver} knows CUDA"
             f" {gpus.driver_cuda} at most: update the driver, or install a torch for an older CUDA"
@@ -93,10 +91,6 @@ def why_no_gpu(gpus: Gpus, *, error: str = "") -> str:
 def needs_gpu(reason: str) -> str:
     """What to say where a GPU is asked for and `why_no_gpu` has a reason."""
     return f"parallel.backend=nccl needs a GPU, and none can be used: {reason}; parallel.backend=gloo uses the CPU"
-
-
-def _major(version: str) -> int:
-    return int(version.partition(".")[0])
 
 
 def _cuda_of_driver() -> str:

@@ -27,6 +27,8 @@ Every network carries 1,280 bytes (RFC 8200, section 5), headers and the store's
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.05
 
+_WHERE = "the store that the ranks meet through, on "
+
 T = TypeVar("T")
 
 
@@ -60,12 +62,7 @@ class BoundedStore:
     def ask(self, act: Callable[[], T]) -> T:
         """What `act` returns. Raises: TransportError that names the store's host, in time or where the store fails."""
         asked_s = self._clock()
-        try:
-            return call_until(act, left_s=lambda: self.left_s, poll=self._poll)
-        except TimeoutError:
-            raise _no_answer(self._clock() - asked_s) from None
-        except RuntimeError as error:
-            raise _unusable(error) from error
+        return _ask(act, left_s=lambda: self.left_s, silent_s=lambda: self._clock() - asked_s, poll=self._poll)
 
     def set(self, key: str, value: str, /) -> None:
         self.ask(lambda: self.unbounded.set(key, value))
@@ -134,12 +131,12 @@ class StoreExchange:
 
     def _bounded(self, act: Callable[[], T], *, limit_s: float) -> T:
         deadline_s = self._clock() + limit_s + self._patience_s
-        try:
-            return call_until(act, left_s=lambda: deadline_s - self._clock(), poll=self._poll_in_main)
-        except TimeoutError:
-            raise _no_answer(self._patience_s) from None
-        except RuntimeError as error:
-            raise _unusable(error) from error
+        return _ask(
+            act,
+            left_s=lambda: deadline_s - self._clock(),
+            silent_s=lambda: self._patience_s,
+            poll=self._poll_in_main,
+        )
 
     def _poll_in_main(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -157,13 +154,12 @@ def store_host() -> str:
     return f"{name} at {place}" if name else place
 
 
-def _no_answer(seconds: float) -> TransportError:
-    return TransportError(
-        f"the store that the ranks meet through, on {store_host()}, has not answered for {seconds:.0f} s: "
-        "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
-    )
-
-
-def _unusable(error: RuntimeError) -> TransportError:
-    first = next(iter(str(error).splitlines()), "")
-    return TransportError(f"the store that the ranks meet through, on {store_host()}, cannot be used: {first}")
+def _ask(act: Callable[[], T], *, left_s: Callable[[], float], silent_s: Callable[[], float], poll: Callable[[], None]) -> T:
+    try:
+        return call_until(act, left_s=left_s, poll=poll)
+    except TimeoutError:
+        why = "that host is frozen, cut off or gone, or a firewall drops what is sent to it"
+        raise TransportError(f"{_WHERE}{store_host()}, has not answered for {silent_s():.0f} s: {why}") from None
+    except RuntimeError as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise TransportError(f"{_WHERE}{store_host()}, cannot be used: {first}") from error

@@ -155,14 +155,13 @@ class StateSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How the state is spread over ranks."""
+    """How the state is spread over ranks. `snapshots`: how many of them each rank keeps in host memory."""
 
     kind: Literal["ddp", "fsdp", "hsdp"]
     shards: int
     local_world_size: int
     world_size: int
     snapshots: int
-    """Snapshots in host memory that each rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,14 +195,14 @@ def measure_state(task: Task) -> StateSize | None:
 
 def size_of(model: nn.Module) -> StateSize:
     """Of a model on any device, under AdamW."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    gradients = sum(parameter.nbytes for parameter in trained)
+    parameters = list(model.parameters())
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
     return StateSize(
-        parameters=sum(parameter.nbytes for parameter in model.parameters()),
+        parameters=sum(parameter.nbytes for parameter in parameters),
         gradients=gradients,
         optimizer=_MOMENTS * gradients,
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        largest=max((parameter.nbytes for parameter in model.parameters()), default=0),
+        largest=max((parameter.nbytes for parameter in parameters), default=0),
     )
 
 
