@@ -28,7 +28,7 @@ from elastictrain.checkpoint.folders import (
 from elastictrain.checkpoint.lineage import Lineage
 from elastictrain.checkpoint.manifest import MANIFEST_NAME, JsonValue
 from elastictrain.checkpoint.signing import SigningKey
-from elastictrain.checkpoint.verified_read import examine
+from elastictrain.checkpoint.verified_read import Examined, examine
 from elastictrain.errors import NoValidCheckpointError, ObjectNotFoundError, StorageError
 from elastictrain.events import CheckpointRejected, Event
 from elastictrain.lease.chain import Starts
@@ -70,28 +70,18 @@ def select_checkpoint(
     return NoCandidate(tuple(rejects), fresh=never_committed or on_invalid == "fresh")
 
 
-def passed_over(listing: Listing, *, chosen: str) -> tuple[Reject, ...]:
-    """Folders newer than the chosen one that were never committed (or lost their manifest). Pure."""
-    newer = takewhile(lambda folder: folder.name != chosen, listing.folders)
-    return tuple(_uncommitted(folder) for folder in newer if not folder.has_manifest and not folder.quarantined)
-
-
 def _uncommitted(folder: FolderFacts) -> Reject:
     return Reject(folder.name, MANIFEST_NAME, f"{MANIFEST_NAME} is not there: the save was cut short, or the file was lost")
 
 
 def refusal_message(rejects: Collection[Reject], *, url: str) -> str:
-    """What a person reads when a run refuses to start. Pure."""
-    if not rejects:
-        return (
-            f"{url} is of a run that had committed checkpoints (committed.json is there), and none is left.\n"
-            "Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
-        )
-    lines = "\n".join(f"  - {reject}" for reject in rejects)
-    return (
-        f"{url} has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\n"
-        "Nothing was deleted. Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
-    )
+    """What a person reads when a run refuses to start."""
+    if rejects:
+        lines = "\n".join(f"  - {reject}" for reject in rejects)
+        what = f"has {len(rejects)} checkpoint(s), and none is valid:\n{lines}\nNothing was deleted. "
+    else:
+        what = "is of a run that had committed checkpoints (committed.json is there), and none is left.\n"
+    return f"{url} {what}Restore one of them from a backup, or start over from step 0 with `checkpoint.on_invalid=fresh`."
 
 
 IN_MEMORY = b"memory\n"
@@ -151,10 +141,14 @@ class CandidateSearch:
                 self._tell(reject for reject in decision.rejects if reject.folder not in told)
                 mark_begun(self.store, listing=listing, note=self._signed())
                 return FRESH_START
-            found = self._examine(decision)
-            if isinstance(found, bytes):
-                return b"\n".join((decision.name.encode(), found))
-            self.reject(found)
+            key = key_of(decision.name, MANIFEST_NAME)
+            try:
+                found = examine(self.store, decision, signing=self.signing)
+            except ObjectNotFoundError:
+                found = Examined(None, b"", Reject(decision.name, MANIFEST_NAME, f"{self.store.url}/{key} is gone"))
+            if found.reject is None:
+                return b"\n".join((decision.name.encode(), found.raw))
+            self.reject(found.reject)
 
     def reject(self, reject: Reject) -> None:
         """Quarantines a folder: it is kept, and never considered again. Where only the key may be wrong, this walk alone passes
@@ -174,7 +168,8 @@ class CandidateSearch:
     def accepted(self, folder: str) -> None:
         """Tells what newer remnants were passed over, once a candidate is loaded."""
         listing = self._list()
-        self._tell(passed_over(listing, chosen=folder))
+        newer = takewhile(lambda one: one.name != folder, listing.folders)
+        self._tell(_uncommitted(one) for one in newer if not one.has_manifest and not one.quarantined)
         if folder not in self._off_line:
             reason = "committed by a generation that others had gone on without"
             self._tell(Reject(name, None, reason) for name in sorted(self._off_line))
@@ -186,13 +181,6 @@ class CandidateSearch:
             folders, self._off_line = self._lineage.line_first(listing.folders)
             self._listing = replace(listing, folders=folders)
         return self._listing
-
-    def _examine(self, folder: FolderFacts) -> bytes | Reject:
-        try:
-            found = examine(self.store, folder, signing=self.signing)
-        except ObjectNotFoundError:
-            return Reject(folder.name, MANIFEST_NAME, f"{self.store.url}/{key_of(folder.name, MANIFEST_NAME)} is gone")
-        return found.raw if found.reject is None else found.reject
 
     def _refuse_if_lost(self) -> None:
         """A folder without checkpoints looks like that of a new run. Raises: NoValidCheckpointError if it is not."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
+import msgspec
+
 from elastictrain.bounded_json import MalformedJsonError, parse_record
 from elastictrain.checkpoint.folders import RUN_COMMITTED_KEY
 from elastictrain.checkpoint.lineage import Lineage, ResumeOrigin, number_of
@@ -69,7 +71,10 @@ class InMemory:
 def find_traces(store: Store, lineage: Lineage, *, incarnation: str) -> list[Trace]:
     """What the run folder tells of commits before `incarnation`, newest first. Raises: StorageError."""
     newest = lineage.newest()
-    found = [_of_mark(store), _of_logs(store, incarnation=incarnation), _of_launchers(store, newest)]
+    found = [_of_logs(store, incarnation=incarnation), _of_launchers(store, newest)]
+    with suppress(ObjectNotFoundError):
+        mark = store.read(RUN_COMMITTED_KEY, end=_READ_BYTES)
+        found.append(Trace(step_of_mark(mark), f"{store.url}/{RUN_COMMITTED_KEY}"))
     if newest is not None and newest.step > 0:
         found.append(Trace(newest.step, f"the lineage of {newest.incarnation}"))
     return sorted((trace for trace in found if trace is not None), reverse=True)
@@ -130,46 +135,30 @@ def read_log(pieces: Iterable[bytes]) -> Iterator[LogRow]:
                     yield parse_record(line, LogRow)
 
 
-def _of_mark(store: Store) -> Trace | None:
-    try:
-        data = store.read(RUN_COMMITTED_KEY, end=_READ_BYTES)
-    except ObjectNotFoundError:
-        return None
-    return Trace(step_of_mark(data), f"{store.url}/{RUN_COMMITTED_KEY}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Logs that are looked at together: those of an incarnation, or of several ones that were merged."""
-
-    merged: tuple[ObjectInfo, ...]
-    logs: dict[str, list[ObjectInfo]]
-
-
 def _of_logs(store: Store, *, incarnation: str) -> Trace | None:
     units = _units(store, incarnation=incarnation)
     looked_at = 0
-    while units and looked_at < _NEWEST:
+    while units:
         incarnations = _rows(store, units.pop(0))
         for name, rows in incarnations:
-            if (trace := _newest(store, name, rows)) is not None:
-                return trace
-            if any(row.event == "resume" for row in rows):
+            # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
+            if (step := max((row.step for row in rows), default=0)) > 0:
+                return Trace(step, f"{store.url}/events of {name}")
+            if looked_at < _NEWEST and any(row.event == "resume" for row in rows):
                 # The run began anew there, and committed nothing since: what is older was given up.
                 return None
         looked_at += max(1, len(incarnations))
-    of_oldest = (one for unit in units[-_OLDEST:] for one in _rows(store, unit))
-    return next((trace for name, rows in of_oldest if (trace := _newest(store, name, rows)) is not None), None)
+        if looked_at >= _NEWEST:
+            del units[:-_OLDEST]
+    return None
 
 
-def _newest(store: Store, name: str, rows: Iterable[LogRow]) -> Trace | None:
-    # Also where it resumed from memory: had the run committed nothing, its first start would still be noted.
-    step = max((row.step for row in rows), default=0)
-    return Trace(step, f"{store.url}/events of {name}") if step > 0 else None
+_MERGED = ""
+"""Stands for the name of the incarnation where one object holds the logs of several."""
 
 
-def _units(store: Store, *, incarnation: str) -> list[_Unit]:
-    """The logs of the first hosts, newest first."""
+def _units(store: Store, *, incarnation: str) -> list[dict[str, list[ObjectInfo]]]:
+    """The logs of the first hosts, newest first: by incarnation, those together that were merged."""
     logs: dict[str, list[ObjectInfo]] = {}
     merged: dict[tuple[int, int], list[ObjectInfo]] = {}
     for info in store.list(EVENTS):
@@ -178,56 +167,48 @@ def _units(store: Store, *, incarnation: str) -> list[_Unit]:
                 merged.setdefault((one.first, one.last), []).append(info)
         elif (match := _LOG.fullmatch(info.key)) is not None and match[1] != incarnation:
             logs.setdefault(match[1], []).append(info)
-    units = {(last, f"{last}"): _Unit(tuple(infos), {}) for (_, last), infos in merged.items()}
+    units = {(last, f"{last}"): {_MERGED: infos} for (_, last), infos in merged.items()}
     for name, infos in logs.items():
         number = number_of(name)
         cover = next((last for first, last in merged if first <= number <= last), None)
-        if cover is not None:
-            units[cover, f"{cover}"].logs[name] = infos
-        else:
-            units[number, name] = _Unit((), {name: infos})
+        order = (number, name) if cover is None else (cover, f"{cover}")
+        units.setdefault(order, {})[name] = infos
     return [units[order] for order in sorted(units, reverse=True)]
 
 
-def _rows(store: Store, unit: _Unit) -> list[tuple[str, list[LogRow]]]:
+def _rows(store: Store, unit: dict[str, list[ObjectInfo]]) -> list[tuple[str, list[LogRow]]]:
     """What each incarnation tells, newest first."""
-    rows: dict[str, list[LogRow]] = {}
-    for info in unit.merged:
-        with suppress(ObjectNotFoundError):
-            for row in read_log([store.read(info.key, end=_MERGED_BYTES)]):
-                if row.rank == 0:
-                    rows.setdefault(row.incarnation, []).append(row)
-    for name, infos in unit.logs.items():
-        rows.setdefault(name, []).extend(read_log(_pieces(store, infos)))
+    rows: dict[str, list[LogRow]] = {name: [] for name in unit if name != _MERGED}
+    for name, infos in unit.items():
+        for row in read_log(_pieces(store, infos, merged=name == _MERGED)):
+            if name != _MERGED:
+                rows[name].append(row)
+            elif row.rank == 0:
+                rows.setdefault(row.incarnation, []).append(row)
     return sorted(rows.items(), reverse=True)
 
 
-def _pieces(store: Store, log: list[ObjectInfo]) -> Iterator[bytes]:
-    """Of the logs of the first rank and of its host's saver."""
+def _pieces(store: Store, log: list[ObjectInfo], *, merged: bool) -> Iterator[bytes]:
+    """Of the logs of the first rank and of its host's saver; merged ones are read whole."""
     by_writer: dict[str, list[ObjectInfo]] = {}
     for info in log:
         by_writer.setdefault(info.key.partition(".")[0], []).append(info)
-    for infos in by_writer.values():
-        for info in dict.fromkeys((*infos[:1], *infos[1:][-(_OBJECTS - 1) :])):
-            try:
-                yield store.read(info.key, end=_READ_BYTES)
-                if info.size_bytes > _READ_BYTES:
-                    yield store.read(info.key, start=max(_READ_BYTES, info.size_bytes - _READ_BYTES), end=info.size_bytes)
-            except ObjectNotFoundError:
-                continue
+    few = (info for infos in by_writer.values() for info in dict.fromkeys((*infos[:1], *infos[1:][-(_OBJECTS - 1) :])))
+    size_bytes = _MERGED_BYTES if merged else _READ_BYTES
+    for info in log if merged else few:
+        with suppress(ObjectNotFoundError):
+            yield store.read(info.key, end=size_bytes)
+            if info.size_bytes > size_bytes and not merged:
+                yield store.read(info.key, start=max(size_bytes, info.size_bytes - size_bytes), end=info.size_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _GenerationEnd:
+class _Ended(msgspec.Struct, frozen=True):
+    """What a launcher's line tells of a generation; in `end`, of the newest one."""
+
     generation: int = -1
-    committed_step: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _LauncherLine:
     ended: int = -1
     committed_step: int = 0
-    end: _GenerationEnd | None = None
+    end: "_Ended | None" = None
 
 
 def _of_launchers(store: Store, newest: ResumeOrigin | None) -> Trace | None:
@@ -237,8 +218,8 @@ def _of_launchers(store: Store, newest: ResumeOrigin | None) -> Trace | None:
     traces = []
     for key, data in read_all(store, keys).items():
         with suppress(MalformedJsonError):
-            line = parse_record(data, _LauncherLine)
-            for end in (_GenerationEnd(line.ended, line.committed_step), line.end or _GenerationEnd()):
-                if end.generation >= first and end.committed_step > 0:
-                    traces.append(Trace(end.committed_step, f"{store.url}/{key}"))
+            line = parse_record(data, _Ended)
+            ends = [(line.ended, line.committed_step)]
+            ends += [(line.end.generation, line.end.committed_step)] if line.end is not None else []
+            traces += [Trace(step, f"{store.url}/{key}") for number, step in ends if number >= first and step > 0]
     return max(traces, default=None)

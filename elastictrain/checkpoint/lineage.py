@@ -111,19 +111,15 @@ class Lineage:
 
     def _lookup(self, incarnation: str) -> ResumeOrigin | None:
         if incarnation not in self._known:
-            self._known[incarnation] = self._read(incarnation) if incarnation in self._keys else None
+            key, origin = self._keys.get(incarnation), None
+            try:
+                origin = parse_record(read_bounded(self._store, key), ResumeOrigin) if key is not None else None
+            except ObjectNotFoundError:
+                pass
+            except (ValueError, ObjectTooLargeError):
+                logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
+            self._known[incarnation] = origin if origin is not None and origin.incarnation == incarnation else None
         return self._known[incarnation]
-
-    def _read(self, incarnation: str) -> ResumeOrigin | None:
-        key = self._keys[incarnation]
-        try:
-            origin = parse_record(read_bounded(self._store, key), ResumeOrigin)
-        except ObjectNotFoundError:
-            return None
-        except (ValueError, ObjectTooLargeError):
-            logger.warning("%s/%s is damaged, and tells nothing", self._store.url, key)
-            return None
-        return origin if origin.incarnation == incarnation else None
 
 
 def number_of(incarnation: str) -> int:

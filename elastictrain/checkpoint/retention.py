@@ -15,7 +15,6 @@ Rules:
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 
 from elastictrain.checkpoint.folders import (
     QUARANTINE_NAME,
@@ -81,14 +80,10 @@ def plan_retention(
             continue
         damaged = folder.quarantined or (folder.has_manifest and folder.name not in valid_names)
         if not damaged or folder.order < oldest_kept:
-            deletions.append(Deletion(folder.name, _deletion_order(folder.files), folder.name in valid_names))
+            # The manifest first, the quarantine mark last.
+            files = sorted(folder.files, key=lambda name: (name != MANIFEST_NAME, name == QUARANTINE_NAME, name))
+            deletions.append(Deletion(folder.name, tuple(files), folder.name in valid_names))
     return tuple(deletions)
-
-
-def _deletion_order(files: Collection[str]) -> tuple[str, ...]:
-    """The manifest first, the quarantine mark last."""
-    rank = {MANIFEST_NAME: 0, QUARANTINE_NAME: 2}
-    return tuple(sorted(files, key=lambda name: (rank.get(name, 1), name)))
 
 
 @dataclass
@@ -118,19 +113,22 @@ class Pruner:
         folders = list_checkpoints(self.store).folders
         self._manifests = {name: kept for name, kept in self._manifests.items() if any(f.name == name for f in folders)}
         intact = {folder.name for folder in folders if self._intact(folder)}
-        plan = partial(
-            plan_retention,
-            folders,
-            newest=newest,
-            keep_last=self.keep_last,
-            keep_every=self.keep_every,
-            unknown=self._unknown,
-        )
-        deletions = plan(intact=intact)
+
+        def plan(intact: Collection[str]) -> tuple[Deletion, ...]:
+            return plan_retention(
+                folders,
+                newest=newest,
+                intact=intact,
+                keep_last=self.keep_last,
+                keep_every=self.keep_every,
+                unknown=self._unknown,
+            )
+
+        deletions = plan(intact)
         if deletions:
             # Asked only now: most saves of a young run delete nothing.
             _, off_line = Lineage(self.store).line_first(folders)
-            deletions = plan(intact=intact - off_line)
+            deletions = plan(intact - off_line)
         deleted = [deletion for deletion in deletions if delete_folder(self.store, deletion)]
         return tuple(deletion.folder for deletion in deleted if deletion.committed)
 
@@ -152,19 +150,16 @@ class Pruner:
         if not folder.has_manifest or folder.quarantined:
             return False
         if folder.name not in self._manifests:
-            self._manifests[folder.name] = self._read(folder.name)
+            try:
+                self._manifests[folder.name] = read_manifest(self.store, folder.name, signing=self.signing)
+            except (UnknownFormatError, UntrustedCheckpointError) as error:
+                logger.warning("left alone: %s", error)
+                self._unknown.add(folder.name)
+                self._manifests[folder.name] = None
         manifest = self._manifests[folder.name]
         return (
             manifest is not None and manifest.step == folder.step and find_missing(self.store, manifest, folder=folder) is None
         )
-
-    def _read(self, folder: str) -> Manifest | None:
-        try:
-            return read_manifest(self.store, folder, signing=self.signing)
-        except (UnknownFormatError, UntrustedCheckpointError) as error:
-            logger.warning("left alone: %s", error)
-            self._unknown.add(folder)
-            return None
 
 
 def delete_folder(store: Store, deletion: Deletion) -> bool:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastictrain.checkpoint.candidate_search import NoCandidate, passed_over, refusal_message, select_checkpoint
+from elastictrain.checkpoint.candidate_search import NoCandidate, refusal_message, select_checkpoint
 from elastictrain.checkpoint.folders import (
     BEGUN_KEY,
     COMMITTED_KEY,
@@ -18,8 +18,10 @@ from elastictrain.checkpoint.folders import (
     read_listing,
 )
 from elastictrain.checkpoint.manifest import FileRecord, Manifest, digest_of
+from elastictrain.events import CheckpointRejected
 from elastictrain.storage.store import ObjectInfo
-from tests.unit.checkpoint.fakes import FakeStore
+from tests.unit.checkpoint.fakes import Bench, FakeStore
+from tests.unit.checkpoint.test_checkpointer import restored_step, save
 
 
 def listing(*keys: str) -> Listing:
@@ -127,9 +129,13 @@ def test_never_silently_from_zero(
             assert on_invalid == "fresh" or (not committed and (not folders or (begun and not lost)))
 
 
-def test_passed_over() -> None:
-    found = listing(remnant(5), valid(10), remnant(20), valid(30), quarantined(30))
-    assert [reject.folder for reject in passed_over(found, chosen="step-000000010")] == ["step-000000020"]
+def test_newer_remnants_are_told_when_an_older_checkpoint_is_loaded() -> None:
+    bench = Bench()
+    save(bench, 10)
+    bench.store.objects |= dict.fromkeys((remnant(5), remnant(20), remnant(30), quarantined(30)), b"{}")
+    assert restored_step(bench) == 10
+    told = [event for event in bench.events if isinstance(event, CheckpointRejected)]
+    assert [(event.checkpoint, event.file) for event in told] == [("step-000000020", "manifest.json")]
 
 
 def test_missing_files() -> None:
