@@ -5,14 +5,13 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
 from elastictrain.data.cache import read_shard
 from elastictrain.data.index import TokenIndex, read_index, stored_type
 from elastictrain.data.prepare import DEFAULT_SHARD_TOKENS, discover, plan_digest, prepare
-from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file, tokenizer_of
+from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, tokenizer_of
 from elastictrain.entry_point import run_command
 from elastictrain.errors import EXIT_OK, EXIT_STORAGE, UsageError
 from elastictrain.storage.opening import open_store
@@ -56,30 +55,25 @@ def _parser() -> argparse.ArgumentParser:
 def _prepare(parsed: argparse.Namespace) -> int:
     if parsed.shard_tokens < 1:
         raise UsageError(f"--shard-tokens must be >= 1, but is {parsed.shard_tokens}")
-    tokenizer: Tokenizer
-    tokenizer_file: bytes | None = None
-    if parsed.tokenizer == "bytes":
-        if parsed.separator is not None:
-            raise UsageError("--separator must go with --tokenizer PATH.json; the byte tokenizer has a separator of its own")
-        tokenizer = ByteTokenizer()
-    else:
-        tokenizer_file = read_tokenizer_file(Path(parsed.tokenizer))
-        tokenizer = load_huggingface(tokenizer_file, source=parsed.tokenizer, separator=parsed.separator)
+    if parsed.separator is not None and parsed.tokenizer == "bytes":
+        raise UsageError("--separator must go with --tokenizer PATH.json; the byte tokenizer has a separator of its own")
+    tokenizer: Tokenizer = ByteTokenizer()
+    if parsed.tokenizer != "bytes":
+        tokenizer = load_huggingface(parsed.tokenizer, separator=parsed.separator)
     documents = discover(parsed.input, patterns=parsed.pattern or ["*.txt"])
     store = open_store(parsed.out)
     with _progress("preparing", sum(document.size_bytes for document in documents)) as on_bytes:
-        prepared = prepare(
+        index, complete = prepare(
             documents,
             plan=plan_digest(documents, tokenizer=tokenizer.description, shard_tokens=parsed.shard_tokens),
             store=store,
             tokenizer=tokenizer,
-            tokenizer_file=tokenizer_file,
             shard_tokens=parsed.shard_tokens,
             on_bytes=on_bytes,
         )
-    if prepared.already_complete:
+    if complete:
         print(f"{store.url} is complete already; nothing was done", file=sys.stderr)  # noqa: T201
-    print(_summary(prepared.index, url=store.url))  # noqa: T201
+    print(_summary(index, url=store.url))  # noqa: T201
     print(f"train on it with: data.path={store.url}", file=sys.stderr)  # noqa: T201
     return EXIT_OK
 

@@ -207,19 +207,15 @@ def read_shard(store: Store, shard: Shard, *, take: Callable[[memoryview], objec
     return ""
 
 
-def _mark(path: Path) -> Path:
-    """Which digest a file was found to have, and its size and time then: one that has changed is checked again."""
-    return path.with_name(f"{path.name}.verified")
-
-
 def _as_found(path: Path, shard: Shard) -> str:
+    """Which digest a file was found to have, and its size and time then: one that has changed is checked again."""
     found = path.stat()
     return f"{shard.xxh3_128} {found.st_size} {found.st_mtime_ns}"
 
 
 def _is_verified(path: Path, shard: Shard) -> bool:
     with suppress(OSError):
-        return _mark(path).read_text() == _as_found(path, shard)
+        return path.with_name(f"{path.name}.verified").read_text() == _as_found(path, shard)
     return False
 
 
@@ -240,12 +236,11 @@ def _fetch_missing(store: Store, shards: Sequence[Shard], *, folder: Path) -> No
             _logger.warning("%s; it is fetched again", problem)
         if problem or not there:
             _download(store, shard, folder=folder, stopping=stopping)
-        _mark(path).write_text(_as_found(path, shard))
+        path.with_name(f"{path.name}.verified").write_text(_as_found(path, shard))
 
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fetch") as threads:
         try:
-            for _ in threads.map(bring, shards):
-                pass
+            list(threads.map(bring, shards))
         except BaseException:
             stopping.set()
             threads.shutdown(wait=False, cancel_futures=True)

@@ -101,14 +101,15 @@ def encode_index(index: TokenIndex) -> bytes:
 
 
 def decode_index(data: bytes, *, url: str) -> TokenIndex:
-    """Reads `index.json`; `url` is for messages.
+    """Reads `index.json`; `url` is for messages. Raises: DataError if it is not an index of this version, or was damaged."""
 
-    Raises: DataError if it is not an index of this version, or was damaged.
-    """
+    def damaged(trouble: str) -> DataError:
+        return DataError(f"{url} {trouble}; prepare the data again")
+
     try:
         record = parse_json(data, limits=DOCUMENT)
     except ValueError as error:
-        raise DataError(f"{url} must be a JSON file, but is damaged ({error}); prepare the data again") from None
+        raise damaged(f"must be a JSON file, but is damaged ({error})") from None
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise DataError(
             f"{url} must be an index of token files, but is something else; was `data.path` meant to be this folder?"
@@ -121,19 +122,15 @@ def decode_index(data: bytes, *, url: str) -> TokenIndex:
     try:
         index = as_record(record, TokenIndex)
     except ValueError as error:
-        raise DataError(f"{url} is damaged: it {error}; prepare the data again") from None
+        raise damaged(f"is damaged: it {error}") from None
     derived = {"digest": index.digest, "num_tokens": index.num_tokens, "size_bytes": index.size_bytes}
     if any(record.get(name) != value for name, value in derived.items()):
-        raise DataError(
-            f"{url} is damaged: its digest must be {index.digest}, but is {record.get('digest')!r}; prepare the data again"
-        )
+        raise damaged(f"is damaged: its digest must be {index.digest}, but is {record.get('digest')!r}")
     width = stored_type(index.dtype).itemsize
     for shard in index.shards:
         if shard.size_bytes != shard.num_tokens * width:
-            raise DataError(
-                f"{url} contradicts itself: {shard.file} with {shard.num_tokens} tokens of {width} bytes has "
-                f"{shard.size_bytes} bytes"
-            )
+            tokens = f"{shard.num_tokens} tokens of {width} bytes"
+            raise damaged(f"contradicts itself: {shard.file} with {tokens} has {shard.size_bytes} bytes")
     return index
 
 
@@ -142,31 +139,18 @@ def read_index(store: Store) -> TokenIndex:
 
     Raises: DataError if there is none or it is damaged; StorageError.
     """
+    make = f"make it with: python -m elastictrain.data prepare TEXT... --out {store.url}"
     if isinstance(store, LocalStore):
-        _refuse_file(store)
+        path = Path(store.root).absolute()
+        there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
+        if os.path.lexists(there) and not there.is_dir():
+            raise DataError(f"{store.url} must be a folder of token files, but {there} is no folder; {make}")
     try:
         data = read_bounded(store, INDEX_FILE, most_bytes=DOCUMENT_BYTES)
     except ObjectTooLargeError as error:
         raise DataError(f"{error}: it is no index of token files; prepare the data again") from None
     except ObjectNotFoundError:
-        unfinished = any(True for _ in store.list())
-        raise DataError(
-            f"{store.url} must be a folder of token files, but has no {INDEX_FILE}; "
-            + (
-                "if its preparation was interrupted, run the same `prepare` command again"
-                if unfinished
-                else f"make it with: python -m elastictrain.data prepare TEXT... --out {store.url}"
-            )
-        ) from None
+        again = "if its preparation was interrupted, run the same `prepare` command again"
+        remedy = again if any(True for _ in store.list()) else make
+        raise DataError(f"{store.url} must be a folder of token files, but has no {INDEX_FILE}; {remedy}") from None
     return decode_index(data, url=f"{store.url}/{INDEX_FILE}")
-
-
-def _refuse_file(store: LocalStore) -> None:
-    """Raises: DataError if something on the way to the folder is no folder."""
-    path = Path(store.root).absolute()
-    there = next((one for one in (path, *path.parents) if os.path.lexists(one)), path)
-    if os.path.lexists(there) and not os.path.isdir(there):  # noqa: PTH112
-        raise DataError(
-            f"{store.url} must be a folder of token files, but {there} is no folder; "
-            "make one with: python -m elastictrain.data prepare TEXT... --out FOLDER"
-        )

@@ -6,7 +6,7 @@ later incarnation that does a step again supersedes the earlier ones, as its upd
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,6 @@ from elastictrain.data.assignment import Portion, sample_at
 from elastictrain.events import AppendLog
 from elastictrain.storage.store import Store
 
-LEDGER_FOLDER = "ledger"
 _NAME = re.compile(r"(?P<incarnation>.+)-r(?P<rank>\d{5,})(\.part-\d+)?\.jsonl")
 
 
@@ -32,10 +31,15 @@ class Row:
     samples: tuple[int, ...]
     """The sample at each position, in the order of `positions`."""
 
+    @property
+    def each_position(self) -> list[int]:
+        """The positions of all ranges."""
+        return [position for first, end in self.positions for position in range(first, end)]
+
 
 def ledger_key(*, incarnation: str, rank: int) -> str:
     """The log of one rank of one incarnation."""
-    return f"{LEDGER_FOLDER}/{incarnation}-r{rank:05d}.jsonl"
+    return f"ledger/{incarnation}-r{rank:05d}.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Ledger:
 
 def read_ledger(store: Store) -> Iterator[Row]:
     """Every row below `ledger/` of a run folder; a line that its writer did not finish is left out."""
-    for info in store.list(LEDGER_FOLDER):
+    for info in store.list("ledger"):
         name = _NAME.fullmatch(info.key.rpartition("/")[2])
         if name is None:
             continue
@@ -68,22 +72,22 @@ def read_ledger(store: Store) -> Iterator[Row]:
                 continue
 
 
-def effective(rows: Sequence[Row]) -> dict[int, tuple[Row, ...]]:
-    """For each step the rows of the newest incarnation that did it."""
-    newest: dict[int, str] = {}
-    for row in rows:
-        newest[row.step] = max(newest.get(row.step, ""), row.incarnation)
-    kept = defaultdict(list)
-    for row in rows:
-        if row.incarnation == newest[row.step]:
+def effective(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """For each step, in order, the rows of the newest incarnation that did it."""
+    kept: dict[int, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.step):
+        before = kept.get(row.step, [row])[0].incarnation
+        if row.incarnation > before or row.step not in kept:
+            kept[row.step] = [row]
+        elif row.incarnation == before:
             kept[row.step].append(row)
-    return {step: tuple(kept[step]) for step in sorted(kept)}
+    return kept
 
 
 def fold(rows: Sequence[Row]) -> dict[int, dict[int, int]]:
     """For each step, in order: position -> sample, in order of positions."""
     return {
-        step: dict(sorted(pair for row in found for pair in zip(_positions(row), row.samples, strict=False)))
+        step: dict(sorted(pair for row in found for pair in zip(row.each_position, row.samples, strict=False)))
         for step, found in effective(rows).items()
     }
 
@@ -96,24 +100,19 @@ def check_exactly_once(
     problems = []
     kept = effective(rows)
     for step in range(1, steps + 1):
-        consumed = [position for row in kept.get(step, ()) for position in _positions(row)]
+        consumed = Counter(position for row in kept.get(step, ()) for position in row.each_position)
         wanted = range((step - 1) * global_batch, step * global_batch)
-        if sorted(consumed) != list(wanted):
-            missing = sorted(set(wanted) - set(consumed))
-            foreign = sorted(set(consumed) - set(wanted))
-            twice = sorted({position for position in consumed if consumed.count(position) > 1})
+        missing, foreign = sorted(set(wanted) - set(consumed)), sorted(set(consumed) - set(wanted))
+        twice = sorted(position for position, times in consumed.items() if times > 1)
+        if missing or foreign or twice:
             problems.append(
                 f"step {step} must consume positions [{wanted.start}, {wanted.stop}) once each, "
                 f"but misses {missing}, repeats {twice}, and has {foreign} besides"
             )
         for row in kept.get(step, ()):
-            right = [sample_at(position, num_samples=num_samples, seed=seed, shuffle=shuffle) for position in _positions(row)]
+            right = [sample_at(position, num_samples=num_samples, seed=seed, shuffle=shuffle) for position in row.each_position]
             if list(row.samples) != right:
                 problems.append(f"step {step}, rank {row.rank} must consume samples {right}, but consumed {list(row.samples)}")
     if later := [step for step in kept if step > steps]:
         problems.append(f"the run must have {steps} steps, but the ledger goes on to step {max(later)}")
     return tuple(problems)
-
-
-def _positions(row: Row) -> list[int]:
-    return [position for first, end in row.positions for position in range(first, end)]

@@ -127,8 +127,12 @@ class Loader:
         try:
             for planned, batch in here if self._pool is None else self._pool.read(self._passes):
                 ready = {name: tensor.pin_memory() for name, tensor in batch.items()} if self._pin_memory else batch
-                if not self._hand_over(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready)):
-                    return
+                with self._changed:
+                    self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
+                    if self._closed:
+                        return
+                    self._ready.append(MicroBatch(planned.step, planned.portion, planned.sample_ids, ready))
+                    self._changed.notify_all()
         # The edge of a thread: the consumer raises it.
         except BaseException as error:  # noqa: BLE001
             self._error = error
@@ -138,16 +142,6 @@ class Loader:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
-
-    def _hand_over(self, micro_batch: MicroBatch) -> bool:
-        """Queues a micro-batch, after waiting for room; false once the loader is closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: len(self._ready) < self._prefetch or self._closed)
-            if self._closed:
-                return False
-            self._ready.append(micro_batch)
-            self._changed.notify_all()
-            return True
 
 
 def read_batch(dataset: Dataset, sample_ids: Sequence[int]) -> Batch:
@@ -166,10 +160,7 @@ class _Failure:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: SpawnProcess
-    connection: Connection
+_Worker = tuple[SpawnProcess, Connection]
 
 
 class WorkerPool:
@@ -196,7 +187,7 @@ class WorkerPool:
                 yield first, self._receive(worker)
             worker = self._workers[number % self._num_workers]
             with suppress(OSError):  # a dead worker is reported when its answer is waited for
-                worker.connection.send(planned.sample_ids)
+                worker[1].send(planned.sample_ids)
             in_flight.append((planned, worker))
         for first, worker in in_flight:
             yield first, self._receive(worker)
@@ -218,20 +209,21 @@ class WorkerPool:
                 if self._killed:
                     return False
                 process.start()
-                self._workers.append(_Worker(process, ours))
+                self._workers.append((process, ours))
             theirs.close()
         return True
 
     def _receive(self, worker: _Worker) -> Batch:
+        process, connection = worker
         # The end of the process counts, not that of the connection: a child of the worker may hold that open.
-        ready = wait([worker.connection, worker.process.sentinel])
+        ready = wait([connection, process.sentinel])
         try:
-            if worker.connection not in ready:
+            if connection not in ready:
                 raise EOFError
-            answer: Batch | _Failure = worker.connection.recv()
+            answer: Batch | _Failure = connection.recv()
         except (OSError, EOFError):
-            worker.process.join()
-            raise ElasticTrainError(_obituary(worker.process)) from None
+            process.join()
+            raise ElasticTrainError(_obituary(process)) from None
         if isinstance(answer, _Failure):
             error = answer.error or ElasticTrainError("a data worker failed")
             error.add_note(f"in a data worker:\n{answer.text}")
@@ -242,15 +234,15 @@ class WorkerPool:
         """End the workers at once; safe from any thread, and wakes the one that waits for them. They hold nothing to lose."""
         with self._lock:
             self._killed = True
-            for worker in self._workers:
-                worker.process.kill()
+            for process, _ in self._workers:
+                process.kill()
 
     def close(self) -> None:
         """End the workers and wait until they are gone."""
         self.kill()
-        for worker in self._workers:
-            worker.process.join()
-            worker.connection.close()
+        for process, connection in self._workers:
+            process.join()
+            connection.close()
 
 
 def _obituary(process: SpawnProcess) -> str:
@@ -285,18 +277,12 @@ def _serve(dataset: Dataset, connection: Connection, parent: int) -> None:
             answer = read_batch(dataset, sample_ids)
         # The edge of a process: the loader raises it again.
         except Exception as error:  # noqa: BLE001
-            answer = _Failure(_sendable(error), traceback.format_exc())
+            answer = _Failure(None, traceback.format_exc())
+            # It is sent if it survives that, whatever a user's exception does when it is copied; its text travels in any case.
+            with suppress(Exception):
+                copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
+                answer = _Failure(copy if isinstance(copy, Exception) else None, answer.text)
         try:
             connection.send(answer)
         except OSError:
             return
-
-
-def _sendable(error: Exception) -> Exception | None:
-    """The error, if it survives being sent; its text travels in any case."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))  # noqa: S301  our own bytes
-    # Whatever a user's exception does when it is copied.
-    except Exception:  # noqa: BLE001
-        return None
-    return copy if isinstance(copy, Exception) else None

@@ -166,7 +166,7 @@ def prepare_stdlib(cache: CacheFolder, *, library: Path) -> tuple[TokenIndex, Pa
     lease = cache.lease(name, size_bytes=size_bytes, source="the standard library corpus")
     with lease.filling():
         # The name says what the text is; the files' times, which differ between installations, are no part of the plan.
-        prepared = prepare(documents, plan=name, store=open_store(str(lease.folder)), tokenizer=ByteTokenizer())
-    if not prepared.already_complete:
-        _logger.info("prepared the standard library corpus (%d tokens) in %s", prepared.index.num_tokens, lease.folder)
-    return prepared.index, lease.folder, lease
+        index, complete = prepare(documents, plan=name, store=open_store(str(lease.folder)), tokenizer=ByteTokenizer())
+    if not complete:
+        _logger.info("prepared the standard library corpus (%d tokens) in %s", index.num_tokens, lease.folder)
+    return index, lease.folder, lease

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -65,14 +65,6 @@ class PlanProgress:
     plan: str
     shards: tuple[Shard, ...]
     position: Position
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The outcome: what the folder holds, and whether nothing had to be done."""
-
-    index: TokenIndex
-    already_complete: bool
 
 
 def plan_digest(documents: Sequence[Document], *, tokenizer: TokenizerDescription, shard_tokens: int) -> str:
@@ -136,33 +128,31 @@ def prepare(
     plan: str,
     store: Store,
     tokenizer: Tokenizer,
-    tokenizer_file: bytes | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     on_bytes: Callable[[int], object] = lambda _: None,
-) -> Prepared:
-    """Write token files of `documents` to `store`; a call that was interrupted continues when it is made again.
+) -> tuple[TokenIndex, bool]:
+    """Write token files of `documents` to `store`: their index, and whether they were complete already.
 
-    `plan` names the work (see `plan_digest`): what was begun under another name is not continued. `on_bytes` is told how much
-    text was read, what a resumed call skips included.
+    A call that was interrupted continues when it is made again. `plan` names the work (see `plan_digest`): what was begun under
+    another name is not continued. `on_bytes` is told how much text was read, what a resumed call skips included.
     """
-    description = tokenizer.description
     start = _claim(store, plan=plan)
     if isinstance(start, TokenIndex):
-        return Prepared(start, already_complete=True)
+        return start, True
     if start.shards:
         _logger.info("going on after %d finished shards in %s", len(start.shards), store.url)
-    if tokenizer_file is not None:
-        store.write(TOKENIZER_FILE, tokenizer_file)
-    dtype: TokenType = "uint16" if description.vocab_size <= 2**16 else "uint32"
+    if tokenizer.file is not None:
+        store.write(TOKENIZER_FILE, tokenizer.file)
+    dtype: TokenType = "uint16" if tokenizer.description.vocab_size <= 2**16 else "uint32"
     on_bytes(sum(document.size_bytes for document in documents[: start.position.document]) + start.position.offset_bytes)
     stream = _TokenStream(documents, tokenizer=tokenizer, start=start.position, on_bytes=on_bytes)
     shards = list(start.shards)
     while not stream.exhausted():
         shards.append(_write_shard(store, f"tokens-{len(shards):05d}.bin", stream=stream, limit=shard_tokens, dtype=dtype))
         store.write(PROGRESS_FILE, encode_record(PlanProgress(plan, tuple(shards), stream.position)))
-    index = TokenIndex(dtype=dtype, tokenizer=description, num_documents=len(documents), shards=tuple(shards))
+    index = TokenIndex(dtype, tokenizer.description, len(documents), tuple(shards))
     store.write(INDEX_FILE, encode_index(index))
-    return Prepared(index, already_complete=False)
+    return index, False
 
 
 def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
@@ -270,22 +260,16 @@ class _TokenStream:
 
 
 def _encode(pieces: Iterator[_TextPiece], *, tokenizer: Tokenizer) -> Iterator[tuple[_TextPiece, npt.NDArray[np.uint32]]]:
+    """Several small documents, or one large piece, at a time: what a tokenizer encodes in parallel, bounded in memory."""
     separator = np.array([tokenizer.description.separator], dtype=np.uint32)
-    for batch in iter(lambda: _next_batch(pieces), []):
-        for piece, tokens in zip(batch, tokenizer.encode([piece.text for piece in batch]), strict=True):
-            yield piece, np.concatenate((tokens, separator)) if piece.ends_document else tokens
-
-
-def _next_batch(pieces: Iterator[_TextPiece]) -> list[_TextPiece]:
-    """Several small documents, or one large piece: what a tokenizer encodes in parallel, bounded in memory."""
     batch: list[_TextPiece] = []
-    size = 0
-    for piece in islice(pieces, _BATCH_DOCUMENTS):
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= _PIECE_BYTES:
-            break
-    return batch
+    for piece in chain(pieces, (None,)):
+        if piece is not None:
+            batch.append(piece)
+        if piece is None or len(batch) == _BATCH_DOCUMENTS or sum(len(one.text) for one in batch) >= _PIECE_BYTES:
+            for one, tokens in zip(batch, tokenizer.encode([one.text for one in batch]), strict=True):
+                yield one, np.concatenate((tokens, separator)) if one.ends_document else tokens
+            batch.clear()
 
 
 def _pieces(documents: Sequence[Document], *, start: Position) -> Iterator[_TextPiece]:

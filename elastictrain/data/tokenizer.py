@@ -29,6 +29,10 @@ class Tokenizer(Protocol):
     def description(self) -> TokenizerDescription:
         """What is written to the index."""
 
+    @property
+    def file(self) -> bytes | None:
+        """The content of the `tokenizer.json` that is kept beside the index, if there is one."""
+
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
         """The tokens of each text (UTF-8), without separators; each text on its own."""
 
@@ -40,6 +44,7 @@ class ByteTokenizer:
     """Every byte is a token, and 256 separates documents: no training, no file, every text in every language."""
 
     description = TokenizerDescription(kind="bytes", vocab_size=257, separator=256, digest="")
+    file = None
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
         return [np.frombuffer(text, dtype=np.uint8).astype(np.uint32) for text in texts]
@@ -52,8 +57,9 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
-    def __init__(self, model: "HuggingFaceModel", *, description: TokenizerDescription) -> None:
+    def __init__(self, model: "HuggingFaceModel", *, file: bytes, description: TokenizerDescription) -> None:
         self._model = model
+        self.file = file
         self.description = description
 
     def encode(self, texts: Sequence[bytes]) -> list[npt.NDArray[np.uint32]]:
@@ -67,31 +73,29 @@ class HuggingFaceTokenizer:
         return text
 
 
-def load_huggingface(data: bytes, *, source: str, separator: str | None = None) -> HuggingFaceTokenizer:
-    """A tokenizer from the content of a `tokenizer.json`; `source` is for messages.
+def load_huggingface(path: str, *, separator: str | None = None) -> HuggingFaceTokenizer:
+    """A tokenizer from a `tokenizer.json`.
 
     Args:
         separator: the token that ends documents; None for the first of the usual end-of-text tokens that the vocabulary has.
 
-    Raises: UsageError without the extra `hf` or without a separator; DataError if the file is no tokenizer.
+    Raises: UsageError without the extra `hf` or without a separator; DataError if the file cannot be read or is no tokenizer.
     """
-    model = _load_model(data, source=source)
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"--tokenizer {path} must be a readable tokenizer.json, but is not: {error.strerror}") from None
+    model = _load_model(data, source=path)
     vocabulary = model.get_vocab(with_added_tokens=True)
     candidates = (separator,) if separator is not None else _SEPARATORS
     found = next((vocabulary[name] for name in candidates if name in vocabulary), None)
     if found is None:
         raise UsageError(
-            f"--separator must name a token of {source}; it has none of: {', '.join(candidates)}. Pass the one that ends a text"
+            f"--separator must name a token of {path}; it has none of: {', '.join(candidates)}. Pass the one that ends a text"
         )
-    return HuggingFaceTokenizer(
-        model,
-        description=TokenizerDescription(
-            kind="huggingface",
-            vocab_size=max(vocabulary.values()) + 1,
-            separator=found,
-            digest=xxhash.xxh3_128_hexdigest(data),
-        ),
-    )
+    digest = xxhash.xxh3_128_hexdigest(data)
+    description = TokenizerDescription("huggingface", max(vocabulary.values()) + 1, found, digest)
+    return HuggingFaceTokenizer(model, file=data, description=description)
 
 
 def _load_model(data: bytes, *, source: str) -> "HuggingFaceModel":
@@ -129,12 +133,4 @@ def tokenizer_of(store: Store, index: TokenIndex) -> Tokenizer:
         raise DataError(f"{url} must be the tokenizer of these token files, but does not exist; copy it there") from None
     if xxhash.xxh3_128_hexdigest(data) != index.tokenizer.digest:
         raise DataError(f"{url} must be the tokenizer of these token files, but is another one; copy the right one there")
-    return HuggingFaceTokenizer(_load_model(data, source=url), description=index.tokenizer)
-
-
-def read_tokenizer_file(path: Path) -> bytes:
-    """The content of a `tokenizer.json`. Raises: DataError if it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"--tokenizer {path} must be a readable tokenizer.json, but is not: {error.strerror}") from None
+    return HuggingFaceTokenizer(_load_model(data, source=url), file=data, description=index.tokenizer)

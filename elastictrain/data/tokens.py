@@ -64,21 +64,20 @@ class TokenDataset:
 
     def _map(self, number: int) -> npt.NDArray[np.uint16 | np.uint32]:
         tokens = self._maps[number]
-        if tokens is None:
-            size = self._ends[number] - (self._ends[number - 1] if number else 0)
-            tokens = self._maps[number] = self._map_file(self._paths[number], size=size)
+        if tokens is not None:
+            return tokens
+        size = self._ends[number] - (self._ends[number - 1] if number else 0)
+        # An empty file cannot be mapped.
+        tokens = np.empty(0, dtype=self._dtype)
+        if size:
+            folder, _, name = self._paths[number].rpartition("/")
+            with opened_folder(folder or ".", "") as handle:
+                descriptor = Place(handle, name, self._paths[number]).open(os.O_RDONLY, follow=True)
+            with open(descriptor, "rb") as file:  # noqa: PTH123
+                # The view is a plain array: slicing a memmap costs several times as much.
+                tokens = np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
+        self._maps[number] = tokens
         return tokens
-
-    def _map_file(self, path: str, *, size: int) -> npt.NDArray[np.uint16 | np.uint32]:
-        if not size:
-            # An empty file cannot be mapped.
-            return np.empty(0, dtype=self._dtype)
-        folder, _, name = path.rpartition("/")
-        with opened_folder(folder or ".", "") as handle:
-            descriptor = Place(handle, name, path).open(os.O_RDONLY, follow=True)
-        with open(descriptor, "rb") as file:  # noqa: PTH123
-            # The view is a plain array: slicing a memmap costs several times as much.
-            return np.memmap(file, dtype=self._dtype, mode="r", shape=(size,)).view(np.ndarray)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": [None] * len(self._maps), "_lease": None}

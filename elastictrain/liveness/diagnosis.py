@@ -8,6 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
 
 from elastictrain.events import Hang
 from elastictrain.liveness.progress import Phase, ProgressMark
@@ -34,7 +37,7 @@ class Entered:
     sequences: Mapping[str, int] = field(default_factory=dict)
     """By process group: the number of the last one, counted alike on all of its ranks."""
 
-    last: str = ""
+    last: Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)] = ""
     """The newest of all, for a person."""
 
 
@@ -135,16 +138,20 @@ def progress_order(mark: ProgressMark) -> tuple[int, int, int, int]:
 def diagnose(statuses: Sequence[RankStatus], *, frozen_s: float) -> HangDiagnosis:
     """Whose fault a hang is, of all that could be heard. Who was silent for `frozen_s` is taken to have been frozen."""
     frozen = [one for one in statuses if one.still_s > frozen_s]
-    if frozen and len(frozen) < len(statuses):
-        return _diagnosis("frozen", frozen, statuses)
     least = min((progress_order(one.mark) for one in statuses), default=None)
     behind = [one for one in statuses if progress_order(one.mark) == least]
-    if len(behind) < len(statuses) or len(statuses) == 1:
-        return _diagnosis("behind", behind, statuses)
     absent = [one for one in statuses if any(_lags(one, other) for other in statuses)]
+    guilty: list[RankStatus] = []
+    if 0 < len(frozen) < len(statuses):
+        reason, guilty = "frozen", frozen
+    elif len(behind) < len(statuses) or len(statuses) == 1:
+        reason, guilty = "behind", behind
     # Where each lags behind another one in some group, nobody can be singled out.
-    ahead = len(absent) < len(statuses)
-    return _diagnosis("did not enter" if absent and ahead else "nobody", absent if ahead else [], statuses)
+    elif 0 < len(absent) < len(statuses):
+        reason, guilty = "did not enter", absent
+    else:
+        reason = "nobody"
+    return HangDiagnosis(reason, tuple(guilty), tuple(one for one in statuses if one not in guilty))
 
 
 def paragraph(found: HangDiagnosis) -> str:
@@ -160,12 +167,11 @@ def paragraph(found: HangDiagnosis) -> str:
         sentences.append(f"so do {len(found.guilty) - _NAMED_AT_MOST} more ranks")
     text = "hang: " + "; ".join(sentences)
     if found.waiting:
-        text += f". {_names(found.waiting)} {'wait' if len(found.waiting) > 1 else 'waits'} for it in {_places(found.waiting)}"
+        names = ", ".join(one.name for one in found.waiting[:_NAMED_AT_MOST])
+        more = len(found.waiting) - _NAMED_AT_MOST
+        names += f" and {more} more" if more > 0 else ""
+        text += f". {names} {'wait' if len(found.waiting) > 1 else 'waits'} for it in {_places(found.waiting)}"
     return text
-
-
-def _diagnosis(reason: str, guilty: Sequence[RankStatus], statuses: Sequence[RankStatus]) -> HangDiagnosis:
-    return HangDiagnosis(reason, tuple(guilty), tuple(one for one in statuses if one not in guilty))
 
 
 def _lags(one: RankStatus, other: RankStatus) -> bool:
@@ -182,12 +188,6 @@ def _accuse(one: RankStatus, *, reason: str) -> str:
     if one.entered.last:
         text += f"; the last collective that it entered is {one.entered.last}"
     return text
-
-
-def _names(statuses: Sequence[RankStatus]) -> str:
-    named = ", ".join(one.name for one in statuses[:_NAMED_AT_MOST])
-    more = len(statuses) - _NAMED_AT_MOST
-    return f"{named} and {more} more" if more > 0 else named
 
 
 def _places(statuses: Sequence[RankStatus]) -> str:

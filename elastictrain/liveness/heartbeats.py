@@ -1,11 +1,10 @@
 """The shared store in which every rank writes where it is, and who reads it: no backend tells which peer is missing."""
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from elastictrain.bounded_json import encode_record, parse_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.distributed.bounded import within
-from elastictrain.liveness.diagnosis import LONGEST_TEXT, Entered, HangDiagnosis, RankStatus, diagnose
-from elastictrain.liveness.progress import Phase, ProgressMark
+from elastictrain.liveness.diagnosis import Entered, HangDiagnosis, RankStatus, diagnose
+from elastictrain.liveness.progress import ProgressMark
 from elastictrain.liveness.watchdog import LostPeer, bound_s
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,7 @@ logger = logging.getLogger(__name__)
 _READ_TIMEOUT = timedelta(seconds=2)
 _READ_LIMIT_S = 3.0
 _FALLEN = "fallen"
+_GONE = "its host may be the one that is gone"
 
 _SHARE = 0.5
 """Of its bound: a rank that is silent for so long tells which collectives it entered, and begins to look at the others."""
@@ -33,21 +33,15 @@ _LATE_S = 0.5
 _DUMP_LIMIT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """What a rank writes of itself; `where` is for people."""
+    """What a rank writes of itself. The times in `mark`, and `time`, are of its host's clocks, which may differ from ours."""
 
-    where: str
-    phase: Phase
-    step: int
-    micro_batch: int
-    first_step_done: bool
+    mark: ProgressMark
     silent_s: float
     bound_s: float
-    sequences: Mapping[str, int] = field(default_factory=dict)
-    collective: str = ""
+    entered: Entered
     time: float
-    """Of the clock of its host, which may differ from ours."""
     number: int
 
 
@@ -75,12 +69,12 @@ class HeartbeatStore:
         for connection in (self._writing, self._reading):
             connection.set_timeout(_READ_TIMEOUT)
         self.rank = rank
+        self._names = [f"rank {number} on {host}" for number, host in enumerate(hosts)]
         self._hosts = hosts
         self.mark = mark
         self.options = options
         self._clock = clock
         self.stopwatch = stopwatch
-        self._number = 0
         self.entered = Entered()
         """What is told from now on besides where this rank is."""
         self._seen: dict[int, tuple[int, float]] = {}
@@ -102,7 +96,7 @@ class HeartbeatStore:
     def statuses(self) -> list[RankStatus]:
         """Of the other ranks that were heard. `still_s` is by our own clock, and as far as we have looked.
 
-        May take as long as the store takes to answer. Raises: RuntimeError, ValueError.
+        May take as long as the store takes to answer. Raises: RuntimeError.
         """
         statuses = []
         for rank, beat in self._read_all().items():
@@ -112,84 +106,64 @@ class HeartbeatStore:
             number, since_s = self._seen.get(rank, (beat.number, now_s))
             self._seen[rank] = (beat.number, since_s if beat.number == number else now_s)
             still_s = now_s - self._seen[rank][1]
-            mark = ProgressMark(beat.phase, beat.step, beat.micro_batch, 0.0, beat.first_step_done)
-            entered = Entered(beat.sequences, beat.collective[:LONGEST_TEXT])
-            statuses.append(RankStatus(rank, self._hosts[rank], mark, beat.silent_s + still_s, beat.bound_s, still_s, entered))
+            silent_s = beat.silent_s + still_s
+            statuses.append(RankStatus(rank, self._hosts[rank], beat.mark, silent_s, beat.bound_s, still_s, beat.entered))
         return statuses
 
     def last_heard(self) -> dict[str, str]:
         """For each other rank, oldest news first: where it was, and how long ago. Bounded in time, never raises."""
-        # The host of the store may be the one that is gone, without a word: then a question to it never returns.
-        heard = within(_READ_LIMIT_S, self._read_texts)
-        return {"the shared store": "does not answer: its host may be the one that is gone"} if heard is None else heard
+
+        def read() -> dict[str, str]:
+            try:
+                beats = self._read_all()
+            except RuntimeError as error:
+                return {"the shared store": f"does not answer ({type(error).__name__}): {_GONE}"}
+            news = []
+            for rank, beat in beats.items():
+                age_s = float("inf") if beat is None else max(0.0, self._clock() - beat.time)
+                text = "never heard in this generation" if beat is None else f"{beat.mark}, {age_s:.1f} s ago"
+                news.append((age_s, self._names[rank], text))
+            return {name: text for _, name, text in sorted(news, reverse=True)}
+
+        # That host may be gone without a word: then a question to it never returns.
+        heard = within(_READ_LIMIT_S, read)
+        return {"the shared store": f"does not answer: {_GONE}"} if heard is None else heard
 
     def announce_failure(self) -> None:
         """Tell the others that this rank ends because of an error: a collective may never notice. Bounded, never raises."""
-        word = json.dumps({"rank": self.rank, "host": self._hosts[self.rank]})
         # The first word stays: who falls after it falls because of it.
-        within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", word))
+        within(_READ_LIMIT_S / 2, lambda: self._reading.compare_set(_FALLEN, "", self._names[self.rank]))
 
     def failed_peer(self) -> str | None:
         """The name of another rank that said that it ends because of an error, if one did. As `statuses`."""
-        if not self._reading.check([_FALLEN]):
-            return None
-        told = json.loads(self._reading.get(_FALLEN))
-        return f"rank {told['rank']} on {told['host']}" if told["rank"] != self.rank else None
+        told = self._reading.get(_FALLEN).decode() if self._reading.check([_FALLEN]) else ""
+        return told if told not in ("", self._names[self.rank]) else None
 
     def _read_all(self) -> dict[int, Heartbeat | None]:
         """The newest heartbeat of each other rank; None if it has written none, or one of another release."""
-        beats: dict[int, Heartbeat | None] = {}
-        for rank in range(len(self._hosts)):
-            key = f"beat/{rank}"
-            if rank == self.rank:
-                continue
-            beats[rank] = None
-            if self._reading.check([key]):
+        beats: dict[int, Heartbeat | None] = {rank: None for rank in range(len(self._hosts)) if rank != self.rank}
+        for rank in beats:
+            if self._reading.check([f"beat/{rank}"]):
                 try:
-                    beats[rank] = parse_record(self._reading.get(key), Heartbeat)
+                    beats[rank] = parse_record(self._reading.get(f"beat/{rank}"), Heartbeat)
                 except ValueError as error:
                     logger.debug("heartbeat of rank %d: %s", rank, error)
         return beats
 
-    def _read_texts(self) -> dict[str, str]:
-        try:
-            beats = self._read_all()
-        except RuntimeError as error:
-            return {"the shared store": f"does not answer ({type(error).__name__}): its host may be the one that is gone"}
-        news = []
-        for rank, beat in beats.items():
-            age_s = float("inf") if beat is None else max(0.0, self._clock() - beat.time)
-            text = "never heard in this generation" if beat is None else f"{beat.where}, {age_s:.1f} s ago"
-            news.append((age_s, f"rank {rank} on {self._hosts[rank]}", text))
-        return {name: text for _, name, text in sorted(news, reverse=True)}
-
     def _write(self) -> None:
+        number = 0
         while True:
-            self._number += 1
+            number += 1
+            mark = self.mark()
+            own = self.own_status(mark)
+            beat = Heartbeat(mark, round(own.silent_s, 3), own.bound_s, own.entered, self._clock(), number)
             try:
-                self._writing.set(f"beat/{self.rank}", encode_record(self._beat()).decode())
+                self._writing.set(f"beat/{self.rank}", encode_record(beat).decode())
             except RuntimeError as error:
                 # The store's host may be gone; then the collectives will notice.
                 logger.debug("heartbeat not written: %s", error)
             if self._closed.wait(self.options.heartbeat_s):
                 return
-
-    def _beat(self) -> Heartbeat:
-        mark = self.mark()
-        status = self.own_status(mark)
-        return Heartbeat(
-            where=str(mark),
-            phase=mark.phase,
-            step=mark.step,
-            micro_batch=mark.micro_batch,
-            first_step_done=mark.first_step_done,
-            silent_s=round(status.silent_s, 3),
-            bound_s=status.bound_s,
-            sequences=status.entered.sequences,
-            collective=status.entered.last,
-            time=self._clock(),
-            number=self._number,
-        )
 
 
 class PeerMonitor:
@@ -228,14 +202,12 @@ class PeerMonitor:
     def diagnosis(self) -> HangDiagnosis | None:
         """Whose fault the silence at hand is; None as long as it is too short for the question, or nobody answers."""
         found = self._found
-        return (
-            found[1].later(self._heartbeats.stopwatch() - found[2])
-            if found is not None and found[0] is self._heartbeats.mark()
-            else None
-        )
+        if found is None or found[0] is not self._heartbeats.mark():
+            return None
+        return found[1].later(self._heartbeats.stopwatch() - found[2])
 
     def turn(self) -> None:
-        """Look once. Raises: RuntimeError, ValueError if the store does not answer."""
+        """Look once. Raises: RuntimeError if the store does not answer."""
         if self.failed_peer is None and (name := self._heartbeats.failed_peer()) is not None:
             self.failed_peer = LostPeer(name, self._heartbeats.stopwatch())
         mark = self._heartbeats.mark()
@@ -254,7 +226,7 @@ class PeerMonitor:
         while not self._closed.wait(self._heartbeats.options.heartbeat_s):
             try:
                 self.turn()
-            except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            except (RuntimeError, ValueError) as error:
                 # Then nothing is known of the others, and the limits that need no knowledge hold.
                 self._found = None
                 logger.debug("the other ranks cannot be seen: %s", error)

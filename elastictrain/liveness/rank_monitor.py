@@ -49,6 +49,15 @@ _MARGIN_S = 3.0
 """What the limits that a process has for itself may be late."""
 
 Kind = Literal["stopped", "frozen", "stuck", "left behind"]
+_WHY: dict[Kind, str] = {
+    "stopped": "was stopped by a signal {silent_s:.1f} s ago in {mark}, and was not continued within {bound_s:g} s",
+    "frozen": (
+        "has been in {mark} for {silent_s:.1f} s (bound {bound_s:g} s), and none of its other threads has run for "
+        "{still_s:.1f} s: one of them holds the interpreter's lock"
+    ),
+    "stuck": "has been in {mark} for {silent_s:.1f} s, and does not end itself as it should",
+    "left behind": "waits in {mark} for a rank of this host that is gone",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +88,31 @@ class KillDecision:
         """Whether it is at fault, and does not only wait for one that is gone."""
         return self.kind != "left behind"
 
+    def __str__(self) -> str:
+        marks, still_s = self.seen.marks, self.seen.still_s
+        return _WHY[self.kind].format(mark=marks.mark, silent_s=self.silent_s, bound_s=self.bound_s, still_s=still_s)
+
 
 def judge(seen: Sequence[ObservedRank]) -> list[KillDecision]:
     """Those that must be ended now."""
     longest_gone_s = max((one.gone_s or 0.0 for one in seen if one.marks.mark.phase is not Phase.END), default=0.0)
-    decisions = (_judge_one(one, gone_s=longest_gone_s) for one in seen if one.gone_s is None)
-    return [decision for decision in decisions if decision is not None]
-
-
-def _judge_one(one: ObservedRank, *, gone_s: float) -> KillDecision | None:
-    marks = one.marks
-    if one.stopped and one.still_s > marks.stopped_s:
-        return KillDecision(one, "stopped", one.still_s, marks.stopped_s)
-    # One that runs ends itself, knows of the others when it does so, and is given the time to say what it knows.
-    if one.still_s > PULSE_S and one.unchanged_s > marks.bound_s and not marks.ending:
-        return KillDecision(one, "frozen", one.unchanged_s, marks.bound_s)
-    latest_s = marks.limit_s + marks.grace_s + _MARGIN_S
-    if one.unchanged_s > latest_s:
-        return KillDecision(one, "stuck", one.unchanged_s, latest_s)
-    patience_s = ENDING_S if marks.ending else SURVIVOR_S
-    if gone_s > patience_s and marks.mark.phase is not Phase.END:
-        return KillDecision(one, "left behind", gone_s, patience_s)
-    return None
+    decisions = []
+    for one in seen:
+        marks = one.marks
+        latest_s = marks.limit_s + marks.grace_s + _MARGIN_S
+        patience_s = ENDING_S if marks.ending else SURVIVOR_S
+        if one.gone_s is not None:
+            continue
+        if one.stopped and one.still_s > marks.stopped_s:
+            decisions.append(KillDecision(one, "stopped", one.still_s, marks.stopped_s))
+        # One that runs ends itself, knows of the others when it does so, and is given the time to say what it knows.
+        elif one.still_s > PULSE_S and one.unchanged_s > marks.bound_s and not marks.ending:
+            decisions.append(KillDecision(one, "frozen", one.unchanged_s, marks.bound_s))
+        elif one.unchanged_s > latest_s:
+            decisions.append(KillDecision(one, "stuck", one.unchanged_s, latest_s))
+        elif longest_gone_s > patience_s and marks.mark.phase is not Phase.END:
+            decisions.append(KillDecision(one, "left behind", longest_gone_s, patience_s))
+    return decisions
 
 
 class LiveWorker:
@@ -224,11 +236,10 @@ class RankMonitor:
             self._ended.add(marks.rank)
             self._workers[marks.rank].kill()
         if hanging:
-            guilty = tuple(self._status(one.seen.marks, one.silent_s, one.bound_s) for one in hanging)
-            at_fault = {one.seen.marks.rank for one in hanging}
+            at_fault = [one.seen.marks.rank for one in hanging]
             others = tuple(self._status(marks, 0.0, 0.0) for marks in alive if marks.rank not in at_fault)
-            found = HangDiagnosis(hanging[0].kind, guilty, others)
-            event = found.event(text, stacks=None)
+            guilty = tuple(self._status(one.seen.marks, one.silent_s, one.bound_s) for one in hanging)
+            event = HangDiagnosis(hanging[0].kind, guilty, others).event(text, stacks=None)
             # Storage may be what hangs.
             self._start(lambda: self._record(event, stacks))
         # Last, and not by this thread: whoever reads it may be stopped, and the others are to be watched all the same.
@@ -246,7 +257,7 @@ class RankMonitor:
 
 def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress], *, host: str) -> str:
     """What is done to whom and why, for a person."""
-    text = "; ".join(f"rank {one.seen.marks.rank} on {host} {_why(one)}" for one in decisions)
+    text = "; ".join(f"rank {one.seen.marks.rank} on {host} {one}" for one in decisions)
     if any(one.hangs for one in decisions):
         text = f"hang: {text}"
         if waiting:
@@ -254,22 +265,6 @@ def describe(decisions: Sequence[KillDecision], waiting: Sequence[RankProgress],
             more = f" and {len(waiting) - 8} more" if len(waiting) > 8 else ""
             text += f". Of this host there are besides {places}{more}"
     return f"{text}. {'They are' if len(decisions) > 1 else 'It is'} ended from outside, so that the group can start again"
-
-
-def _why(one: KillDecision) -> str:
-    mark = one.seen.marks.mark
-    match one.kind:
-        case "stopped":
-            return f"was stopped by a signal {one.silent_s:.1f} s ago in {mark}, and was not continued within {one.bound_s:g} s"
-        case "frozen":
-            return (
-                f"has been in {mark} for {one.silent_s:.1f} s (bound {one.bound_s:g} s), and none of its other threads has run "
-                f"for {one.seen.still_s:.1f} s: one of them holds the interpreter's lock"
-            )
-        case "stuck":
-            return f"has been in {mark} for {one.silent_s:.1f} s, and does not end itself as it should"
-        case "left behind":
-            return f"waits in {mark} for a rank of this host that is gone"
 
 
 def _tell(text: str) -> None:

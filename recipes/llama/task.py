@@ -2,7 +2,6 @@
 
 import math
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from elastictrain.checkpoint.commands.export import StoredModel
 from elastictrain.config.constraints import NonEmpty, Range
 from elastictrain.data.dataset import Batch
-from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface, read_tokenizer_file
+from elastictrain.data.tokenizer import ByteTokenizer, Tokenizer, load_huggingface
 from elastictrain.errors import ConfigError, Problem
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
@@ -155,7 +154,7 @@ class LlamaTask:
     def _tokenizer(self) -> Tokenizer:
         if self._tokenizer_file is None:
             return ByteTokenizer()
-        return load_huggingface(read_tokenizer_file(Path(self._tokenizer_file)), source=self._tokenizer_file)
+        return load_huggingface(self._tokenizer_file)
 
     @cached_property
     def _weights(self) -> HuggingFaceWeights | None:

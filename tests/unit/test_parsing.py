@@ -27,7 +27,6 @@ OWN = {
     "checkpoint/checkpointer.py": "rank 0 of the same group",
     "checkpoint/exchange.py": "ranks of the same group",
     "net/channel.py": "frames of bounded size from hosts that have shown the token",
-    "liveness/heartbeats.py": "workers of the same group, through torch's store",
     "liveness/__main__.py": "the worker that started this process",
     "liveness/diagnosis.py": "torch's trace of this process",
     "launch/forks.py": "the process that forks this one",

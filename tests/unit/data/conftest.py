@@ -98,12 +98,13 @@ def prepare_bytes(tmp_path: Path) -> Callable[..., TokenIndex]:
         source.write_bytes(text)
         documents = discover([str(source)], patterns=[])
         tokenizer = ByteTokenizer()
-        return prepare(
+        index, _ = prepare(
             documents,
             plan=plan_digest(documents, tokenizer=tokenizer.description, shard_tokens=shard_tokens),
             store=store,
             tokenizer=tokenizer,
             shard_tokens=shard_tokens,
-        ).index
+        )
+        return index
 
     return make

@@ -63,7 +63,7 @@ def test_any_history_of_worlds_consumes_exactly_once(worlds: list[int], data: st
 
 def test_the_newest_incarnation_supersedes() -> None:
     rows = [Row("000002-a", 0, 1, ((0, 1),), (9,)), Row("000001-z", 0, 1, ((0, 1),), (4,)), Row("000001-z", 1, 2, (), ())]
-    assert effective(rows) == {1: (rows[0],), 2: (rows[2],)}
+    assert effective(rows) == {1: [rows[0]], 2: [rows[2]]}
     assert fold(rows) == {1: {0: 9}, 2: {}}
 
 

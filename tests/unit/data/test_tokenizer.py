@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,40 +34,50 @@ def tokenizer_json() -> bytes:
     return bytes(model.to_str().encode())
 
 
-def test_huggingface_file(tokenizer_json: bytes) -> None:
-    tokenizer = load_huggingface(tokenizer_json, source="tokenizer.json")
+@pytest.fixture
+def path(tokenizer_json: bytes, tmp_path: Path) -> str:
+    (tmp_path / "t.json").write_bytes(tokenizer_json)
+    return str(tmp_path / "t.json")
+
+
+def test_huggingface_file(path: str, tokenizer_json: bytes) -> None:
+    tokenizer = load_huggingface(path)
+    assert tokenizer.file == tokenizer_json
     # Neither truncated nor framed by special tokens: the file's settings for inference are not for training text.
     assert [tokens.tolist() for tokens in tokenizer.encode([b"hello world", b"\xff"])] == [[1, 2], [0]]
     assert tokenizer.decode([1, 2]) == "hello world"
     assert tokenizer.description.vocab_size == 10
     assert tokenizer.description.separator == 3
-    assert load_huggingface(tokenizer_json, source="x", separator="[END]").description.separator == 9
+    assert load_huggingface(path, separator="[END]").description.separator == 9
 
 
-def test_huggingface_without_a_separator(tokenizer_json: bytes) -> None:
-    with pytest.raises(UsageError, match=r"--separator must name a token of t\.json; it has none of: nothing"):
-        load_huggingface(tokenizer_json, source="t.json", separator="nothing")
+def test_huggingface_without_a_separator(path: str) -> None:
+    with pytest.raises(UsageError, match=r"t\.json.*nothing"):
+        load_huggingface(path, separator="nothing")
 
 
-def test_not_a_tokenizer() -> None:
+def test_not_a_tokenizer(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    with pytest.raises(DataError, match=r"t\.json must be a tokenizer\.json"):
-        load_huggingface(b"{}", source="t.json")
+    for content in (b"{}", None):
+        (tmp_path / "t.json").write_bytes(content) if content else (tmp_path / "t.json").unlink()
+        with pytest.raises(DataError, match=r"t\.json"):
+            load_huggingface(str(tmp_path / "t.json"))
 
 
-def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(UsageError, match=r'pip install "elastictrain\[hf\]"'):
-        load_huggingface(b"{}", source="t.json")
+    (tmp_path / "t.json").write_bytes(b"{}")
+    with pytest.raises(UsageError, match=r"elastictrain\[hf\]"):
+        load_huggingface(str(tmp_path / "t.json"))
 
 
-def test_the_tokenizer_beside_the_index(memory_store: Any, tokenizer_json: bytes) -> None:
-    description = load_huggingface(tokenizer_json, source="x", separator="[END]").description
+def test_the_tokenizer_beside_the_index(memory_store: Any, path: str, tokenizer_json: bytes) -> None:
+    description = load_huggingface(path, separator="[END]").description
     index = TokenIndex("uint16", description, 1, (Shard("a", 1, 2, ""),))
-    with pytest.raises(DataError, match=r"tokenizer\.json must be the tokenizer .* does not exist"):
+    with pytest.raises(DataError, match=r"memory://tokens/tokenizer\.json"):
         tokenizer_of(memory_store, index)
     memory_store.write(TOKENIZER_FILE, tokenizer_json)
     assert tokenizer_of(memory_store, index).description == description
     memory_store.write(TOKENIZER_FILE, tokenizer_json + b" ")
-    with pytest.raises(DataError, match="another one"):
+    with pytest.raises(DataError, match=r"memory://tokens/tokenizer\.json"):
         tokenizer_of(memory_store, index)

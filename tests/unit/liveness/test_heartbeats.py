@@ -2,14 +2,16 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from elastictrain.bounded_json import encode_record
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import heartbeats as module
 from elastictrain.liveness.diagnosis import Entered
-from elastictrain.liveness.heartbeats import HeartbeatStore, PeerMonitor
+from elastictrain.liveness.heartbeats import Heartbeat, HeartbeatStore, PeerMonitor
 from elastictrain.liveness.progress import Phase, ProgressMark
 
 
@@ -175,15 +177,16 @@ def test_statuses_tell_how_long_nothing_new_came_whatever_the_clocks_of_hosts_sa
 @pytest.mark.parametrize(
     "broken",
     [
-        {"phase": "lunch"},
-        {"step": "seven"},
+        {"mark": {"phase": "lunch"}},
+        {"mark": {"step": "seven"}},
+        {"mark": {"micro_batch": True}},
         {"bound_s": None},
         {"silent_s": float("inf")},
-        {"sequences": {"0": "many"}},
-        {"micro_batch": True},
+        {"entered": {"sequences": {"0": "many"}}},
+        {"entered": {"last": "x" * 1000}},
     ],
 )
-def test_a_heartbeat_of_another_release_was_not_heard(broken: dict[str, object]) -> None:
+def test_a_heartbeat_of_another_release_was_not_heard(broken: dict[str, Any]) -> None:
     store = dist.HashStore()
     writer = heartbeats(store, 0, interval_s=60.0)
     writer.start()
@@ -192,7 +195,8 @@ def test_a_heartbeat_of_another_release_was_not_heard(broken: dict[str, object])
     reader = heartbeats(store, 1)
     good = json.loads(store.get("beat/0"))
     assert [one.rank for one in reader.statuses()] == [0]
-    for beat in ({**good, **broken}, {"where": "data of step 1"}, 5):
+    merged = {name: {**good[name], **value} if isinstance(value, dict) else value for name, value in broken.items()}
+    for beat in ({**good, **merged}, {"where": "data of step 1"}, 5):
         store.set("beat/0", json.dumps(beat))
         assert reader.statuses() == []
 
@@ -241,9 +245,8 @@ class Group:
 
     def beat(self, rank: int, phase: Phase, *, silent_s: float, bound_s: float = 10.0) -> None:
         self.number += 1
-        place = {"where": "", "phase": phase, "step": 7, "micro_batch": 0, "first_step_done": True}
-        beat = {**place, "silent_s": silent_s, "bound_s": bound_s, "time": 0.0, "number": self.number}
-        self.store.set(f"beat/{rank}", json.dumps(beat))
+        beat = Heartbeat(ProgressMark(phase, 7, 0, 0.0, True), silent_s, bound_s, Entered(), 0.0, self.number)
+        self.store.set(f"beat/{rank}", encode_record(beat).decode())
 
     def pass_time(self, seconds: float, **phases: Phase) -> None:
         """Second by second; ranks that are named go on to give a pulse."""
