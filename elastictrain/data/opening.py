@@ -9,6 +9,7 @@ import stat
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -46,18 +47,25 @@ def open_datasets(options: DataGroup, *, seq_len: int, environment: Mapping[str,
 
     Raises: DataError, HostUnfitError, StorageError.
     """
-    index, paths, lease = _open_files(options, environment=environment)
+    root = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(environment)
+    cache = CacheFolder(root, budget_bytes=int(options.cache_gb * 1e9))
+    lease: object = None
+    if options.path == "stdlib":
+        index, folder, lease = prepare_stdlib(cache, library=library_folder())
+        paths = _in_place(index, folder=folder)
+    else:
+        store = open_store(options.path, follow_links=True)
+        index = read_index(store)
+        if isinstance(store, LocalStore):
+            paths = _in_place(index, folder=Path(store.root))
+        else:
+            paths, lease = fetch_shards(store, index, cache=cache)
     num_train = training_samples(
         index.num_tokens, seq_len=seq_len, holdout_samples=options.holdout_samples, source=f"data.path={options.path}"
     )
-
-    def part(first_sample: int, num_samples: int) -> Dataset:
-        return TokenDataset(
-            index, paths=paths, seq_len=seq_len, first_sample=first_sample, num_samples=num_samples, lease=lease
-        )
-
-    holdout = part(num_train, options.holdout_samples) if options.holdout_samples else None
-    return OpenedData(part(0, num_train), holdout, index)
+    part = partial(TokenDataset, index, paths=paths, seq_len=seq_len, lease=lease)
+    holdout = part(first_sample=num_train, num_samples=options.holdout_samples) if options.holdout_samples else None
+    return OpenedData(part(first_sample=0, num_samples=num_train), holdout, index)
 
 
 def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, source: str) -> int:
@@ -78,20 +86,6 @@ def training_samples(num_tokens: int, *, seq_len: int, holdout_samples: int, sou
     else:
         return num_samples - holdout_samples
     raise DataError([Problem(key, f"{trouble}; lower it, or set data.path to more text")])
-
-
-def _open_files(options: DataGroup, *, environment: Mapping[str, str]) -> tuple[TokenIndex, tuple[Path, ...], object]:
-    root = Path(options.cache_dir).expanduser() if options.cache_dir else default_cache_dir(environment)
-    cache = CacheFolder(root, budget_bytes=int(options.cache_gb * 1e9))
-    if options.path == "stdlib":
-        index, folder, lease = prepare_stdlib(cache, library=library_folder())
-        return index, _in_place(index, folder=folder), lease
-    store = open_store(options.path, follow_links=True)
-    index = read_index(store)
-    if isinstance(store, LocalStore):
-        return index, _in_place(index, folder=Path(store.root)), None
-    paths, lease = fetch_shards(store, index, cache=cache)
-    return index, paths, lease
 
 
 def _in_place(index: TokenIndex, *, folder: Path) -> tuple[Path, ...]:

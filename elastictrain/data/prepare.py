@@ -161,7 +161,17 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
     Raises: DataError if the folder holds, or is being filled with, something else.
     """
     while True:
-        begun, finished = _read_progress(store), exists(store, INDEX_FILE)
+        begun: PlanProgress | None = None
+        try:
+            text = read_bounded(store, PROGRESS_FILE, most_bytes=DOCUMENT_BYTES)
+            begun = parse_record(text, PlanProgress, limits=DOCUMENT)
+        except ObjectNotFoundError:
+            pass
+        except (ObjectTooLargeError, ValueError) as error:
+            raise DataError(
+                f"{store.url}/{PROGRESS_FILE} is damaged ({error}); delete that folder to prepare the data again"
+            ) from None
+        finished = exists(store, INDEX_FILE)
         if begun is None and not finished:
             start = PlanProgress(plan, (), Position(0, 0, 0))
             # Of two different preparations that start on the same empty folder, one wins, and the other finds that out here.
@@ -175,17 +185,6 @@ def _claim(store: Store, *, plan: str) -> PlanProgress | TokenIndex:
             )
         else:
             return read_index(store) if finished else begun
-
-
-def _read_progress(store: Store) -> PlanProgress | None:
-    try:
-        return parse_record(read_bounded(store, PROGRESS_FILE, most_bytes=DOCUMENT_BYTES), PlanProgress, limits=DOCUMENT)
-    except ObjectNotFoundError:
-        return None
-    except (ObjectTooLargeError, ValueError) as error:
-        raise DataError(
-            f"{store.url}/{PROGRESS_FILE} is damaged ({error}); delete that folder to prepare the data again"
-        ) from None
 
 
 def _write_shard(store: Store, file: str, *, stream: "_TokenStream", limit: int, dtype: TokenType) -> Shard:

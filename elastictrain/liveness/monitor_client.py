@@ -49,11 +49,19 @@ class RankMonitorClient:
         self._facts = facts
         self._options = options
         self.folder = f"{parent or default_parent()}/{facts.generation}-r{facts.ranks[0]:05d}"
-        _make_folder(self.folder)
+        parent = os.path.dirname(self.folder)  # noqa: PTH120
+        make_private_folder(parent)
+        try:
+            make_private_folder(self.folder)
+        except FileNotFoundError:
+            # The end of another run has removed the parent in between.
+            make_private_folder(parent)
+            make_private_folder(self.folder)
         stopped_s = min(options.hang_floor_s, options.step_timeout_s)
         with ExitStack() as undo:
             undo.callback(remove_folder, self.folder, with_files=False)
-            undo.callback(os.close, hold(self.folder))
+            # Kept from being swept for the life of this process.
+            undo.callback(os.close, lock_folder(self.folder, fcntl.LOCK_SH))
             self._marks = ProgressFile(self.folder, rank=rank, stopped_s=stopped_s, grace_s=options.shutdown_grace_s)
             undo.callback(self._marks.close)
             undo.callback(no_stacks_any_more, tell_stacks_when_asked(self.folder, rank))
@@ -113,22 +121,6 @@ def workers_of(folder: str, ranks: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def _make_folder(folder: str) -> None:
-    parent = os.path.dirname(folder)  # noqa: PTH120
-    make_private_folder(parent)
-    try:
-        make_private_folder(folder)
-    except FileNotFoundError:
-        # The end of another run has removed the parent in between.
-        make_private_folder(parent)
-        make_private_folder(folder)
-
-
-def hold(folder: str) -> int:
-    """Keep a folder from being swept, for the life of this process or of the returned descriptor. Raises: OSError."""
-    return _lock(folder, fcntl.LOCK_SH)
-
-
 def remove_folder(folder: str, *, with_files: bool) -> None:
     """Removes what is empty, or all of a generation; never raises."""
     with suppress(OSError):
@@ -148,15 +140,15 @@ def sweep(parent: str, *, now: float | None = None) -> list[str]:
                 age_s = (time.time() if now is None else now) - entry.stat(follow_symlinks=False).st_mtime
                 if entry.is_dir(follow_symlinks=False) and age_s > _STALE_S:
                     # By locks, not by process numbers: containers that share this memory do not know each other's numbers.
-                    descriptor = _lock(entry.path, fcntl.LOCK_EX)
+                    descriptor = lock_folder(entry.path, fcntl.LOCK_EX)
                     remove_folder(entry.path, with_files=True)
                     os.close(descriptor)
                     removed.append(entry.path)
     return removed
 
 
-def _lock(folder: str, how: int) -> int:
-    """Raises: OSError if somebody holds it otherwise."""
+def lock_folder(folder: str, how: int) -> int:
+    """A descriptor that holds the lock. Raises: OSError if somebody holds it otherwise."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

@@ -124,19 +124,16 @@ class ProgressFileReader:
         """What stands there now; what stood there before if the writer was stopped in the middle of it."""
         for _ in range(_TRIES):
             found = bytes(self._map[_MARK_AT : _MARK_AT + _MARK.size + _SUM.size])
-            body = found[: _MARK.size]
-            if zlib.crc32(body) == _SUM.unpack_from(found, _MARK.size)[0]:
-                self._last = self._marks(body)
-                break
+            if zlib.crc32(found[: _MARK.size]) != _SUM.unpack_from(found, _MARK.size)[0]:
+                continue
+            sequence, phase, first, compiling, step, micro_batch, since_s, bound_s, limit_s = _MARK.unpack_from(found)
+            mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
+            (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
+            allowed_s = (self._stopped_s, self._grace_s)
+            ending = self._map[_ENDING_AT] != 0
+            self._last = RankProgress(self.pid, self.rank, *allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)
+            break
         return self._last
 
     def close(self) -> None:
         self._map.close()
-
-    def _marks(self, body: bytes) -> RankProgress:
-        sequence, phase, first, compiling, step, micro_batch, since_s, bound_s, limit_s = _MARK.unpack(body)
-        mark = ProgressMark(_PHASES[phase], step, micro_batch, since_s, bool(first), compiling=bool(compiling))
-        (pulse,) = _PULSE.unpack_from(self._map, _PULSE_AT)
-        ending = self._map[_ENDING_AT] != 0
-        allowed_s = (self._stopped_s, self._grace_s)
-        return RankProgress(self.pid, self.rank, *allowed_s, mark, bound_s, limit_s, sequence, pulse, ending)

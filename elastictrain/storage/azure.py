@@ -27,7 +27,7 @@ class AzureBackend:
 
     parallel = 4
 
-    def __init__(self, url: str, *, answer_timeout_s: float) -> None:
+    def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
         self._answer_timeout_s = answer_timeout_s
@@ -42,9 +42,8 @@ class AzureBackend:
         self._once = {"retry_total": 0, "connection_timeout": CONNECT_TIMEOUT_S, "read_timeout": answer_timeout_s}
 
     def get(self, path: str, *, start: int, end: int | None) -> bytes:
-        where = {"offset": start, "length": None if end is None else end - start} if (start, end) != (0, None) else {}
-
         async def fetch() -> bytes:
+            where = {} if (start, end) == (0, None) else {"offset": start, "length": None if end is None else end - start}
             stream = await self._blob(path).download_blob(**where, **self._once)
             return cast(bytes, await stream.readall())
 

@@ -5,8 +5,8 @@ Many are read side by side: an object store takes as long for one request as for
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -75,28 +75,21 @@ def side_by_side(calls: Iterable[Callable[[], T]]) -> list[T]:
     Raises: what the first of them raised that did, once all have ended. Threads are left to die with the process: one that a
     store keeps waiting must not keep the process from ending.
     """
-    waiting = list(enumerate(calls))
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-    todo = deque(waiting)
+    futures = [(call, Future[T]()) for call in calls]
+    # An iterator of a list, which several threads may share: each takes what none has taken.
+    todo = iter(futures)
 
     def work() -> None:
-        while True:
+        for call, future in todo:
             try:
-                number, call = todo.popleft()
-            except IndexError:
-                return
-            try:
-                results[number] = call()
+                future.set_result(call())
             except BaseException as error:  # noqa: BLE001  # the edge of a thread; raised again below
-                errors[number] = error
+                future.set_exception(error)
 
-    others = [threading.Thread(target=work, name="storage", daemon=True) for _ in range(min(_AT_ONCE, len(waiting)) - 1)]
+    others = [threading.Thread(target=work, name="storage", daemon=True) for _ in range(min(_AT_ONCE, len(futures)) - 1)]
     for thread in others:
         thread.start()
     work()
     for thread in others:
         thread.join()
-    if errors:
-        raise errors[min(errors)]
-    return [results[number] for number, _ in waiting]
+    return [future.result() for _, future in futures]

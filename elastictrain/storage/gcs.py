@@ -35,7 +35,7 @@ class GcsBackend:
 
     parallel = 1
 
-    def __init__(self, *, answer_timeout_s: float) -> None:
+    def __init__(self, url: str, answer_timeout_s: float) -> None:
         # Not the class that fsspec would choose: that one asks for the kind of the bucket by gRPC before each request, which an
         # emulator does not answer and a person's rights may not allow.
         from gcsfs.core import GCSFileSystem

@@ -18,6 +18,7 @@ from elastictrain.storage.s3 import S3Backend
 from elastictrain.storage.store import ObjectInfo, Store
 
 _EXTRA_OF_PROTOCOL = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+_BACKENDS: dict[str, Callable[[str, float], Backend]] = {"s3": S3Backend, "gcs": GcsBackend, "azure": AzureBackend}
 
 T = TypeVar("T")
 Step = Callable[[str], AbstractContextManager[None]]
@@ -40,42 +41,26 @@ def open_store(url: str, *, retry: RetryOptions | None = None, follow_links: boo
         return LocalStore(root, url=name, retrying=retrying, follow_links=follow_links)
     if not rest.strip("/"):
         raise ConfigError(f"{url!r} names no bucket; it must be like {protocol}://bucket/folder")
-    root = _remote_root(url, protocol)
-
-    def connect() -> Backend:
-        match _EXTRA_OF_PROTOCOL.get(protocol):
-            case "s3":
-                return S3Backend(answer_timeout_s=options.answer_timeout_s)
-            case "gcs":
-                return GcsBackend(answer_timeout_s=options.answer_timeout_s)
-            case "azure":
-                return AzureBackend(url, answer_timeout_s=options.answer_timeout_s)
-        return FilesystemBackend(url, answer_timeout_s=options.answer_timeout_s)
-
-    return RemoteStore(root, url=name, backend=connect, retrying=retrying)
-
-
-def absolute_url(url: str) -> str:
-    """What the URL means, wherever the process that reads it runs: a path becomes absolute."""
-    return url if "://" in url else os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
-
-
-def _remote_root(url: str, protocol: str) -> str:
-    """What the client of the protocol calls the path of the URL."""
     import fsspec
 
+    extra = _EXTRA_OF_PROTOCOL.get(protocol)
     try:
-        kind = fsspec.get_filesystem_class(protocol)
+        root = str(fsspec.get_filesystem_class(protocol)._strip_protocol(url)).rstrip("/")
     except ValueError:
         raise ConfigError(
             f"{url!r} has the unknown protocol {protocol!r}; it must be a path, file://, s3://, gs://, az:// or another "
             "protocol that fsspec knows"
         ) from None
     except ImportError as error:
-        extra = _EXTRA_OF_PROTOCOL.get(protocol)
         remedy = f'pip install "elastictrain[{extra}]"' if extra else str(error)
         raise ConfigError(f"{url!r} needs a package that is not installed; run: {remedy}") from error
-    return str(kind._strip_protocol(url)).rstrip("/")
+    kind = _BACKENDS.get(extra or "", FilesystemBackend)
+    return RemoteStore(root, url=name, backend=lambda: kind(url, options.answer_timeout_s), retrying=retrying)
+
+
+def absolute_url(url: str) -> str:
+    """What the URL means, wherever the process that reads it runs: a path becomes absolute."""
+    return url if "://" in url else os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111
 
 
 def without_sync(store: T) -> T:
@@ -118,8 +103,13 @@ def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullco
         with step("create"):
             store.create(key, b"This object is replaced.\n")
         created = True
-        with step("create again"):
-            _refuse_to_create(store, key)
+        with step("create again"), suppress(ObjectExistsError):
+            store.create(key, b"This must not be written.\n")
+            raise PermanentStorageError(
+                f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores the condition "
+                "(If-None-Match, or ifGenerationMatch=0), so a checkpoint could be replaced unnoticed; use another service or "
+                "a newer version of it"
+            )
         with step("replace"):
             store.write(key, data)
         with step("read"):
@@ -144,15 +134,3 @@ def check_writable(store: Store, *, key: str = "", step: Step = lambda _: nullco
                 store.delete(key)
         raise
     return listed
-
-
-def _refuse_to_create(store: Store, key: str) -> None:
-    try:
-        store.create(key, b"This must not be written.\n")
-    except ObjectExistsError:
-        return
-    raise PermanentStorageError(
-        f"{store.url}: creating an object that exists must fail, but succeeded; the service ignores the condition "
-        "(If-None-Match, or ifGenerationMatch=0), so a checkpoint could be replaced unnoticed; use another service or a newer "
-        "version of it"
-    )

@@ -20,7 +20,7 @@ class S3Backend:
 
     parallel = 4
 
-    def __init__(self, *, answer_timeout_s: float) -> None:
+    def __init__(self, url: str, answer_timeout_s: float) -> None:
         import fsspec
 
         self._answer_timeout_s = answer_timeout_s

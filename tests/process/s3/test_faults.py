@@ -122,7 +122,7 @@ def test_another_creator_wins_between_attempts(s3_proxy: FaultProxy, open_at: Op
     slow = RemoteStore(
         store.url.removeprefix("s3://"),
         url=store.url,
-        backend=lambda: S3Backend(answer_timeout_s=5.0),
+        backend=lambda: S3Backend("s3://", 5.0),
         retrying=Retrying(QUICK, sleep=sleep),
     )
     with pytest.raises(ObjectExistsError, match="theirs"):
@@ -150,7 +150,7 @@ def test_aborted_upload_leaves_no_parts(s3_server: S3Server, open_at: Opener) ->
             raise KeyError("mine")
 
     def uploads() -> list[object]:
-        answer = S3Backend(answer_timeout_s=5.0).call("list_multipart_uploads", Bucket=BUCKET)
+        answer = S3Backend("s3://", 5.0).call("list_multipart_uploads", Bucket=BUCKET)
         return [item for item in answer.get("Uploads", []) if store.url.endswith(item["Key"].split("/")[-2])]  # type: ignore[attr-defined]
 
     with pytest.raises(KeyError, match="mine"):

@@ -11,7 +11,7 @@ import pytest
 
 from elastictrain.config.composed import FaultGroup
 from elastictrain.liveness import monitor_client as module
-from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, hold, sweep, workers_of
+from elastictrain.liveness.monitor_client import MonitoredHost, RankMonitorClient, lock_folder, sweep, workers_of
 from elastictrain.liveness.progress import Phase, ProgressMark
 from elastictrain.liveness.progress_file import ProgressFile, ProgressFileReader, progress_path
 from elastictrain.liveness.rank_monitor import LiveWorker
@@ -79,7 +79,7 @@ def test_one_that_was_killed_in_the_middle_of_its_first_mark(tmp_path: Path, mon
     os.close(gone)
 
 
-@pytest.mark.parametrize("fails", ["ProgressFile", "hold", "tell_stacks_when_asked"])
+@pytest.mark.parametrize("fails", ["ProgressFile", "lock_folder", "tell_stacks_when_asked"])
 def test_one_that_cannot_be_set_up_leaves_nothing(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -134,18 +134,18 @@ def test_one_that_stays_does_not_keep_the_others(tmp_path: Path, monkeypatch: py
     first, second, third = (abandon(tmp_path / "marks", f"00000{number}-old-r00000") for number in range(3))
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: sorted(real(path), key=lambda entry: entry.name))
-    held = hold(str(first))
+    held = lock_folder(str(first), fcntl.LOCK_SH)
     assert sweep(str(tmp_path / "marks"), now=later()) == [str(second), str(third)]
     os.close(held)
     assert sweep(str(tmp_path / "marks"), now=later()) == [str(first)]
 
 
 def test_several_hold_a_folder_and_nobody_who_sweeps_it(tmp_path: Path) -> None:
-    holders = [hold(str(tmp_path)) for _ in range(2)]
+    holders = [lock_folder(str(tmp_path), fcntl.LOCK_SH) for _ in range(2)]
     for one in holders:
         os.close(one)
     sweeper = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(sweeper, fcntl.LOCK_EX)
     with pytest.raises(BlockingIOError):
-        hold(str(tmp_path))
+        lock_folder(str(tmp_path), fcntl.LOCK_SH)
     os.close(sweeper)
