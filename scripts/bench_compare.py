@@ -36,7 +36,7 @@ from elastictrain.train.build import build
 from elastictrain.train.loop import Loop
 from elastictrain.train.observing import Observer
 from elastictrain.train.parameters import local
-from elastictrain.train.replica_comparison import HostCopy, StateDigest
+from elastictrain.train.replica_comparison import HostCopy, state_digest
 
 STEPS = int(os.environ.get("BENCH_STEPS", "20"))
 COMPARISONS = int(os.environ.get("BENCH_COMPARISONS", "20"))
@@ -65,14 +65,13 @@ def comparing(loop: Loop) -> Callable[[int], None]:
     tensors = loop.state.tensors()
     changing = loop.state.changed_by_forward()
     compared = [tensor for name, tensor in tensors.items() if name not in changing]
-    digest = StateDigest()
 
     def with_others(number: int) -> None:
         loop.comparison.begin(-number)
         loop.comparison.check(-number)
 
     def alone(number: int) -> None:
-        digests = digest(compared).reshape(1)
+        digests = state_digest(compared).reshape(1)
         dist.all_reduce(digests)
         HostCopy(digests).wait()
 

@@ -1,12 +1,12 @@
 """Decides which combinations of otherwise good keys are impossible."""
 
 import ipaddress
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from elastictrain.config.composed import DataGroup, FaultGroup, LaunchGroup, ParallelGroup, TrainGroup
+from elastictrain.config.composed import FaultGroup, LaunchGroup, ParallelGroup
 from elastictrain.config.constraints import show, show_number
 from elastictrain.errors import Problem
 
@@ -30,17 +30,23 @@ ORDERS = (
 """Of two keys which must be less, and why. Most are timeouts: what is waited for must end before what waits for it gives up."""
 
 
+SCOPES = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp"), True), ("bucket_mb", ("ddp",), 25.0))
+"""Keys of `parallel` that some kinds alone read, with their defaults."""
+
+
 def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Problem]:
     """Everything impossible. A group that is missing is not known to be good: no rule about it applies."""
-    problems = []
-    if "parallel" in groups:
-        problems += _check_parallel(groups["parallel"])
-    if "launch" in groups:
-        problems += _check_launch(groups["launch"])
-    if "fault" in groups:
-        problems += _check_grace(groups["fault"])
+    rules: Mapping[str, Callable[[Any], Iterator[Problem]]]
+    rules = {"parallel": _check_parallel, "launch": _check_launch, "fault": _check_grace}
+    problems = [problem for name, rule in rules.items() if name in groups for problem in rule(groups[name])]
     if uses_token_files and groups.keys() >= {"train", "data"}:
-        problems += _check_evaluation(groups["train"], groups["data"])
+        train = groups["train"]
+        if train.eval_every_steps and not groups["data"].holdout_samples:
+            message = (
+                f"must be 0 when no samples are held out, but is {train.eval_every_steps}; "
+                f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
+            )
+            problems.append(Problem("train.eval_every_steps", message))
     everything = SimpleNamespace(**groups)
     for lower, relation, upper, reason in ORDERS:
         concerned = {key.partition(".")[0] for key in (lower, upper)}
@@ -53,45 +59,28 @@ def check_rules(groups: Mapping[str, Any], *, uses_token_files: bool) -> list[Pr
     return problems
 
 
-def _check_evaluation(train: TrainGroup, data: DataGroup) -> list[Problem]:
-    """Evaluation on token files needs samples that are not trained on."""
-    if train.eval_every_steps == 0 or data.holdout_samples > 0:
-        return []
-    message = (
-        f"must be 0 when no samples are held out, but is {train.eval_every_steps}; "
-        f"set `data.holdout_samples`, e.g. to {train.eval_samples}"
-    )
-    return [Problem("train.eval_every_steps", message)]
-
-
-def _check_parallel(parallel: ParallelGroup) -> list[Problem]:
+def _check_parallel(parallel: ParallelGroup) -> Iterator[Problem]:
     """A setting that the chosen kind would ignore is refused rather than dropped silently."""
-    scopes = (("shard_size", ("hsdp",), 0), ("reshard_after_forward", ("fsdp", "hsdp"), True), ("bucket_mb", ("ddp",), 25.0))
-    problems = []
-    for name, kinds, default in scopes:
+    for name, kinds, default in SCOPES:
         value = getattr(parallel, name)
         if parallel.kind not in kinds and value != default:
             message = f"has no effect with parallel={parallel.kind}: leave it out, or choose {' or '.join(kinds)}"
-            problems.append(Problem(f"parallel.{name}", f"is {show(value)}, but {message}"))
-    return problems
+            yield Problem(f"parallel.{name}", f"is {show(value)}, but {message}")
 
 
-def _check_launch(launch: LaunchGroup) -> list[Problem]:
+def _check_launch(launch: LaunchGroup) -> Iterator[Problem]:
     """The hosts that are waited for can come, and the others can be told where this host is."""
-    problems = []
     try:
         ipaddress.ip_address(launch.address or "::")
     except ValueError:
         message = f"must be an IP address, since each host would look up a name for itself, but is {show(launch.address)}"
-        problems.append(Problem("launch.address", message))
+        yield Problem("launch.address", message)
     if 0 < launch.max_hosts < launch.min_hosts:
         message = f"must be >= `launch.min_hosts` = {launch.min_hosts}, or 0 for no limit, but is {launch.max_hosts}"
-        problems.append(Problem("launch.max_hosts", message))
-    return problems
+        yield Problem("launch.max_hosts", message)
 
 
-def _check_grace(fault: FaultGroup) -> list[Problem]:
-    if fault.shutdown_grace_s < TORCHRUN_KILL_S:
-        return []
-    message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
-    return [Problem("fault.shutdown_grace_s", message)]
+def _check_grace(fault: FaultGroup) -> Iterator[Problem]:
+    if fault.shutdown_grace_s >= TORCHRUN_KILL_S:
+        message = f"must be < {TORCHRUN_KILL_S:g}, but is {fault.shutdown_grace_s:g}: torchrun kills its workers after that"
+        yield Problem("fault.shutdown_grace_s", message)

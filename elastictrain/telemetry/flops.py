@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation, and the dense peaks of devices that it is measured against.
+"""The dense peaks of devices, which the utilisation of a model's FLOPs (MFU) is measured against.
 
 Source: the vendors' data sheets. Figures are dense (a data sheet's "with sparsity" halved), with accumulation in float32, at
 the boost clock of the stock board. fp32 is without TF32, which torch leaves off for matrix products. An MI250X shows itself to
@@ -11,41 +11,32 @@ torch as two devices, so the figure is half a board's.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16"]
 
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """Dense peaks of one device in 10^12 operations per second; None: the hardware has no such arithmetic."""
-
-    bf16: float | None
-    fp32: float
-
-
-# Keyed by words that must all be in the device's name. The entry with the most words wins: "H100 PCIe" before "H100".
-PEAKS: Mapping[tuple[str, ...], Peak] = {
-    ("A100",): Peak(312.0, 19.5),
-    ("H100",): Peak(989.4, 66.9),
-    ("H100", "PCIe"): Peak(756.0, 51.2),
-    ("H100", "NVL"): Peak(835.5, 60.0),
-    ("H200",): Peak(989.4, 66.9),
-    ("H200", "NVL"): Peak(835.5, 60.0),
-    ("GH200",): Peak(989.4, 66.9),
-    ("B200",): Peak(2250.0, 75.0),
-    ("GB200",): Peak(2500.0, 80.0),
-    ("L4",): Peak(121.0, 30.3),
-    ("L40S",): Peak(362.0, 91.6),
-    ("A10",): Peak(125.0, 31.2),
-    ("V100",): Peak(None, 15.7),
-    ("V100", "PCIE"): Peak(None, 14.0),
-    ("T4",): Peak(None, 8.1),
-    ("RTX", "4090"): Peak(165.2, 82.6),
-    ("RTX", "3090"): Peak(71.0, 35.6),
-    ("MI250X",): Peak(191.5, 47.9),
-    ("MI300X",): Peak(1307.4, 163.4),
+# bf16 and fp32 in 10^12 operations per second; None: the hardware has no such arithmetic. Keyed by words that must all be in
+# the device's name. The entry with the most words wins: "H100 PCIe" before "H100".
+PEAKS: Mapping[tuple[str, ...], tuple[float | None, float]] = {
+    ("A100",): (312.0, 19.5),
+    ("H100",): (989.4, 66.9),
+    ("H100", "PCIe"): (756.0, 51.2),
+    ("H100", "NVL"): (835.5, 60.0),
+    ("H200",): (989.4, 66.9),
+    ("H200", "NVL"): (835.5, 60.0),
+    ("GH200",): (989.4, 66.9),
+    ("B200",): (2250.0, 75.0),
+    ("GB200",): (2500.0, 80.0),
+    ("L4",): (121.0, 30.3),
+    ("L40S",): (362.0, 91.6),
+    ("A10",): (125.0, 31.2),
+    ("V100",): (None, 15.7),
+    ("V100", "PCIE"): (None, 14.0),
+    ("T4",): (None, 8.1),
+    ("RTX", "4090"): (165.2, 82.6),
+    ("RTX", "3090"): (71.0, 35.6),
+    ("MI250X",): (191.5, 47.9),
+    ("MI300X",): (1307.4, 163.4),
 }
 
 
@@ -60,14 +51,6 @@ def peak_flops(device_name: str, *, precision: Precision) -> float | None:
     fitting = [key for key in PEAKS if all(word.lower() in words for word in key)]
     if not fitting:
         return None
-    peak = PEAKS[max(fitting, key=len)]
-    tera = peak.fp32 if precision == "fp32" else peak.bf16
+    bf16, fp32 = PEAKS[max(fitting, key=len)]
+    tera = fp32 if precision == "fp32" else bf16
     return None if tera is None else tera * 1e12
-
-
-def mfu(flops_per_s: float, *, num_devices: int, peak_flops_per_s: float) -> float:
-    """Share of the devices' dense peak that the model's own arithmetic made use of, 0 to 1.
-
-    `flops_per_s` is the group's, without recomputation. Source: PaLM, appendix B.
-    """
-    return flops_per_s / (num_devices * peak_flops_per_s)

@@ -26,10 +26,14 @@ class LogPrefix:
         return f"[{self.incarnation} rank {self.rank}{step}]"
 
 
-class _Formatter(logging.Formatter):
-    def __init__(self, prefix: LogPrefix) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(prefix)s %(message)s", "%H:%M:%S")
+class WorkerHandler(logging.Handler):
+    """Writes to a stream without tearing a progress bar that is drawn on it."""
+
+    def __init__(self, stream: TextIO, *, prefix: LogPrefix) -> None:
+        super().__init__()
+        self._stream = stream
         self._prefix = prefix
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(prefix)s %(message)s", "%H:%M:%S"))
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == "py.warnings":
@@ -38,19 +42,10 @@ class _Formatter(logging.Formatter):
         record.prefix = self._prefix.text()
         return super().format(record)
 
-
-class WorkerHandler(logging.Handler):
-    """Writes to a stream without tearing a progress bar that is drawn on it."""
-
-    def __init__(self, stream: TextIO, *, prefix: LogPrefix) -> None:
-        super().__init__()
-        self.stream = stream
-        self.setFormatter(_Formatter(prefix))
-
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            tqdm.write(self.format(record), file=self.stream)
-            self.stream.flush()
+            tqdm.write(self.format(record), file=self._stream)
+            self._stream.flush()
         except Exception:  # noqa: BLE001 - logging must never end the run
             self.handleError(record)
 

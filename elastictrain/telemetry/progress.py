@@ -2,29 +2,12 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Literal, TextIO
 
 from tqdm import tqdm
 
 Mode = Literal["auto", "bar", "lines", "off"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """The figures of one logged step; speeds are the whole group's means since the last logged one."""
-
-    step: int
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    step_s: float
-    mfu: float | None
-    """Share of the dense peak, 0 to 1; None where the peak or the model's arithmetic is not known."""
-    skipped: int
-    """Steps of the run so far whose update was left out."""
 
 
 def duration_text(seconds: float) -> str:
@@ -43,18 +26,18 @@ def duration_text(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def reading_text(reading: Reading, *, eta_s: float | None) -> str:
-    """The figures of a logged step in one line."""
+def figures_text(figures: Mapping[str, float], *, eta_s: float | None) -> str:
+    """The figures of a logged step, by their tags in TensorBoard, in one line."""
     parts = [
-        f"loss {reading.loss:.4f}",
-        f"lr {reading.lr:.2e}",
-        f"grad norm {reading.grad_norm:.3f}",
-        f"{tqdm.format_sizeof(reading.tokens_per_s)} tokens/s",
+        f"loss {figures['loss/train']:.4f}",
+        f"lr {figures['optimizer/lr']:.2e}",
+        f"grad norm {figures['optimizer/grad_norm']:.3f}",
+        f"{tqdm.format_sizeof(figures['speed/tokens_per_s'])} tokens/s",
     ]
-    if reading.mfu is not None:
-        parts.append(f"MFU {reading.mfu:.1%}")
-    if reading.skipped:
-        parts.append(f"{reading.skipped} skipped")
+    if "speed/mfu" in figures:
+        parts.append(f"MFU {figures['speed/mfu']:.1%}")
+    if figures["optimizer/skipped"]:
+        parts.append(f"{figures['optimizer/skipped']:.0f} skipped")
     if eta_s:
         parts.append(f"{duration_text(eta_s)} to go")
     return ", ".join(parts)
@@ -125,14 +108,14 @@ class Progress:
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 
-    def show(self, reading: Reading) -> None:
+    def show(self, step: int, figures: Mapping[str, float]) -> None:
         """The figures of a logged step, after `advance` to it."""
-        text = reading_text(reading, eta_s=self._remaining.estimate_s())
+        text = figures_text(figures, eta_s=self._remaining.estimate_s())
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=True)
         elif self._shows_lines:
             # Steps are aligned.
-            self.print_line(f"step {reading.step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
+            self.print_line(f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}: {text}")
 
     def print_line(self, text: str) -> None:
         """A message of one or more lines that stays on the terminal, above the bar; at once also through a pipe."""

@@ -17,7 +17,6 @@ import torch
 from elastictrain.events import AppendLog
 from elastictrain.storage.appendlog import LostLog, open_append_log
 from elastictrain.storage.store import Store
-from elastictrain.telemetry.progress import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -86,20 +85,6 @@ class ScalarWriter:
         log = open_append_log(store, key, flush_s=flush_s, close_s=close_s)
         log.append(version + start)
         return log
-
-
-def scalars_of(reading: Reading) -> Mapping[str, float]:
-    """Tag to value for one logged step; what is not known has no tag. TensorBoard sorts by tag and unfolds the first groups."""
-    values: dict[str, float | None] = {
-        "loss/train": reading.loss,
-        "optimizer/lr": reading.lr,
-        "optimizer/grad_norm": reading.grad_norm,
-        "optimizer/skipped": float(reading.skipped),
-        "speed/tokens_per_s": reading.tokens_per_s,
-        "speed/step_s": reading.step_s,
-        "speed/mfu": reading.mfu,
-    }
-    return {tag: value for tag, value in values.items() if value is not None}
 
 
 def host_scalars(device: torch.device) -> Mapping[str, float]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from elastictrain.checkpoint.lineage import number_of
 from elastictrain.config.composed import RunConfig
 from elastictrain.config.digest import group_digest
-from elastictrain.distributed.generation import AgreedGeneration, Introduction, agree, check_alike, say_waiting
+from elastictrain.distributed.generation import Introduction, agree, check_alike, say_waiting
 from elastictrain.distributed.group import connect, make_group
 from elastictrain.distributed.store import BoundedStore, StoreExchange
 from elastictrain.errors import StorageError
@@ -58,7 +58,10 @@ def meet_ranks(
     tracker.set_phase(Phase.RENDEZVOUS)
     with timings.phase("predecessors"):
         # Before the ranks meet: from then on, others wait for this one.
-        _wait_for_previous_workers(context)
+        left = wait_for_previous_workers(identity, poll=context.leave_if_asked)
+        if left and identity.local_rank == 0:
+            message = "process(es) %s of the generation before are not gone; they may hold devices that this one needs"
+            logger.warning(message, ", ".join(map(str, left)))
     with timings.phase("memory"):
         # Only now: the workers of the generation before have given theirs back.
         if identity.local_rank == 0:
@@ -103,6 +106,7 @@ def form_group(context: TrainContext) -> None:
 
 
 def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None]) -> None:
+    """Collective: yes. Raises: RunHeldError, StopRequestedError, StorageError, TransportError."""
     config, identity, limit_s = context.config, context.identity, context.config.fault.rendezvous_timeout_s
     rendezvous = context.rendezvous = BoundedStore(
         lambda: connect(identity, timeout_s=limit_s), limit_s=limit_s, poll=context.leave_if_asked
@@ -110,7 +114,20 @@ def _meet(context: TrainContext, *, parent: int, on_lost: Callable[[str], None])
     context.job = JobNotes(rendezvous.unbounded, identity)
     if identity.rank == 0 and identity.launcher is None:
         context.lease = _take_lease(context, parent=parent, on_lost=on_lost)
-    generation = context.generation = _agree(context)
+    lease, launcher = context.lease, identity.launcher
+    digest = group_digest(config, data_digest=context.samples.digest)
+    generation = context.generation = agree(
+        rendezvous,
+        identity,
+        Introduction(identity.host, identity.local_world_size, context.backend, digest),
+        number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
+        timeout_s=rendezvous.left_s,
+        poll=context.leave_if_asked,
+        put_off=partial(_put_off, context),
+        tell=_tell,
+    )
+    if identity.rank == 0:
+        note_start(context.store, incarnation=generation.name, world_size=identity.world_size)
     shared = context.shared = dist.PrefixStore(f"elastictrain/{generation.name}", rendezvous.unbounded)
     context.heartbeats = rendezvous.ask(
         lambda: HeartbeatStore(
@@ -140,25 +157,6 @@ def _take_lease(context: TrainContext, *, parent: int, on_lost: Callable[[str], 
     waiting = Waiting(on_held=run.on_held, url=run.dir, tell=lambda text: _tell(f"elastictrain: {text}"), poll=wait_on)
     owner = _owner(context.identity, rendezvous, parent)
     return take(Chain(context.store), owner, waiting, on_lost=on_lost, used=used)
-
-
-def _agree(context: TrainContext) -> AgreedGeneration:
-    """With all other ranks. Collective: yes. Raises: StopRequestedError, TransportError."""
-    identity, lease, launcher = context.identity, context.lease, context.identity.launcher
-    digest = group_digest(context.config, data_digest=context.samples.digest)
-    generation = agree(
-        context.rendezvous,
-        identity,
-        Introduction(identity.host, identity.local_world_size, context.backend, digest),
-        number=lease.number if lease is not None else launcher.generation if launcher is not None else 0,
-        timeout_s=context.rendezvous.left_s,
-        poll=context.leave_if_asked,
-        put_off=partial(_put_off, context),
-        tell=_tell,
-    )
-    if identity.rank == 0:
-        note_start(context.store, incarnation=generation.name, world_size=identity.world_size)
-    return generation
 
 
 def _put_off(context: TrainContext, seconds: float) -> None:
@@ -208,15 +206,6 @@ def note_start(store: Store, *, incarnation: str, world_size: int) -> None:
             logger.info("events of earlier starts are merged by a later start: %s", error)
 
     threading.Thread(target=note, name="note-start", daemon=True).start()
-
-
-def _wait_for_previous_workers(context: TrainContext) -> None:
-    left = wait_for_previous_workers(context.identity, poll=context.leave_if_asked)
-    if left and context.identity.local_rank == 0:
-        logger.warning(
-            "process(es) %s of the generation before are not gone; they may hold devices that this one needs",
-            ", ".join(map(str, left)),
-        )
 
 
 def _tell(text: str) -> None:

@@ -53,13 +53,14 @@ def build(context: TrainContext, link: SaverLink | None) -> Loop:
     checkpointer = make_checkpointer(context)
     resume = _restore(context, checkpointer, state, wrapped=wrapped, memory=memory)
     tokens_per_sample, flops_per_sample = _arithmetic(context, state.model)
-    observer = Observer()
-    if identity.is_log_rank:
-        flops_per_token = None if flops_per_sample is None else flops_per_sample / tokens_per_sample
-        observer = SpeakingObserver(context, resume, flops_per_token=flops_per_token)
+    flops_per_token = None if flops_per_sample is None else flops_per_sample / tokens_per_sample
+    observer = SpeakingObserver(context, resume, flops_per_token=flops_per_token) if identity.is_log_rank else Observer()
     if sentence := describe_short_warmup(config.optim, total_steps=config.train.steps):
         observer.print_line(sentence)
-    ledger = _make_ledger(context)
+    ledger = None
+    if config.data.ledger:
+        key = ledger_key(incarnation=context.generation.name, rank=identity.rank)
+        ledger = Ledger(open_append_log(context.store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s))
     comparison = ReplicaComparison(context, state, wrapped.shape)
     in_storage = resume.tier in ("storage", "none")
     synchronous = SynchronousSaving(context, checkpointer, state, comparison, ledger, observer)
@@ -129,7 +130,17 @@ def _restore(
 
     if identity.is_log_rank:
         store_config(context.store, config)
-        context.journal.record(_start_event(context))
+        device = context.group.device
+        start = Start(
+            world_size=identity.world_size,
+            hosts=tuple(dict.fromkeys(context.generation.hosts)),
+            backend=context.group.backend,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            config_digest=config_digest(config),
+            versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
+            seconds=context.timings.seconds,
+        )
+        context.journal.record(start)
     context.tracker.set_phase(Phase.RESTORE)
     began = time.monotonic()
     recall = memory.restore if memory is not None else None
@@ -207,30 +218,9 @@ def _make_loader(context: TrainContext, *, first_step: int) -> Loader:
     return Loader(samples, planned, workers=config.data.workers, prefetch=config.data.prefetch, pin_memory=pin_memory)
 
 
-def _make_ledger(context: TrainContext) -> Ledger | None:
-    if not context.config.data.ledger:
-        return None
-    config, key = context.config, ledger_key(incarnation=context.generation.name, rank=context.identity.rank)
-    log = open_append_log(context.store, key, flush_s=config.telemetry.flush_s, close_s=config.fault.close_s)
-    return Ledger(log)
-
-
 def _arithmetic(context: TrainContext, model: nn.Module) -> tuple[int, float | None]:
     """Tokens and floating-point operations per sample; a sample counts as one token if the task does not know."""
     if not isinstance(context.task, CountsFlops):
         return 1, None
     sample = context.samples.train[0]
     return context.task.tokens_per_sample(sample), context.task.flops_per_sample(model, sample)
-
-
-def _start_event(context: TrainContext) -> Start:
-    device = context.group.device
-    return Start(
-        world_size=context.identity.world_size,
-        hosts=tuple(dict.fromkeys(context.generation.hosts)),
-        backend=context.group.backend,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        config_digest=config_digest(context.config),
-        versions={"elastictrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        seconds=context.timings.seconds,
-    )

@@ -7,9 +7,9 @@ import torch
 
 from elastictrain.events import Resume, Step
 from elastictrain.storage.store import Store
-from elastictrain.telemetry.flops import mfu, peak_flops
-from elastictrain.telemetry.progress import Progress, Reading
-from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars, scalars_of
+from elastictrain.telemetry.flops import peak_flops
+from elastictrain.telemetry.progress import Progress
+from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 from elastictrain.train.context import TrainContext
 from elastictrain.train.step import is_logged
 
@@ -52,12 +52,11 @@ class SpeakingObserver(Observer):
             self._scalars = ScalarWriter(context.store, purge_step=self._first_step, flush_s=flush_s, close_s=close_s)
             # What it measures is since the call before.
             host_scalars(device)
-        # Times tokens/s this is the MFU; None if the peak or the model's arithmetic is not known.
+        # Times tokens/s this is the MFU; None if the peak or the model's arithmetic is not known. Source: PaLM, appendix B.
         self._utilisation_per_token: float | None = None
-        peak_flops_per_s = _peak_flops(context)
-        if peak_flops_per_s is not None and flops_per_token is not None:
-            num_devices = context.identity.world_size
-            self._utilisation_per_token = mfu(flops_per_token, num_devices=num_devices, peak_flops_per_s=peak_flops_per_s)
+        peak = _peak_flops(context)
+        if peak is not None and flops_per_token is not None:
+            self._utilisation_per_token = flops_per_token / (context.identity.world_size * peak)
         self._steps = 0
         self._seconds = 0.0
         self._tokens = 0.0
@@ -73,21 +72,21 @@ class SpeakingObserver(Observer):
         if not is_logged(step.step, every_steps=every_steps, first_step=self._first_step, total_steps=total_steps):
             return
         tokens_per_s = self._tokens / max(self._seconds, 1e-9)
-        per_token = self._utilisation_per_token
-        reading = Reading(
-            step=step.step,
-            loss=step.loss,
-            lr=step.lr,
-            grad_norm=step.grad_norm,
-            tokens_per_s=tokens_per_s,
-            step_s=self._seconds / self._steps,
-            mfu=None if per_token is None else tokens_per_s * per_token,
-            skipped=skipped_total,
-        )
+        # TensorBoard sorts by tag and unfolds the first groups.
+        figures = {
+            "loss/train": step.loss,
+            "optimizer/lr": step.lr,
+            "optimizer/grad_norm": step.grad_norm,
+            "optimizer/skipped": float(skipped_total),
+            "speed/tokens_per_s": tokens_per_s,
+            "speed/step_s": self._seconds / self._steps,
+        }
+        if self._utilisation_per_token is not None:
+            figures["speed/mfu"] = tokens_per_s * self._utilisation_per_token
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
-        self._progress.show(reading)
+        self._progress.show(step.step, figures)
         if self._scalars is not None:
-            self._scalars.write(step.step, {**scalars_of(reading), **host_scalars(self._device)})
+            self._scalars.write(step.step, {**figures, **host_scalars(self._device)})
 
     def on_eval(self, step: int, loss: float) -> None:
         self._progress.print_line(f"step {step}: held-out loss {loss:.4f}")

@@ -71,18 +71,15 @@ def fill_again(model: nn.Module, task: Task, *, seed: int, device: torch.device)
 @torch.no_grad()
 def _initialize(model: nn.Module, task: InitializesParameters, *, seed: int, device: torch.device) -> None:
     for name, parameter in model.named_parameters():
-        _fill_parameter(parameter, name, task, torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name)))
+        generator = torch.Generator(device).manual_seed(derive_seed(seed, "parameter", name))
+        if isinstance(parameter, DTensor):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            task.init_parameter(name, whole, generator)
+            _keep_shard(parameter, whole)
+        else:
+            task.init_parameter(name, parameter, generator)
     for name, buffer in model.named_buffers():
         task.init_buffer(name, buffer)
-
-
-def _fill_parameter(parameter: Tensor, name: str, task: InitializesParameters, generator: torch.Generator) -> None:
-    if not isinstance(parameter, DTensor):
-        task.init_parameter(name, parameter, generator)
-        return
-    whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=generator.device)
-    task.init_parameter(name, whole, generator)
-    _keep_shard(parameter, whole)
 
 
 def _keep_shard(parameter: Tensor, whole: Tensor) -> None:

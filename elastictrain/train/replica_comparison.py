@@ -43,51 +43,37 @@ _ROW_BYTES = _WORD_BYTES * _ROW_WORDS
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
-class StateDigest:
-    """Digests the same tensors again and again: deterministic, and different after the flip of any single bit.
+@torch.no_grad()
+def state_digest(tensors: Iterable[Tensor]) -> Tensor:
+    """The digest [] int64 of this rank's part of `tensors`, on their device; nothing waits for it.
 
-    Words of eight bytes are added up in rows, and the sums of rows are added up with odd weights, all modulo 2^64. A flipped
-    bit changes its word by a power of two, and an odd weight takes no power of two to zero. Each byte is read once; the memory
-    that this takes is a few thousandths of the tensors' own.
+    It is deterministic, and different after the flip of any single bit: words of eight bytes are added up in rows, and the sums
+    of rows are added up with odd weights, all modulo 2^64. A flipped bit changes its word by a power of two, and an odd weight
+    takes no power of two to zero. Each byte is read once; the memory that this takes is a few thousandths of the tensors' own.
     """
-
-    def __init__(self) -> None:
-        self._weights: Tensor | None = None
-
-    @torch.no_grad()
-    def __call__(self, tensors: Iterable[Tensor]) -> Tensor:
-        """The digest [] int64 of this rank's part of `tensors`, on their device; nothing waits for it."""
-        sums: list[Tensor] = []
-        rests: list[Tensor] = []
-        for tensor in tensors:
-            content = _bytes_of(local(tensor).detach())
-            in_rows = content.numel() - content.numel() % _ROW_BYTES
-            if in_rows:
-                sums.append(_row_sums(content[:in_rows]))
-            if in_rows < content.numel():
-                rests.append(content[in_rows:])
-        if rests:
-            # Small tensors are many: one concatenation, instead of a kernel for each.
-            filled = sum(rest.numel() for rest in rests)
-            rests.append(torch.zeros(-filled % _ROW_BYTES, dtype=torch.uint8, device=rests[0].device))
-            sums.append(_row_sums(torch.cat(rests)))
-        if not sums:
-            return torch.zeros((), dtype=torch.int64)
-        rows = torch.cat(sums)
-        return (rows * self._weights_of(rows)).sum()
-
-    def _weights_of(self, rows: Tensor) -> Tensor:
-        if self._weights is None or self._weights.shape != rows.shape or self._weights.device != rows.device:
-            self._weights = (torch.arange(1, 1 + rows.numel(), device=rows.device) * _SPREAD) | 1
-        return self._weights
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.contiguous().reshape(-1)
-    if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
-        # Words can be read at multiples of their size only.
-        flat = flat.clone()
-    return flat.view(torch.uint8)
+    sums: list[Tensor] = []
+    rests: list[Tensor] = []
+    for tensor in tensors:
+        flat = local(tensor).detach().contiguous().reshape(-1)
+        if flat.storage_offset() * flat.element_size() % _WORD_BYTES:
+            # Words can be read at multiples of their size only.
+            flat = flat.clone()
+        content = flat.view(torch.uint8)
+        in_rows = content.numel() - content.numel() % _ROW_BYTES
+        if in_rows:
+            sums.append(_row_sums(content[:in_rows]))
+        if in_rows < content.numel():
+            rests.append(content[in_rows:])
+    if rests:
+        # Small tensors are many: one concatenation, instead of a kernel for each.
+        filled = sum(rest.numel() for rest in rests)
+        rests.append(torch.zeros(-filled % _ROW_BYTES, dtype=torch.uint8, device=rests[0].device))
+        sums.append(_row_sums(torch.cat(rests)))
+    if not sums:
+        return torch.zeros((), dtype=torch.int64)
+    rows = torch.cat(sums)
+    weights = (torch.arange(1, 1 + rows.numel(), device=rows.device) * _SPREAD) | 1
+    return (rows * weights).sum()
 
 
 def _row_sums(content: Tensor) -> Tensor:
@@ -132,29 +118,21 @@ def find_divergence(digests: Sequence[int], *, shards: int) -> Divergence | None
 def describe_divergence(divergence: Divergence, *, step: int, hosts: Sequence[str]) -> str:
     """The sentence for a person; `hosts` names the host of each rank."""
     causes = []
-    if divergence.wrong:
-        verb = "differs" if len(divergence.wrong) == 1 else "differ"
-        causes.append(
-            f"{_listed(divergence.wrong, hosts)} {verb} from the majority of the replicas: "
-            f"replace {_hosts(divergence.wrong, hosts)}"
-        )
-    if divergence.disputed:
-        causes.append(
-            f"{_listed(divergence.disputed, hosts)} differ from each other, and no majority tells which one is wrong: test the "
-            f"memory and devices of {_hosts(divergence.disputed, hosts)}, and replace the host that fails"
-        )
+    for ranks in filter(None, (divergence.wrong, divergence.disputed)):
+        named = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
+        places = " and ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+        if ranks is divergence.wrong:
+            verb = "differs" if len(ranks) == 1 else "differ"
+            causes.append(f"{named} {verb} from the majority of the replicas: replace {places}")
+        else:
+            causes.append(
+                f"{named} differ from each other, and no majority tells which one is wrong: test the memory and devices of "
+                f"{places}, and replace the host that fails"
+            )
     return (
         f"after step {step} replicas hold different parameters or optimizer state. {'; '.join(causes)}. "
         "Nothing was saved of this step: the next start resumes from the checkpoint before it"
     )
-
-
-def _listed(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
-
-
-def _hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return " and ".join(dict.fromkeys(hosts[rank] for rank in ranks))
 
 
 class ReplicaComparison:
@@ -167,7 +145,6 @@ class ReplicaComparison:
         self._context = context
         self._state = state
         self._shape = shape
-        self._digest = StateDigest()
         self._pending: dict[int, HostCopy] = {}
         """The digests of all ranks, by step: the next step is launched before those of one are looked at."""
 
@@ -182,7 +159,7 @@ class ReplicaComparison:
         if self._shape.replicas == 1 or step in self._pending:
             return
         left_out = self._state.changed_by_forward()
-        digest = self._digest(tensor for name, tensor in self._state.tensors().items() if name not in left_out)
+        digest = state_digest(tensor for name, tensor in self._state.tensors().items() if name not in left_out)
         # Ranks add their own to zeros: every backend can do that, and all ranks learn which one differs.
         digests = torch.zeros(self._shape.replicas * self._shape.shards, dtype=torch.int64, device=digest.device)
         digests[self._context.identity.rank] = digest

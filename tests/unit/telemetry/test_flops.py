@@ -1,6 +1,6 @@
 import pytest
 
-from elastictrain.telemetry.flops import Precision, mfu, peak_flops
+from elastictrain.telemetry.flops import Precision, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,3 @@ def test_devices_are_known_by_the_names_they_give_themselves(name: str, precisio
 )
 def test_no_figure_is_better_than_a_wrong_one(name: str, precision: Precision) -> None:
     assert peak_flops(name, precision=precision) is None
-
-
-def test_mfu_is_the_share_of_all_devices_together() -> None:
-    assert mfu(1e15, num_devices=2, peak_flops_per_s=1e15) == 0.5

@@ -8,8 +8,7 @@ import torch
 from elastictrain.storage import appendlog
 from elastictrain.storage.opening import open_store
 from elastictrain.storage.store import Store
-from elastictrain.telemetry.progress import Reading
-from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars, scalars_of
+from elastictrain.telemetry.tensorboard import ScalarWriter, host_scalars
 
 
 def writer_of(store: Store, *, purge_step: int = 1, now: float = 1_700_000_000.0) -> ScalarWriter:
@@ -79,24 +78,6 @@ def test_a_folder_that_takes_no_file_costs_the_curves_alone(tmp_path: Path, capl
     writer.close()
     assert len(caplog.records) == 1
     assert (tmp_path / "tensorboard").read_text() == "no folder"
-
-
-def test_every_figure_has_its_tag() -> None:
-    reading = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=0.5, skipped=6)
-    assert scalars_of(reading) == {
-        "loss/train": 1.0,
-        "optimizer/lr": 2.0,
-        "optimizer/grad_norm": 3.0,
-        "optimizer/skipped": 6.0,
-        "speed/tokens_per_s": 4.0,
-        "speed/step_s": 5.0,
-        "speed/mfu": 0.5,
-    }
-
-
-def test_what_is_not_known_has_no_tag() -> None:
-    reading = Reading(step=3, loss=1.0, lr=2.0, grad_norm=3.0, tokens_per_s=4.0, step_s=5.0, mfu=None, skipped=0)
-    assert "speed/mfu" not in scalars_of(reading)
 
 
 def test_a_host_without_cuda_has_plausible_figures_and_none_of_a_device() -> None:

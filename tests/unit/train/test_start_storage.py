@@ -68,7 +68,7 @@ def start_once(store: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(of(store.url))
     started = life.begin()
     past = PastStarts(store, number=number_of(started.generation.name))
-    past.ended()
+    past.exit_codes()
     past.findings()
     checkpointer = make_checkpointer(started)
     result = checkpointer.restore(tensors=state_of(0), reset=lambda: None)
