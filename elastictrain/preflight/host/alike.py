@@ -116,15 +116,24 @@ def _modules(origin: Path) -> Iterator[tuple[str, str]]:
 
 def compare(hosts: Mapping[str, Likeness]) -> list[Verdict]:
     """For each host what it has unlike the others; or that all are alike. `hosts` is in the order of the group."""
+    # Of who says nothing of its configuration nothing is known.
+    configs = {host: likeness.config for host, likeness in hosts.items() if likeness.config}
     found: list[Verdict] = []
-    for host, likeness in hosts.items():
+    for host, own in hosts.items():
         report = Reporter("alike", host)
-        differences = [*_code(likeness, hosts, report), *_config(likeness, hosts, report), *_versions(hosts, report)]
+        differences = [*_code(own, hosts, report), *_versions(hosts, report)]
+        if own.config and own.config != configs[right_host := _model(configs)]:
+            remedy = (
+                f"start {host} with the same command line and config folder as {right_host}; "
+                "compare what `python -m elastictrain.run ... --cfg job` prints on both"
+            )
+            expected = f"{configs[right_host][:12]} as on {right_host}"
+            differences.append(report.failed(f"config {own.config[:12]}", expected=expected, remedy=remedy))
         found += differences or [report.passed("alike", expected="alike")]
     return found
 
 
-def model(values: Mapping[str, str]) -> str:
+def _model(values: Mapping[str, str]) -> str:
     """The host that the others should be like: the first of those with the value that most have."""
     counts = Counter(values.values())
     # Where there is no majority the order decides: with two hosts, the first is right.
@@ -132,7 +141,7 @@ def model(values: Mapping[str, str]) -> str:
 
 
 def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
-    right_host = model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
+    right_host = _model({one: json.dumps(sorted(likeness.code.items())) for one, likeness in known.items()})
     right = known[right_host]
     parts = sorted(part for part in own.code.keys() | right.code.keys() if own.code.get(part) != right.code.get(part))
     if not parts:
@@ -150,44 +159,26 @@ def _code(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Ite
         copying = f"`rsync -a --delete {right_host}:{source}{slash} {target}{slash}`"
         pulling = f", or `git -C {Path(target).parent} pull`" if package in own.checkouts else ""
         remedies.append(copying + pulling)
-    yield report.failed(
-        f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}",
-        expected=f"as on {right_host}",
-        remedy=f"on {report.subject}: {'; '.join(remedies)}",
-    )
-
-
-def _config(own: Likeness, known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
-    said = {one: likeness.config for one, likeness in known.items() if likeness.config}
-    if not own.config or not said:
-        return
-    right_host = model(said)
-    if own.config != said[right_host]:
-        remedy = (
-            f"start {report.subject} with the same command line and config folder as {right_host}; "
-            "compare what `python -m elastictrain.run ... --cfg job` prints on both"
-        )
-        yield report.failed(f"config {own.config[:12]}", expected=f"{said[right_host][:12]} as on {right_host}", remedy=remedy)
+    measured, remedy = f"other code: {', '.join(parts[:_NAMED_AT_MOST])}{more}", f"on {report.subject}: {'; '.join(remedies)}"
+    yield report.failed(measured, expected=f"as on {right_host}", remedy=remedy)
 
 
 def _versions(known: Mapping[str, Likeness], report: Reporter) -> Iterator[Verdict]:
+    host = report.subject
     for package in sorted({name for likeness in known.values() for name in likeness.versions}):
         values = {one: likeness.versions.get(package, "none") for one, likeness in known.items()}
-        right_host = model(values)
-        mine, right = values[report.subject], values[right_host]
-        if mine != right:
-            # Of Python only the first two numbers matter: the third is for corrections.
-            differs = mine.split(".")[:2] != right.split(".")[:2] if package == "python" else package in DECISIVE
-            report_as = report.failed if differs else report.warned
-            expected = f"{package} {right} as on {right_host}"
-            yield report_as(f"{package} {mine}", expected=expected, remedy=_install(package, right, report.subject))
-
-
-def _install(package: str, right: str, host: str) -> str:
-    if package == "python":
-        return f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
-    if right == "none":
-        return f"on {host}: `python -m pip uninstall {package}`"
-    _, plus, build = right.partition("+")
-    index = f" --index-url https://download.pytorch.org/whl/{build}" if plus and package == "torch" else ""
-    return f"on {host}: `python -m pip install {package}=={right}{index}`"
+        right_host = _model(values)
+        mine, right = values[host], values[right_host]
+        if mine == right:
+            continue
+        differs, build = package in DECISIVE, right.partition("+")[2]
+        index = f" --index-url https://download.pytorch.org/whl/{build}" if build and package == "torch" else ""
+        remedy = f"on {host}: `python -m pip install {package}=={right}{index}`"
+        if package == "python":
+            # Only the first two numbers matter: the third is for corrections.
+            differs = mine.split(".")[:2] != right.split(".")[:2]
+            remedy = f"use python {right} on {host}: `uv venv --python {right}` and install the packages again"
+        elif right == "none":
+            remedy = f"on {host}: `python -m pip uninstall {package}`"
+        report_as = report.failed if differs else report.warned
+        yield report_as(f"{package} {mine}", expected=f"{package} {right} as on {right_host}", remedy=remedy)

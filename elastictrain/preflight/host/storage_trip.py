@@ -5,14 +5,16 @@ given up.
 """
 
 import errno
-import getpass
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 from elastictrain.bounded_json import parse_record
 from elastictrain.preflight.host.cgroup import Mount, mount_of, read_mounts
@@ -93,24 +95,18 @@ def read_trip(surroundings: Surroundings, *, url: str, limit_s: float, command: 
     )
     try:
         output, complaints = process.communicate(order, timeout=limit_s)
+        last = (complaints.decode(errors="replace").strip().splitlines() or [""])[-1]
+        how = f"exit code {process.returncode}: {last}" if process.returncode else "no word at its end"
+        silent = TripMessage(fault="CRASHED", message=how)
     except subprocess.TimeoutExpired as stall:
-        _end(process)
-        silent = TripMessage(fault="STALLED", message=f"no answer in {limit_s:g} s")
-        return parse_messages(_text(stall.output), url=url, mount=mount, silent=silent)
-    last = (_text(complaints).strip().splitlines() or [""])[-1]
-    how = f"exit code {process.returncode}: {last}" if process.returncode else "no word at its end"
-    return parse_messages(_text(output), url=url, mount=mount, silent=TripMessage(fault="CRASHED", message=how))
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kills the process; does not wait where the kernel cannot let go of it, which is so until the file server answers."""
-    process.kill()
-    try:
-        process.communicate(timeout=_REAPING_S)
-    except subprocess.TimeoutExpired:
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        output, silent = stall.output or b"", TripMessage(fault="STALLED", message=f"no answer in {limit_s:g} s")
+        process.kill()
+        # Not waited for where the kernel cannot let go of it, which is so until the file server answers.
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_REAPING_S)
+    for pipe in filter(None, (process.stdin, process.stdout, process.stderr)):
+        pipe.close()
+    return parse_messages(output.decode(errors="replace"), url=url, mount=mount, silent=silent)
 
 
 def parse_messages(text: str, *, url: str, mount: Mount | None, silent: TripMessage) -> TripFacts:
@@ -177,7 +173,8 @@ def _remedy(facts: TripFacts, failure: TripMessage, host: str, environment: Mapp
         case "FULL":
             return f"raise the quota of {url}, or `python -m elastictrain.checkpoint prune {url}`"
         case "DENIED" if path:
-            return f"as root on {host}: `chown -R {_user()} {path}`, or set run.dir to a folder that {_user()} can write"
+            user = psutil.Process().username()
+            return f"as root on {host}: `chown -R {user} {path}`, or set run.dir to a folder that {user} can write"
         case "DENIED":
             credentials = service[1] if service else f"set credentials for {protocol}://"
             return f"{credentials} on {host}, for a role that may read, write, list and delete in {url}"
@@ -199,14 +196,3 @@ def _stall_remedy(facts: TripFacts, host: str, environment: Mapping[str, str]) -
         names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
         address = next((environment[name] for name in names if environment.get(name)), address)
     return f"on {host}: `curl -m 5 -sS -o /dev/null {address}` must answer; check the route, the firewall and HTTPS_PROXY there"
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
-
-
-def _text(data: bytes | None) -> str:
-    return (data or b"").decode(errors="replace")

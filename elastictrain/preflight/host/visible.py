@@ -1,6 +1,6 @@
 """Checks `gpus` and `pcie`: whether the ranks of this host see the GPUs that they need, and devices have all their lanes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastictrain.preflight.host.gpu import Gpu, GpuReport, Trouble, Vendor, bus_id, integer, link_widths
@@ -108,9 +108,27 @@ def judge_visible(
     verdict = Reporter("gpus", host)
     if report is None or (report.trouble is not None and not report.lost):
         return [_judge_absent(report, pci, environment, verdict)]
-    found = [*_judge_lost(report, bound, verdict), *_judge_recovery(report, verdict)]
+    found = []
+    for which in report.lost:
+        remedy = "power-cycle the host (a warm reboot often does not bring the GPU back), or replace it; see dmesg | grep Xid"
+        found.append(verdict(f"GPU {which} on {host}", Status.FAIL, "lost", "in reach", remedy))
     if not report.gpus:
         return found
+    silent = sorted(set(bound) - {gpu.bus for gpu in report.gpus})
+    if silent and report.whole and not report.lost:
+        kept = "unless they are kept from this process on purpose (container, cgroup)"
+        remedy = f"{kept}: see dmesg | grep -e NVRM -e Xid, and reboot"
+        found.append(
+            verdict.warned(f"not listed: {', '.join(silent)}", expected="all GPUs of the driver listed", remedy=remedy)
+        )
+    for gpu in report.gpus:
+        if gpu.recovery:
+            status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
+            remedy = f"as root, with no process on any GPU: nvidia-smi --gpu-reset -i {gpu.where}, or reboot the host"
+            if "reboot" in gpu.recovery.lower():
+                remedy = "reboot the host"
+            measured = f"the driver asks for: {gpu.recovery}"
+            found.append(verdict(f"GPU {gpu.index} on {host}", status, measured, "nothing to recover", remedy))
     selection = select(report.gpus, environment, report.vendor)
     found.append(_judge_count(report, selection, local_world_size, verdict))
     if len({gpu.name for gpu in report.gpus if gpu.name}) > 1:
@@ -156,28 +174,6 @@ def _judge_absent(report: GpuReport | None, pci: PciFacts, environment: Mapping[
         measured = f"{len(any_gpu)} GPUs on the PCI bus, but no {said or 'nvidia-smi or rocm-smi'}"
         return verdict.warned(measured, expected="GPUs with a driver", remedy=remedy)
     return verdict.skipped("no GPU", remedy="none for a run on CPUs; to train on GPUs, take a host that has some")
-
-
-def _judge_lost(report: GpuReport, bound: Sequence[str], verdict: Reporter) -> Iterator[Verdict]:
-    for which in report.lost:
-        remedy = "power-cycle the host (a warm reboot often does not bring the GPU back), or replace it; see dmesg | grep Xid"
-        yield verdict(f"GPU {which} on {verdict.subject}", Status.FAIL, "lost", "in reach", remedy)
-    silent = sorted(set(bound) - {gpu.bus for gpu in report.gpus})
-    if silent and report.gpus and report.whole and not report.lost:
-        kept = "unless they are kept from this process on purpose (container, cgroup)"
-        remedy = f"{kept}: see dmesg | grep -e NVRM -e Xid, and reboot"
-        yield verdict.warned(f"not listed: {', '.join(silent)}", expected="all GPUs of the driver listed", remedy=remedy)
-
-
-def _judge_recovery(report: GpuReport, verdict: Reporter) -> Iterator[Verdict]:
-    for gpu in report.gpus:
-        if gpu.recovery:
-            status = Status.WARN if gpu.recovery.lower().startswith("drain") else Status.FAIL
-            remedy = f"as root, with no process on any GPU: nvidia-smi --gpu-reset -i {gpu.where}, or reboot the host"
-            if "reboot" in gpu.recovery.lower():
-                remedy = "reboot the host"
-            about, measured = f"GPU {gpu.index} on {verdict.subject}", f"the driver asks for: {gpu.recovery}"
-            yield verdict(about, status, measured, "nothing to recover", remedy)
 
 
 def _judge_count(report: GpuReport, selection: Selection, needed: int | None, verdict: Reporter) -> Verdict:
